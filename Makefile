@@ -47,8 +47,9 @@ test-heavy: install
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "heavy and not cluster" $(PYTEST_ARGS)
 
 # Studies on a Ray cluster of several nodes, which network namespaces make of this machine: needs root, and a quiet machine.
+# Some of these tests take longer than the time after which a test counts as hanging elsewhere.
 test-cluster: install
-	$(BIN)/python -m pytest tests/cluster -m cluster -s $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/cluster -m cluster -s -o faulthandler_timeout=2700 $(PYTEST_ARGS)
 
 test-others: install
 	$(PARALLEL) -m "not heavy" $(PYTEST_ARGS)

@@ -6,14 +6,14 @@
 - `spaces`: search spaces, which turn a configuration into a recipe
 - `methods`: declarations of the merge methods: sources, coefficients, searched ranges
 - `searchers`: the searchers that a study file can name
-- `directions`: the experts' shares of the task vectors and the scale, of a merge of the whole model
+- `directions`: direction (the experts' shares of the task vectors) and scale of a merge of the whole model
 - `baselines`: the recipes that every search is compared with
 - `study`: the study file
 - `section`: the base class of every section of a study file
 - `objectives`: objectives, costs, Pareto fronts, hypervolume
-- `costs`: how many layers and parameters a merge has, from its recipe
+- `costs`: the numbers of layers and parameters of a merge, from its recipe
 - `constraints`: bounds on the values of objectives
-- `preferences`: preference vectors: how important each objective is
+- `preferences`: preference vectors: the importance of each objective
 - `fidelity`: rungs and brackets of successive halving
 - `errors`: the errors of this package
 

@@ -1,8 +1,8 @@
 """Baselines: recipes that a search is compared with, the source models and merges recommended in the literature.
 
-Uniform average: Wortsman et al., "Model soups" (2022). Task arithmetic: Ilharco et al. (2022), with lambda 1/n, its
-recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0; so a gain over the best baseline is more than a better lambda. TIES: Yadav
-et al. (2023), k = 0.2 and lambda = 1.
+Uniform average: Wortsman et al., "Model soups" (2022). Task arithmetic: Ilharco et al. (2022), with lambda 1/n, the
+recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0, so that a gain over the best baseline cannot come from a better lambda
+alone. TIES: Yadav et al. (2023), k = 0.2 and lambda = 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BY_DEFAULT: tuple[BaselineGroup, ...] = ("sources", "published")
 
 
 class Baseline(NamedTuple):
-    """A recipe that is known before the search and scored beside its proposals.
+    """A recipe that is known before the search and scored in addition to the search's proposals.
 
     `label` is its name, for example "expert:math"; it is unique within a study.
     """
@@ -71,7 +71,7 @@ def baseline_labels(chosen: BaselineGroup | Sequence[str], experts: Sequence[str
     """The labels of the baselines that `chosen` stands for, in their order.
 
     `chosen` is a group, or a list of labels and of GROUPS; ALL has the sources and the published merges, but not the
-    group "m3". A name that stands for no baseline of a study with these `experts` is ignored.
+    group "m3". A name that is not a baseline of a study with these `experts` is ignored.
     """
     names = {chosen} if isinstance(chosen, str) else {*chosen}
     groups = {*names, *(BY_DEFAULT if ALL in names else ())}
@@ -102,10 +102,11 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 
 
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
-    """Yield the merges that "Mixup Model Merge (M3)" compares with: the grids of its tables 3 and 4, and DARE.
+    """Yield the merges with which the paper "Mixup Model Merge (M3)" compares its method.
 
-    They are task arithmetic and TIES with the numbers of table 3, which include those of table 4, and DARE, which keeps
-    0.8, with the average, task arithmetic and TIES. TIES is that of the paper's code, which trims whole models.
+    They are task arithmetic and TIES with the coefficients of its table 3, which include those of table 4, and DARE
+    with density 0.8 in combination with the average, task arithmetic and TIES. TIES is the variant of the paper's code,
+    which trims whole models.
     """
     scales, shares = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), (0.5, 0.7, 0.9)  # table 3
     for scale in scales:

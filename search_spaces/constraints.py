@@ -1,7 +1,7 @@
 """Constraints: bounds on the value of an objective, such as "general >= base - 0.01" or "math >= 0.5".
 
-A bound is a number, or relative to the value that the base model, an expert or the best expert has in the same
-objective on the same samples. Numbers are in the metric's own unit.
+A bound is a number, or is relative to the value of the base model, an expert or the best expert in the same objective
+on the same samples. Numbers are in the metric's own unit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _CONSTRAINT = re.compile(
 class Constraint:
     """A bound on the value of one objective.
 
-    With the `relation` ">=" the value must be at least the bound, with "<=" at most. The bound is `offset`, or, if
-    there is a `reference` ("base", "best expert" or "expert:ALIAS"), that model's value plus `offset`. `text` is the
-    constraint as the user wrote it.
+    With the `relation` ">=" the value must be at least the bound, with "<=" at most the bound. The bound is `offset`,
+    or, if there is a `reference` ("base", "best expert" or "expert:ALIAS"), that model's value plus `offset`. `text` is
+    the constraint as the user wrote it.
     """
 
     text: str
@@ -79,10 +79,10 @@ def parse_constraint(text: str) -> Constraint:
 def contradictory(
     constraints: Mapping[int, Constraint], *, objectives: Sequence[str], experts: Sequence[str] | None
 ) -> Iterator[tuple[int, str]]:
-    """Problems of a study's constraints, each with the position of the constraint that has the problem.
+    """Problems of a study's constraints, each with the position of the wrong constraint in the list.
 
-    Problems are an unknown objective or expert, a repeated constraint, and two bounds that no value can meet. With
-    `experts` None, the names of experts are not checked.
+    Problems are an unknown objective or expert, a repeated constraint, and two bounds that no value can satisfy
+    together. If `experts` is None, the names of experts are not checked.
     """
     seen: dict[Constraint, int] = {}
     for index, constraint in constraints.items():

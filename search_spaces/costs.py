@@ -1,6 +1,6 @@
 """Costs of a merge that follow from its recipe alone: numbers of layers and of parameters.
 
-They are exact, and known before the merge is scored.
+These costs are exact, and known before the merge is scored.
 """
 
 from __future__ import annotations

@@ -17,18 +17,19 @@ __all__ = ["Direction", "direction_of"]
 
 @dataclass(frozen=True)
 class Direction:
-    """Shares of the experts, by alias, which sum to 1, and the scale of the task vectors; None for an average."""
+    """Shares of the experts, by alias, which sum to 1, and the scale of the task vectors (None for an average)."""
 
     shares: Mapping[str, float]
     scale: float | None
 
 
 def direction_of(recipe: Recipe) -> Direction | None:
-    """The direction and scale of a recipe that merges the whole model alike, read from the merge of its head.
+    """The direction and scale of a recipe in which all tensors have the same merge, read from the merge of its head.
 
-    Shares are those that a method divides by their sum or, where each model has a lambda of its own, the lambdas
-    divided by their sum, which is the scale. Methods with one lambda and no weights, such as TIES, have equal shares. A
-    single expert has the share 1. Returns None for the base model, for numbers that sum to 0, and for other methods.
+    The shares are the weights, for a method that divides weights by their sum. For a method with a lambda for each
+    model, the shares are the lambdas divided by their sum, and this sum is the scale. Methods with one lambda and no
+    weights, such as TIES, have equal shares. A single expert has the share 1. Returns None for the base model, for
+    numbers that sum to 0, and for other methods.
     """
     merge = recipe.head
     models, declared = [source.model for source in merge.sources], METHODS[merge.method]

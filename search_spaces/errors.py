@@ -35,7 +35,7 @@ class Problem:
 
 
 class InvalidStudy(SearchSpaceError, ValueError):
-    """The study cannot be run as written.
+    """Raised if a study cannot be run as written.
 
     `problems` has all problems that were found, in the order of the study file.
     """
@@ -49,12 +49,12 @@ class InvalidStudy(SearchSpaceError, ValueError):
 
 
 class InvalidConfiguration(SearchSpaceError, ValueError):
-    """A configuration is outside its search space."""
+    """Raised if a configuration is outside its search space."""
 
 
 class InvalidRecipe(SearchSpaceError, ValueError):
-    """A recipe is malformed or names something that does not exist."""
+    """Raised if a recipe is malformed or names something that does not exist."""
 
 
 class InvalidPreference(SearchSpaceError, ValueError):
-    """Weights of the objectives (a preference vector) are not valid."""
+    """Raised if weights of the objectives (a preference vector) are not valid."""

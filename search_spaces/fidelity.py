@@ -1,7 +1,7 @@
 """Rungs and brackets of successive halving, as pure functions of budgets and eta.
 
-A budget is a number of samples of every objective. Li et al., "Hyperband" (2018), algorithm 1; bracket sizes are those
-that SMAC computes. This module does not know trials or scores.
+A budget is a number of samples of every objective. Li et al., "Hyperband" (2018), algorithm 1; bracket sizes are equal
+to SMAC's. This module does not depend on trials or scores.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Bracket:
         """The number of samples that all configurations of the bracket take together.
 
         `totals` has, for each rung of the study, the number of samples over all objectives. A promoted configuration
-        takes only the samples that it lacks.
+        takes only the samples on which it has not been scored yet.
         """
         increments = (rung - paid for paid, rung in itertools.pairwise((0, *totals[self.first_rung :])))
         return sum(size * samples for size, samples in zip(self.sizes, increments, strict=True))
@@ -90,7 +90,7 @@ class Bracket:
     def num_promoted(self, num_scored: int) -> int:
         """The number of configurations that are promoted when a rung has scored `num_scored`.
 
-        It is floor(num_scored / eta), but at least one.
+        The number is floor(num_scored / eta), but at least one.
         """
         return max(1, num_scored // self.eta)
 
@@ -98,8 +98,8 @@ class Bracket:
 def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
     """The brackets of one Hyperband iteration, numbered s from s_max = num_rungs - 1 down to 0.
 
-    Bracket s starts ceil(eta^s * (s_max + 1) / (s + 1)) configurations at rung s_max - s. With three rungs and eta 3, 9
-    configurations start at the first rung, 5 at the second, 3 at the last.
+    Bracket s starts ceil(eta^s * (s_max + 1) / (s + 1)) configurations at rung s_max - s. For example, with three rungs
+    and eta 3, the brackets start 9 configurations at the first rung, 5 at the second and 3 at the last.
     """
     if num_rungs < 1 or eta < 2:
         raise ValueError(f"num_rungs={num_rungs}, eta={eta}: at least one rung and eta 2 are needed")
@@ -114,8 +114,8 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
 def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
     """The brackets that a search with this scheduler repeats, in order.
 
-    With hyperband they are the brackets of one Hyperband iteration. With racing each configuration has a bracket of its
-    own. With the schedulers asha and none, and with hyperband on a single rung, one bracket has all configurations.
+    With hyperband they are the brackets of one Hyperband iteration. With racing, each configuration has a separate
+    bracket. With the schedulers asha and none, and with hyperband on a single rung, one bracket has all configurations.
     """
     if scheduler == "racing":
         return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)
@@ -146,9 +146,9 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
     """The number of adjacent brackets of a search whose trials may run at the same time, at least two.
 
-    It is the number of brackets that `max_staleness` configurations fill. If k brackets may be open, a bracket opens
-    once the bracket k places before it and all brackets before that one are closed. `cycle` has the brackets that the
-    search repeats.
+    The result is the number of brackets that `max_staleness` configurations fill, but at least two. If k brackets may
+    be open, a bracket opens when the bracket k places before it, and all earlier brackets, are closed. `cycle` has the
+    brackets that the search repeats.
     """
     size = sum(bracket.num_configurations for bracket in cycle)
     return max(OPEN_BRACKETS, max_staleness * len(cycle) // size)

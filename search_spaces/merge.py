@@ -1,7 +1,7 @@
 """One merge: a method, the sources that it combines and its coefficients; and the canonical form of a merge.
 
-Merges that give the same tensors have the same canonical form, as far as the declarations in `methods` can tell. This
-module does not know recipes. Other packages import `Merge` and `Source` from `recipe`.
+Merges that give the same tensors have the same canonical form, as far as the declarations in `methods` show it. This
+module does not depend on recipes. Other packages import `Merge` and `Source` from `recipe`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Merge:
     `coefficients` maps a name to one number that all sources share, or to a tuple with one number per source, in the
     order of `sources`. Methods on task vectors, such as task_arithmetic and ties, subtract `base`, which is not one of
     the `sources`; its default is the recipe's base model, in the layer of the sources. SLERP interpolates from the
-    first source (t = 0) to the second (t = 1). `seed` is that of random masks. `search_spaces.methods` declares which
-    coefficients each method takes.
+    first source (t = 0) to the second (t = 1). `seed` is the seed of random masks. `search_spaces.methods` declares
+    which coefficients each method takes.
     """
 
     method: str
@@ -77,7 +77,7 @@ class Merge:
     def per_source(self, name: str) -> tuple[float, ...]:
         """The values of the coefficient `name`, one for each source; a number that all sources share is repeated.
 
-        A coefficient that the merge does not state has its default. Raises InvalidRecipe if it has none.
+        A coefficient that the merge does not state has its default. Raises InvalidRecipe if there is no default either.
         """
         value = self.coefficients[name] if name in self.coefficients else self._default(name)
         if value is None:
@@ -85,7 +85,7 @@ class Merge:
         return value if isinstance(value, tuple) else (value,) * len(self.sources)
 
     def check(self) -> None:
-        """Raise InvalidRecipe unless the merge's method accepts its sources, coefficients and seed."""
+        """Check that the merge's method accepts its sources, coefficients and seed. Raises InvalidRecipe if not."""
         declared = METHODS.get(self.method)
         if declared is None:
             raise InvalidRecipe(f"merge: unknown merge method {self.method!r}; known are {', '.join(METHODS)}")
@@ -158,7 +158,7 @@ class Merge:
 
 
 def _whole(value: Any) -> int | None:
-    """The value `value`, checked to be a whole number or None. Raises TypeError for any other value."""
+    """Return `value` after checking that it is a whole number or None. Raises TypeError if it is not."""
     return None if value is None else operator.index(value)
 
 
@@ -181,10 +181,10 @@ def canonical_merge(merge: Merge, *, base: str, fingerprints: Mapping[str, str])
     """The simplest merge that gives the same tensors as `merge`.
 
     Sources without influence are left out. A merge that equals one of its sources becomes passthrough. Sources are
-    ordered by (fingerprint, layer), except where their order has a meaning. Coefficients equal to their defaults are
-    left out, and equal coefficients of all sources become one number. Two merges with equal tensors have the same
-    canonical form only if the declarations of their methods show that they are equal. `base` is the alias of the
-    recipe's base model.
+    ordered by (fingerprint, layer), unless their order has a meaning. Coefficients equal to their defaults are left
+    out, and equal coefficients of all sources become one number. Two merges with equal tensors have the same canonical
+    form only if the declarations of their methods show that they are equal. `base` is the alias of the recipe's base
+    model.
     """
     base_source, declared = merge.base_in(base), METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources
@@ -235,7 +235,7 @@ def _of_sources(coefficients: Mapping[str, CoefficientValue], at: Sequence[int])
 def _brief(coefficients: Mapping[str, CoefficientValue], declared: MergeMethod) -> dict[str, CoefficientValue]:
     """The coefficients of a merge by the method `declared`, in their shortest form.
 
-    A coefficient equal to its default is left out. If all sources have the same number, it is stated once for all.
+    A coefficient equal to its default is left out. If all sources have the same number, the number is stated only once.
     """
     brief: dict[str, CoefficientValue] = {}
     for name, value in coefficients.items():

@@ -1,10 +1,10 @@
 """Objectives and costs, and the comparison of candidates in several objectives.
 
-All comparisons use costs: 0 is perfect, 1 is worthless, smaller is better. So one reference point, 1.1 in every
-objective, fits all of them. Values are in the metric's own unit and direction.
+All comparisons use costs: 0 is best, 1 is worst, smaller is better. So the hypervolume of all studies has the same
+reference point, 1.1 in every objective. Values are in the metric's own unit and direction.
 
-Non-dominated ranks and crowding distances: Deb et al., "NSGA-II" (2002), sections III-A and III-B. Ranks, fronts and
-hypervolumes are computed by moocore, which functions import when they need it: loading takes 0.1 s or more.
+Non-dominated ranks and crowding distances: Deb et al., "NSGA-II" (2002), sections III-A and III-B. The library moocore
+computes ranks, fronts and hypervolumes. Functions import it when they need it, because loading takes 0.1 s or more.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Objective:
     values. `cost_of_recipe` names a cost that follows from the recipe ("layers" or "parameters"): the objective then
     has no samples, and its values are exact.
 
-    Raises InvalidStudy if `range` is missing for a metric whose values are known to leave [0, 1], such as perplexity
-    and other metrics that are minimised, or BLEU.
+    Raises InvalidStudy if `range` is missing for a metric whose values can be outside [0, 1], such as BLEU, perplexity
+    and other metrics that are minimised.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Objective:
         return 1 - share if self.direction == "maximize" else share
 
     def is_better(self, value: float, than: float) -> bool:
-        """Whether `value` is strictly better than the value `than`."""
+        """Whether `value` is strictly better than `than`; both are values of the objective."""
         return value > than if self.direction == "maximize" else value < than
 
 
@@ -134,8 +134,9 @@ def dominates(costs: Costs, other: Costs) -> bool:
 def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
     """Whether `candidate` violates constraints less than `other`, or violates them equally and dominates it by costs.
 
-    A failed candidate dominates none. The rule is definition 1 of Deb et al., "NSGA-II" (2002), with one difference:
-    between two candidates that violate constraints equally the costs decide, while in the paper neither dominates.
+    A failed candidate dominates no other. The rule is definition 1 of Deb et al., "NSGA-II" (2002), with one
+    difference: between two candidates that violate constraints equally the costs decide, while in the paper neither
+    dominates.
     """
     if candidate.costs is None or other.costs is None:
         return candidate.costs is not None and other.costs is None
@@ -147,7 +148,7 @@ def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
 def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
     """Whether each candidate is on the front, which means that no other candidate dominates it.
 
-    Dominance is that of `constrained_dominates`. If some candidates meet all constraints, only those can be on the
+    Dominance is defined by `constrained_dominates`. If some candidates meet all constraints, only those can be on the
     front. No candidate may have failed.
     """
     least = min((candidate.violation for candidate in candidates), default=0.0)
@@ -197,8 +198,8 @@ def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
     """The order in which candidates are promoted, as trial numbers.
 
     Candidates that meet all constraints come first: by non-dominated rank, then crowding distance (larger first), then
-    trial number. Candidates that violate constraints follow, the least violation first. Failed candidates are last.
-    With one objective and no constraints this is the order of cost, then trial number.
+    trial number. Candidates that violate constraints follow, those with the least violation first. Failed candidates
+    are last. With one objective and no constraints this is the order of cost, then trial number.
     """
     scored = [candidate for candidate in candidates if candidate.costs is not None and candidate.violation == 0]
     costs = [candidate.costs for candidate in scored if candidate.costs is not None]

@@ -1,4 +1,4 @@
-"""Parameters: the searched dimensions, the conditions under which they exist, and which configurations are accepted.
+"""Parameters: the searched dimensions, the conditions under which they exist, and the checks of configurations.
 
 A configuration is a dict from parameter name to value; it contains active parameters only. The search space decides
 what a parameter means.
@@ -137,10 +137,10 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """Rules for all parameters of a space together: how configurations are drawn, and which ones are stored.
+    """Rules for all parameters of a space together: how configurations are drawn, and in which form they are stored.
 
-    Where several configurations have the same meaning, only one of them is stored; it is called repaired.
-    Implementations are immutable and picklable.
+    If several configurations have the same meaning, only one of them is stored; it is called the repaired
+    configuration. Implementations are immutable and picklable.
     """
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
@@ -151,8 +151,8 @@ class Structure(Protocol):
         """The repaired configuration, which is stored in place of `configuration`.
 
         Each value of `configuration` must be accepted by its parameter. The repaired configuration meets the limits of
-        the space, and configurations that give the same merge have the same repaired one. It depends on `configuration`
-        alone. A repaired configuration is returned unchanged.
+        the space, and configurations that give the same merge have the same repaired configuration. The result depends
+        only on `configuration`. A repaired configuration is returned unchanged.
         """
         ...
 
@@ -174,10 +174,10 @@ class Parameters:
     ) -> None:
         """Store the parameters, after checking their names and conditions.
 
-        `roles` has the role of each parameter that has one, by the parameter's name. `structure` has the rules of the
-        space for drawing and repairing configurations; if it is None, configurations are drawn uniformly and stored
-        unchanged. Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or
-        comes later.
+        `roles` maps the name of a parameter to its role; parameters without a role are left out. `structure` has the
+        rules of the space for drawing and repairing configurations; if it is None, configurations are drawn uniformly
+        and stored unchanged. Raises ValueError for a repeated name, a condition that never holds, or a parent that is
+        missing or comes later.
         """
         self.roles = dict(roles or {})
         self.structure = structure
@@ -217,7 +217,7 @@ class Parameters:
         return tuple(name for name in self._by_name if name in active)
 
     def check(self, configuration: Configuration) -> None:
-        """Check that `configuration` is one of this space.
+        """Check that `configuration` belongs to this space.
 
         Raises InvalidConfiguration for an unknown name, a value out of range or of the wrong type, a missing active
         parameter, and an inactive parameter.
@@ -254,9 +254,9 @@ class Parameters:
         return self.build(lambda parameter: parameter.sample(rng))
 
     def repair(self, configuration: Configuration) -> Configuration:
-        """The configuration that is stored in place of `configuration`, as the space's `structure` repairs it.
+        """The configuration that is stored in place of `configuration`, repaired by the space's `structure`.
 
-        Without a structure it is `configuration` itself, which must be accepted by `check`.
+        Without a structure the result is `configuration` itself. `check` must accept it.
         """
         return configuration if self.structure is None else self.structure.repair(configuration)
 

@@ -1,4 +1,4 @@
-"""Preference vectors: how much each objective matters, as weights of at least 0 that sum to one.
+"""Preference vectors: the importance of each objective, as weights of at least 0 that sum to one.
 
 Weights are in the order of the objectives. Arrays are [num_vectors, num_objectives], float64.
 """
@@ -44,10 +44,10 @@ def equal_preference(num_objectives: int) -> tuple[float, ...]:
 def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
     """A regular lattice of at most `max_vectors` preference vectors.
 
-    It has all vectors whose weights are multiples of 1/s, for the largest s with at most `max_vectors` such vectors.
-    With s = 1 there is one vector for each objective. Vectors are in lexicographic order, the first objective's weights
-    ascending. Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and Dennis, SIAM J. Optim. 8(3),
-    1998.
+    The lattice has all vectors whose weights are multiples of 1/s. s is the largest number for which there are at most
+    `max_vectors` such vectors. With s = 1 there is one vector for each objective. Vectors are in lexicographic order,
+    the first objective's weights ascending. Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and
+    Dennis, SIAM J. Optim. 8(3), 1998.
     """
     divisions = 1
     if num_objectives > 1:
@@ -59,8 +59,8 @@ def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
 def lattice(num_objectives: int, *, divisions: int, corners: bool = True, interior: bool = False) -> Vectors:
     """All preference vectors whose weights are multiples of 1/divisions, in lexicographic order.
 
-    The first objective's weights are ascending. Without `corners`, the vectors that weight one objective alone are left
-    out. With `interior`, all vectors that have a weight of 0 are.
+    The first objective's weights are ascending. Without `corners`, the vectors in which only one objective has a weight
+    above 0 are left out. With `interior`, all vectors that have a weight of 0 are left out.
     """
     # Each vector is a placement of num_objectives - 1 bars among the steps: its weights are the gaps between bars.
     last = divisions + num_objectives - 1
@@ -71,7 +71,7 @@ def lattice(num_objectives: int, *, divisions: int, corners: bool = True, interi
 
 
 def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True, interior: bool = False) -> int:
-    """The number of preference vectors in the lattice that the function `lattice` gives for the same arguments."""
+    """Number of preference vectors in the result of the function `lattice` for the same arguments."""
     if interior:
         return math.comb(divisions - 1, num_objectives - 1)
     return math.comb(divisions + num_objectives - 1, num_objectives - 1) - (0 if corners else num_objectives)
@@ -80,8 +80,8 @@ def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True, i
 def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator, alpha: float = 1.0) -> Vectors:
     """Random preference vectors, drawn from the symmetric Dirichlet distribution with concentration `alpha`.
 
-    With `alpha` 1 they are uniform over all preference vectors. Larger values of `alpha` give more equal weights;
-    smaller ones favour single objectives.
+    With `alpha` 1 they are uniformly distributed over all preference vectors. Larger values of `alpha` give more equal
+    weights; smaller ones favour single objectives.
     """
     return rng.dirichlet(np.full(num_objectives, alpha), num_vectors)
 
@@ -103,8 +103,8 @@ def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMEN
 def parse_preference(text: str) -> dict[str, float]:
     """The weight of each objective in a text such as "math=0.6,code=0.4".
 
-    Whether the objectives exist and the weights sum to one is checked by `preference_vector`. Raises InvalidPreference
-    for text of another form and for an objective that is named twice.
+    `preference_vector` checks whether the objectives exist and the weights sum to one. Raises InvalidPreference if the
+    text has another form, or names an objective twice.
     """
     weights: dict[str, float] = {}
     for part in text.split(","):

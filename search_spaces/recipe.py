@@ -2,7 +2,7 @@
 
 A search space decodes a configuration into a Recipe. Code that merges, scores, exports, plots or caches receives
 recipes, not configurations. A recipe names its models by alias and by content fingerprint. Its digest depends on the
-fingerprints only: the same merge has the same digest, whatever the aliases and directories of its models.
+fingerprints only: the same merge has the same digest, independent of the aliases and directories of its models.
 
 `workers.models` decides which tensor belongs to which component.
 """
@@ -48,9 +48,9 @@ class LayerRecipe:
     """One layer of the merged model.
 
     `attention`, `mlp` and `norm` are the merges of the layer's components. `scale` multiplies the residual stream after
-    the layer (1 = unchanged). `mlp_scale` multiplies only what the layer's MLP adds to the stream (1 = unchanged).
-    `alignment` is the digest of a map that is applied to the residual stream after the layer, or None if there is no
-    such map.
+    the layer (1 = unchanged). `mlp_scale` multiplies only the output of the layer's MLP, which is added to the stream
+    (1 = unchanged). `alignment` is the digest of a map that is applied to the residual stream after the layer, or None
+    if there is no such map.
     """
 
     attention: Merge
@@ -107,8 +107,8 @@ class Recipe:
     - `vocabulary`: further options of the vocabulary, which `workers.models.vocabulary` reads
     - `keeps_equal`: for methods that keep the largest elements up to a rank: if several elements have the magnitude at
       that rank, all of them are kept, as in files of recipe format 1
-    - `stacks_experts`: all experts of a layer of a mixture of experts are merged as one tensor; otherwise each is
-      merged by itself
+    - `stacks_experts`: all experts of a layer of a mixture of experts are merged as one tensor; otherwise each expert
+      is merged separately
     - `trim`: for methods that keep a share of each task vector's elements by magnitude (`MergeMethod.trims`): "tensor"
       for a share of each tensor, "model" for a share of the whole task vector, all tensors of the model together, so
       that tensors keep different shares; always "tensor" in a recipe without such a method
@@ -175,7 +175,7 @@ class Recipe:
         tokenizer: str = "base",
         vocabulary: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The recipe of one model as it is: every tensor is that of `model`, one of the aliases in `models`."""
+        """The recipe of one unchanged model: every tensor is that of `model`, one of the aliases in `models`."""
         merge = Merge("passthrough", (Source(model),))
         return cls.uniform(
             merge, models=models, base=base, num_layers=num_layers, tokenizer=tokenizer, vocabulary=vocabulary
@@ -193,7 +193,7 @@ class Recipe:
         return [METHODS[name] for name in {merge.method for merge in self.merges()} & METHODS.keys()]
 
     def check(self) -> None:
-        """Raise InvalidRecipe unless every merge is valid for its method; the message says which merge is not."""
+        """Check that every merge is valid for its method. Raises InvalidRecipe, with the name of the invalid merge."""
         places = [f"layer {index}, {name}" for index in range(len(self.layers)) for name in COMPONENTS]
         checked: set[Merge] = set()  # most recipes repeat few merges
         for place, merge in zip((*places, "embedding", "head", *self.tensors), self.merges(), strict=True):
@@ -208,7 +208,7 @@ class Recipe:
     def rewritten(self, rewrite: Callable[[Merge], Merge]) -> Recipe:
         """The recipe with every merge replaced by `rewrite(merge)`.
 
-        `rewrite` is called once for equal merges.
+        If several merges are equal, `rewrite` is called only once for them.
         """
         once = functools.cache(rewrite)
         layers = tuple(
@@ -275,10 +275,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read a recipe from a document that `to_json` made.
-
-        Raises InvalidRecipe for any other document.
-        """
+        """Read a recipe from a document in the form of `to_json`. Raises InvalidRecipe for any other document."""
         found = document.get("format") if isinstance(document, Mapping) else document
         if found not in (known := (FORMAT, FORMAT_OF_CUTS, FORMAT_OF_MODELS)):
             raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {', '.join(map(repr, known))}")
@@ -303,10 +300,10 @@ class Recipe:
 
 
 def may_keep_equal(text: str) -> bool:
-    """Whether a recipe, given as JSON text, may keep more elements than its density says, because some are equal.
+    """Whether a recipe, given as JSON text, may keep more elements than its density says, because magnitudes are equal.
 
-    It may if it has format 1 and names a method that keeps the largest elements up to a rank: with this format, all
-    elements that have the magnitude at that rank are kept.
+    The result is True if the recipe has format 1 and names a method that keeps the largest elements up to a rank. In
+    this format, all elements that have the magnitude at that rank are kept.
     """
     return FORMAT in text and any(f'"{name}"' in text for name, method in METHODS.items() if method.cuts_at_rank)
 

@@ -18,7 +18,7 @@ Line = Annotated[str, Field(pattern=LINE)]
 class Section(BaseModel):
     """The base class of the sections of a study file: a frozen, validated model.
 
-    Unknown keys and numbers that are not finite are refused.
+    It refuses unknown keys, and numbers that are not finite.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -27,7 +27,7 @@ class Section(BaseModel):
 def one_of(tag_of: Any, accepted: str) -> Discriminator:
     """A pydantic discriminator for a union of sections, which selects the branch with the tag `tag_of(value)`.
 
-    `tag_of` is a function of the value in the study file. `accepted` names the accepted values in words; if no branch
-    has the tag, the error message says to give one of them.
+    `tag_of` is a function of the value in the study file. `accepted` is a text that names the accepted values; if no
+    branch has the tag, the error message asks for one of these values.
     """
     return Discriminator(tag_of, custom_error_type="union", custom_error_message=f"give {accepted}")

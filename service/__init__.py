@@ -6,8 +6,8 @@ A package imports only packages listed below it, and the modules at the end of t
 - `server`: the process of the serve command
 - `api`: the HTTP API
 - `client`: the HTTP API from Python
-- `retention`: what is kept of jobs that have ended
-- `jobs`: what the server runs and shows: kinds of job, their requests and drivers
+- `retention`: removes data of ended jobs by age and size
+- `jobs`: the kinds of job, their requests and drivers
 - `merges`: merges without a search
 - `studies`: studies before and after their search: checks, exports, chains
 - `tune`: the search, on Ray Tune
@@ -15,7 +15,7 @@ A package imports only packages listed below it, and the modules at the end of t
 - `cluster`: Ray, and one driver for every job on it
 - `schemas`: the shapes of result files and of the API's documents
 - `store`: jobs and their results in SQL
-- `resolved_study`: what a study file resolved to, as stored
+- `resolved_study`: the stored models, tasks, rungs and objectives of an accepted study file
 - `engine_machines`: the machines on which engines run, as an installation states them
 - `worker_process`: a separate process for heavy or risky calls
 - `disk`: locks on directories, and room on disks

@@ -63,7 +63,7 @@ def artifacts_dir(data_dir: Path) -> Path:
 def alignments_dir(directory: Path) -> Path:
     """Directory for the files of a study's alignments.
 
-    `directory` is that of the study's job on a server, or of its `mergesearch run`.
+    `directory` is the directory of the study's job on a server, or of its `mergesearch run`.
     """
     return directory / "alignments"
 
@@ -75,10 +75,10 @@ def data_dir_of(work_dir: Path) -> Path:
 
 @contextmanager
 def locked(directory: Path, *, is_shared: bool = False) -> Iterator[bool]:
-    """Context in which the current process has a lock on `directory`, which is created if needed.
+    """Context in which the current process holds the lock of `directory`; the directory is created if needed.
 
-    Several processes may have the lock at the same time if it `is_shared` by all of them. Yields whether no other
-    process had the lock when this one took it.
+    With `is_shared`, several processes may hold the lock at the same time, provided all of them use `is_shared`. Yields
+    True if no other process held the lock when this one took it, else False.
 
     Raises:
         InUse: Another process holds the lock, and one of the two does not share it.
@@ -108,7 +108,7 @@ def _try_lock(file: IO[str], operation: int) -> bool:
 
 
 def sign_lock(directory: Path) -> None:
-    """Write this process's id to the lock file of a directory that it has locked."""
+    """Write this process's id to the lock file of a directory whose lock it holds."""
     with (directory / LOCK_FILE).open("r+") as file:
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -146,8 +146,8 @@ def existing(directory: Path) -> Path:
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
     """Reason why a model of `num_bytes` does not fit on the disk of `directory`; None if it fits.
 
-    It fits if MARGIN_BYTES remain free. The result is also None for a directory that is not empty, because it has the
-    model already or is not written to.
+    The model fits if MARGIN_BYTES remain free. The result is also None if `directory` is not empty, because such a
+    directory has the model already or will be refused.
     """
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None

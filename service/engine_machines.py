@@ -1,8 +1,8 @@
-"""Machines on which engines run, as an installation states them.
+"""Machines on which engines run, as the operator of an installation states them.
 
-Studies are checked where drivers run, often on a machine without a GPU, and nodes with GPUs may come only once a study
-waits for them. The environment variable MERGESEARCH_ENGINE_NODES therefore states these machines, for the server and
-for the head of its cluster.
+Studies are checked on the machine where drivers run. It often has no GPU, and an autoscaled cluster may add nodes with
+GPUs only when a study waits for them. The environment variable MERGESEARCH_ENGINE_NODES therefore states the machines,
+for the server and for the head of its cluster.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def stated_machines() -> tuple[EngineMachines, ...]:
 
 
 def parse_machines(text: str) -> tuple[EngineMachines, ...]:
-    """Parse groups of machines that are separated by spaces, each with fields such as `gpus=8,memory=900GiB,nodes=4`.
+    """Parse groups of machines: texts such as `gpus=8,memory=900GiB,nodes=4`, separated by spaces.
 
     Raises:
         Conflict: A field is unknown, or has a wrong value.
@@ -76,8 +76,8 @@ def _parsed(group: str) -> EngineMachines:
 def runs_on_gpus() -> bool:
     """Whether engines of this installation run on GPUs, here or on other machines.
 
-    They do if PyTorch here is a build for GPUs, because vLLM then runs on GPUs only, or if machines with GPUs are
-    stated.
+    Engines run on GPUs if the installed PyTorch is a build for GPUs, because vLLM then runs on GPUs only, or if
+    `stated_machines` has machines with GPUs.
     """
     import torch
 

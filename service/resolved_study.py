@@ -1,4 +1,4 @@
-"""Models, tasks, rungs and objectives that a study file resolved to when its study was accepted."""
+"""The models, tasks, rungs and objectives to which a study file was resolved when its study was accepted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChainedSource:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """The models, tasks, rungs and objectives that a study file resolved to when the study was created.
+    """The models, tasks, rungs and objectives to which a study file was resolved when the study was created.
 
     A study that is resumed must resolve to the same models, tasks, rungs and objectives. This record is stored as JSON
     in the field `accepted` of the study's job.
@@ -44,10 +44,10 @@ class ResolvedStudy:
     - `rung_samples`: for each rung, the numbers of samples by objective.
     - `max_staleness`: how many trials proposals may run ahead of evaluations: trial n is proposed once the trials up to
       n - `max_staleness` have been evaluated.
-    - `open_brackets`, `batch`: brackets of Hyperband that may be open at a time, and proposals in a row that are made
-      from the same results, as in `service.tune.plan.Plan`.
+    - `open_brackets`, `batch`: brackets of Hyperband that may be open at a time, and the number of consecutive
+      proposals that are made from the same results, as in `service.tune.plan.Plan`.
     - `version`: version of the program that created the study.
-    - `access`: files that the study may read, as the server allowed at its creation; None if all.
+    - `access`: files that the study may read, as the server allowed when the study was created; None for all files.
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.
     - `searcher_version`: version of the searcher (`SearcherDeclaration.version`) when the study was created.
     - `chained`: sources that are merges of other studies, by alias.
@@ -96,7 +96,7 @@ class ResolvedStudy:
 
     @classmethod
     def of(cls, study: JobRecord) -> Self:
-        """Read what a stored study resolved to when it was created."""
+        """Read the `ResolvedStudy` that was stored with a study when the study was created."""
         return cls.from_json(study.accepted)
 
     @classmethod
@@ -104,8 +104,8 @@ class ResolvedStudy:
         """Create a record from the JSON document that `to_json` returns.
 
         Documents of early versions have no `commits`, `access`, `algorithm`, `searcher_version` and constraints.
-        Studies without `open_brackets` and `batch` keep the rules that they began with: two open brackets, and
-        proposals one by one.
+        Studies without `open_brackets` and `batch` keep the earlier rules: two open brackets, and a batch of one
+        proposal.
         """
         access = document.get("access")
         return cls(

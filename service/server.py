@@ -1,7 +1,7 @@
-"""`mergesearch serve`: the HTTP server in one process, and Ray in others.
+"""`mergesearch serve`: runs the HTTP server in the current process, and Ray in other processes.
 
-It answers requests while Ray is still starting. All its state is in the database and the data directory: a server that
-was killed continues when it is restarted.
+The server answers requests while Ray is still starting. All its state is in the database and the data directory, so a
+server that was killed continues when it is restarted.
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ def serve(
         database: URL of the database; by default the one that `service.store.database_url` finds.
         host: Address to listen on.
         port: Port to listen on; 0 is any free one.
-        dashboard_host: Address of Ray's dashboard, where the server starts Ray.
+        dashboard_host: Address of Ray's dashboard, if the server starts Ray.
         dashboard_port: Port of Ray's dashboard; by default 8265, or the next free one.
         allow_dirs: Directories whose files jobs may read; by default the data directory, the working directory and the
             hub's cache.
-        trust_dirs: Further such directories, where task files may also name Python functions.
+        trust_dirs: Further directories whose files jobs may read; task files there may also name Python functions.
         allow_urls: Folders of object stores in which jobs may name models.
         allow_hosts: Names of the server besides the loopback names, `host` and the address that it listens on.
-        prefix: Path below which the server answers, too, for a proxy that passes whole paths on; empty for none.
+        prefix: Path prefix below which the routes are served too, for a proxy that does not remove the prefix; empty
+            for none.
         export_days: Days after which exports are removed.
         export_quota_bytes: Size of all exports beyond which the oldest are removed earlier; by default a tenth of the
             disk.
@@ -77,7 +78,7 @@ def serve(
             data directory.
         artifact_quota_bytes: Size of all experts and policies beyond which fine-tunings are refused; by default a tenth
             of the disk, or no limit in an object store.
-        keep: Limits of what is kept of jobs that have ended, by kind; by default everything is kept.
+        keep: Limits on the data that are kept of ended jobs, by kind; by default all data are kept.
 
     Raises:
         Conflict: The port or the data directory is taken, the database or `files` cannot be used, or the variable
@@ -139,10 +140,11 @@ def serve(
 def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Iterator[None]:
     """Context in which no other server uses the data directory or the database.
 
-    Servers that use the same PostgreSQL database, whose URL is `address`, may share both, unless `is_shared` is False.
+    Several servers may use the same data directory and the same PostgreSQL database, whose URL is `address`, at the
+    same time, unless `is_shared` is False.
 
     Raises:
-        InUse: Another server uses one of them.
+        InUse: Another server uses one of them and may not share it, or uses the data directory with another database.
     """
     from service.store.database_url import remembered_place, shown
 
@@ -169,9 +171,9 @@ def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _urls(urls: Sequence[str]) -> tuple[str, ...]:
-    """The `urls` unchanged, which are values of a command's option.
+    """Return the values `urls` of the command's option `option` unchanged, after checking them.
 
-    Raises Conflict if one is not the URL of an object store.
+    Raises Conflict if a value is not the URL of an object store.
     """
     for url in urls:
         if problem := object_url_problem(url):

@@ -57,7 +57,8 @@ class TrialState(StrEnum):
 class Origin(StrEnum):
     """Origin of a trial: a baseline (`source` or `published`), the searcher (`search`), or the user (`user`).
 
-    The recipe of a `source` trial is the base or an expert alone. That of a `published` trial is from the literature.
+    The recipe of a `source` trial is the base or an expert alone. The recipe of a `published` trial is from the
+    literature or common practice.
     """
 
     SOURCE = "source"
@@ -95,7 +96,7 @@ class ExportState(StrEnum):
 
 
 class EventKind(StrEnum):
-    """Kind of a job's event, as it is stored and as clients read it.
+    """Kind of a job's event, in the database and in the API.
 
     Later versions may store further kinds.
     """
@@ -157,7 +158,7 @@ class RungRecord:
 class StoredRecipe:
     """Recipe of a stored trial: its digest, and the text of its JSON, which is parsed when the recipe is read.
 
-    Parsing a recipe takes milliseconds and a hundred KB of memory, which most code does without.
+    Parsing a recipe takes milliseconds and a hundred KB of memory; most code does not need the parsed recipe.
     """
 
     digest: str
@@ -169,9 +170,9 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether the recipe keeps all elements as large as the smallest kept one (`Recipe.keeps_equal`).
+        """Whether the recipe keeps all elements as large as the smallest kept element (`Recipe.keeps_equal`).
 
-        The recipe is parsed only if its text alone does not answer the question.
+        The recipe is parsed only if its text alone does not show the answer.
         """
         return may_keep_equal(self.text) and self.read().keeps_equal
 
@@ -186,7 +187,7 @@ class StoredRecipe:
 
 @dataclass(frozen=True, slots=True)
 class RecipeDigest:
-    """Digest of a recipe, in place of the recipe, which was not read from the database."""
+    """Digest that replaces a recipe which was not read from the database."""
 
     digest: str
 
@@ -256,9 +257,9 @@ class JobRecord:
     - `document`: the submitted document in canonical form.
     - `accepted`: findings of the checks when the job was created, as JSON; for a study, a `ResolvedStudy`.
     - `reason`: reason for the current state.
-    - `wall_clock_s`: seconds that all attempts have worked on the job.
+    - `wall_clock_s`: total seconds that all attempts have worked on the job.
     - `attempt`: number of drivers that have taken over the job.
-    - `progress`: the driver's latest progress, as JSON that users see; None before the first.
+    - `progress`: the driver's latest progress, as JSON that is shown to users; None before the first report.
     - `submissions`: number of drivers that were submitted to a cluster.
     - `submitted_after`: value of `attempt` at the last submission.
     - `request_digest`: hash of the body of the request that created the job; None if no request did.
@@ -288,7 +289,7 @@ class JobRecord:
     waiting_for: str | None = None
 
     def has_driver(self, *, now: float) -> bool:
-        """Whether a driver works on the job: it has not ended, and there was a heartbeat shortly before `now`."""
+        """Whether a driver works on the job: the job has not ended, and there was a heartbeat shortly before `now`."""
         return not self.state.is_finished and self.heartbeat_at is not None and now - self.heartbeat_at < ALIVE_S
 
 
@@ -296,8 +297,9 @@ class JobRecord:
 class ArtifactRecord:
     """Directory of files that a job made and the server stores by content, such as a trained expert.
 
-    `study` is the id of the job, of whatever kind. `digest` is the sha256 of the list of its files and their hashes.
-    `num_bytes` is the total size of its files. `facts` are properties that the job stored with the artifact.
+    `study` is the id of the job, which may be of any kind. `digest` is the sha256 of the list of the artifact's files
+    and their hashes. `num_bytes` is the total size of its files. `facts` are properties that the job stored with the
+    artifact.
     """
 
     study: str
@@ -312,7 +314,7 @@ class ArtifactRecord:
 class ExportRecord:
     """Export: a merged model of the trial `trial` that a user requested for download.
 
-    `reason` says why it could not be written; None if it could, or is not written yet.
+    `reason` says why the model could not be written; None if it was written, or is not written yet.
     """
 
     id: str

@@ -56,8 +56,8 @@ class LimitExceeded(RuntimeError):
 class CallLimits:
     """Limits of the processor time and memory of a call in a worker process; None is no limit.
 
-    `cpu_s` is the sum over all threads, in seconds. `memory_bytes` are the bytes that the process may allocate,
-    including files that are mapped for writing.
+    `cpu_s` is the sum over all threads, in seconds. `memory_bytes` is the number of bytes that the process may
+    allocate, including files that are mapped for writing.
     """
 
     cpu_s: int | None = None
@@ -166,8 +166,8 @@ class WorkerProcess:
     def _end(self, *, grace_s: float = 0.0) -> int | None:
         """End the process and all processes that it started.
 
-        Those that it started are killed at once, the process itself after `grace_s` seconds. Returns its exit code if
-        it ended by itself before that, else None.
+        The processes that it started are killed at once, the process itself after `grace_s` seconds. Returns the exit
+        code of the process if it ended by itself before that, else None.
         """
         with self._starting:
             process, self._process = self._process, None

@@ -4,13 +4,13 @@
 - `errors`: error classes, each for one reaction of the caller
 - `cache`: small results about files, kept between runs
 - `file_access`: which files a study may name when it is sent over HTTP
-- `directories`: files and directories that appear once they are complete
+- `directories`: files and directories that appear under their names only when they are complete
 - `object_store`: objects in S3, Google Cloud Storage and compatible stores, by URL
-- `models`: checkpoints on disk, on the hub and in object stores: opened, checked, fingerprinted
+- `models`: opens, checks and fingerprints checkpoints on disk, on the hub and in object stores
 - `merging`: from a recipe to merged tensors
 - `alignments`: HM3's maps between layers of a path: learned, stored, applied, exported
 - `evaluation`: tasks, prompts and scores, with lm-eval
-- `engines`: vLLM, which computes with merged weights, and transformers to check it
+- `engines`: vLLM, which computes with merged weights, and transformers, which checks vLLM
 - `mergekit`: mergekit's configurations, read and written
 - `training`: losses on reference answers, their derivatives with respect to coefficients, and fine-tuning of experts
 - `export`: merged models as directories

@@ -18,7 +18,7 @@ CACHE_VARIABLE = "MERGESEARCH_CACHE"
 
 
 def cache_dir(cache: str | Path | None = None) -> Path:
-    """The directory of the cache: `cache`, else $MERGESEARCH_CACHE, else mergesearch in the user's cache folder.
+    """The directory of the cache: `cache`, or $MERGESEARCH_CACHE, or mergesearch in the user's cache folder.
 
     The user's cache folder is $XDG_CACHE_HOME, or ~/.cache.
     """
@@ -30,7 +30,7 @@ def cache_dir(cache: str | Path | None = None) -> Path:
 
 
 def cached(key: str, value: str | None = None, *, cache: str | Path | None = None) -> str | None:
-    """Store `value` under `key` in the cache and return it; if `value` is None, return what is stored under `key`.
+    """Store `value` under `key` in the cache and return it; if `value` is None, return the stored value.
 
     Returns None if nothing is stored under `key`, or the record is damaged or incomplete. If the cache cannot be
     written, the value is returned without being stored. `cache` is the cache's directory, or None for the default

@@ -1,7 +1,7 @@
-"""Files and directories that have their names only once they are complete and on disk.
+"""Writes files and directories that get their names only when they are complete and on disk.
 
-Until then they have hidden names beside their own. A directory that a killed process did not complete is continued by
-the next process.
+Until then they have hidden names in the same directory. A directory that a killed process did not complete is continued
+by the next process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL = "model"
 
 @contextmanager
 def turn(place: Path) -> Iterator[None]:
-    """Context manager for exclusive work on the file or directory `place`: other processes of this machine wait."""
+    """Context manager for exclusive work on the file or directory `place`; other processes of this machine wait."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(f".{place.name}.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -32,10 +32,10 @@ def turn(place: Path) -> Iterator[None]:
 
 @contextmanager
 def appearing(out: Path, key: str) -> Iterator[Path]:
-    """Context manager that gives a directory to write to, which gets the name `out` once it is complete and on disk.
+    """Context manager that yields a directory to write to, which gets the name `out` when it is complete and on disk.
 
     Until then the directory has a hidden name next to `out`. If this process is killed or interrupted, the hidden
-    directory stays, and the next writer with the same `key` continues in it; `key` stands for the content that is
+    directory stays, and the next writer with the same `key` continues in it; `key` identifies the content that is
     written. If writing fails with an exception, the directory is removed. Raises FileExistsError while another process
     writes to `out`, and if `out` was created meanwhile and is not empty.
     """
@@ -73,7 +73,7 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
 def partial_directories(out: Path) -> list[Path]:
     """The hidden directories next to `out` with incomplete content for `out`.
 
-    Running processes write to them (see `appearing`), or killed ones left them.
+    Running processes write to them (see `appearing`), or killed processes left them behind.
     """
     if not out.parent.is_dir():
         return []
@@ -96,10 +96,10 @@ def _remove_abandoned(out: Path, *, but: Path) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Context manager that gives a new file to write to, which replaces `file` once it is complete and on disk.
+    """Context manager that yields a new file to write to, which replaces `file` when it is complete and on disk.
 
-    The directory of `file` is created if it does not exist. If writing fails, the new file is removed and `file` stays
-    as it is.
+    The directory of `file` is created if it does not exist. If writing fails, the new file is removed and `file` is not
+    changed.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f".{file.name}.{uuid.uuid4().hex}")

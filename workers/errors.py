@@ -44,7 +44,7 @@ class WorkerError(Exception):
 
 
 class InvalidModel(WorkerError, ValueError):
-    """Checkpoints cannot be merged. `problems` has a line for each problem that was found."""
+    """Raised if checkpoints cannot be merged. `problems` has a line for each problem that was found."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__(problems)
@@ -55,7 +55,7 @@ class InvalidModel(WorkerError, ValueError):
 
 
 class InvalidTask(WorkerError, ValueError):
-    """A task cannot be evaluated: it is unknown, runs code, has malformed data or too few samples.
+    """Raised if a task cannot be evaluated: it is unknown, runs code, has malformed data or too few samples.
 
     `field` is the wrong part of the objective that names the task: "task" or a key in the task, "metric", "filter",
     "split" or "num_fewshot".
@@ -70,29 +70,29 @@ class InvalidTask(WorkerError, ValueError):
 
 
 class TrialFailed(WorkerError, RuntimeError):
-    """A trial's merge cannot be scored, for example because its logits are NaN or infinite.
+    """Raised if a trial's merge cannot be scored, for example because its logits are NaN or infinite.
 
     The message is stored with the trial as the reason of its failure.
     """
 
 
 class MetricFailed(TrialFailed):
-    """A task's metric or filter raised an error on a trial's answers, gave no number, or did not end in time.
+    """Raised if a task's metric or filter fails on a trial's answers, gives no number, or does not end in time.
 
     The message names task, metric and document.
     """
 
 
 class EngineUnavailable(WorkerError, RuntimeError):
-    """No engine could be started; the message has the reason and the engine's log file."""
+    """Raised if no engine could be started; the message has the reason and the engine's log file."""
 
 
 class CrashKind(StrEnum):
     """How an engine crashed.
 
     ERROR: the engine raised an error, or a fatal signal (SIGSEGV, SIGABRT) ended its process. HANG: the engine made no
-    progress. EXIT: the process ended without a sign of the cause, for example because it was killed from outside, or by
-    the kernel for lack of memory.
+    progress. EXIT: the process ended for an unknown cause, for example because it was killed from outside, or by the
+    kernel for lack of memory.
     """
 
     ERROR = "error"
@@ -101,7 +101,7 @@ class CrashKind(StrEnum):
 
 
 class EngineCrashed(EngineUnavailable):
-    """An engine raised an error, or its process ended, while it worked on a request; the engine is not used again.
+    """Raised if an engine raised an error, or its process ended, during a request; the engine is not used again.
 
     `scored_others` says whether the engine's replica had scored a recipe other than the requested one since its start.
     """
@@ -123,37 +123,37 @@ class EngineCrashed(EngineUnavailable):
 
 
 class RequestFailed(EngineUnavailable):
-    """A request to a replica failed for a reason outside its engine, such as a full disk.
+    """Raised if a request to a replica failed for a reason outside its engine, such as a full disk.
 
     The replica stays in service.
     """
 
 
 class ServeUnavailable(EngineUnavailable):
-    """The controller of Ray Serve does not answer, for example because Ray restarts it; replicas may be working."""
+    """Raised if Ray Serve's controller does not answer, for example while Ray restarts it; replicas may still work."""
 
 
 class NodeDraining(EngineUnavailable):
-    """A replica refused a chunk of samples because Ray drains the replica's node: the node is about to stop."""
+    """Raised by a replica that refuses a chunk of samples because Ray drains its node: the node is about to stop."""
 
 
 class TrainingFailed(WorkerError, RuntimeError):
-    """Training met a loss or gradient that is NaN or infinite, in a fine-tuning or in an update of a policy.
+    """Raised if a loss or gradient is NaN or infinite in a fine-tuning or in an update of a policy.
 
     The message names the step, and in a fine-tuning the batch and the last good checkpoint.
     """
 
 
 class EvidenceMismatch(WorkerError, RuntimeError):
-    """A result was not computed from the recipe, the sources or the prompts that were requested."""
+    """Raised if a result was not computed from the recipe, the sources and the prompts that were requested."""
 
 
 class EngineFault(EvidenceMismatch):
-    """An engine failed a check of its weights or results; it is not used again.
+    """Raised if an engine failed a check of its weights or results; the engine is not used again.
 
     `replica` names the engine's replica. `canaries` is the number of comparisons with transformers that the engine had
-    passed before. What it scored after the last of these is void, that is, must be scored again. If it had passed none,
-    everything that it scored since its start is void.
+    passed before. The samples that it scored after the last of these are void, that is, they must be scored again. If
+    it had passed none, all samples that it scored since its start are void.
     """
 
     def __init__(self, message: str, replica: str = "", canaries: int = 0) -> None:

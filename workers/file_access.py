@@ -1,6 +1,6 @@
-"""Which files a study may name when it is sent over HTTP: those below configured directories and URLs.
+"""Files that a study may name when it is sent over HTTP: files below configured directories and URLs.
 
-Nothing is opened here. Code that opens a file which a study names checks it first.
+This module opens no file. Code that opens a file which a study names calls it first.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class FileAccess:
     def of(cls, document: Mapping[str, Any]) -> FileAccess:
         """Make the object from a stored document, which `dataclasses.asdict` made from a `FileAccess`.
 
-        A document of an earlier version may lack fields; they get their defaults.
+        A document of an earlier version may lack fields; missing fields have their defaults.
         """
         return cls(**{name: tuple(values) for name, values in document.items()})
 
     def allowing(self, places: Iterable[str]) -> Self:
-        """This access, extended by `places`: directories and URLs to which the service itself has written."""
+        """Copy of this object that also allows `places`: directories and URLs to which the service has written."""
         added = [place for place in places if place not in (*self.readable, *self.urls)]
         urls = tuple(filter(is_object_url, added))
         directories = tuple(place for place in added if place not in urls)
@@ -51,8 +51,9 @@ class FileAccess:
     def refusal(self, path: str | Path) -> str | None:
         """The reason why the file or directory `path` must not be read; None if it may be read.
 
-        It may be read if it is a directory of `readable` or `trusted`, or below one. The file `database.url`, which may
-        hold the password of the server's database, is refused in any directory. A URL is judged by `url_refusal`.
+        The file may be read if it is a directory of `readable` or `trusted`, or is below one. The file `database.url`,
+        which may hold the password of the server's database, is refused in any directory. For a URL, the result is that
+        of `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))
@@ -66,7 +67,7 @@ class FileAccess:
         )
 
     def refusal_of_all(self, path: str | Path) -> str | None:
-        """The reason why the directory `path`, or an entry of it, must not be read; None if all of it may be read.
+        """The reason why the directory `path`, or an entry of it, must not be read; None if all entries may be read.
 
         Entries are checked one by one because they may be links to other places. A URL has no links.
         """
@@ -77,7 +78,7 @@ class FileAccess:
     def url_refusal(self, url: str) -> str | None:
         """The reason why the model or file at `url`, in an object store, must not be read; None if it may be read.
 
-        It may be read if it is one of `urls` or below one, has no part `.` or `..`, and is accepted as a URL
+        The URL may be read if it is one of `urls` or below one, has no part `.` or `..`, and is valid
         (`object_url_problem`).
         """
         if problem := object_url_problem(url):
@@ -94,7 +95,7 @@ class FileAccess:
     def distrust(self, directory: str | Path) -> str | None:
         """The reason why Python functions named by task files in `directory` must not be run; None if they may be run.
 
-        They may be run if the directory is below one of `trusted`.
+        They may be run if the directory is below one of the directories `trusted`.
         """
         if _is_below(directory, self.trusted):
             return None

@@ -40,7 +40,10 @@ BLOCK_BYTES = 8 * 2**20
 
 
 class ObjectStoreError(OSError):
-    """An object store did not do what was asked. The message names the URL, the operation and the store's answer."""
+    """Raised if an object store refuses an operation or does not answer.
+
+    The message names the URL, the operation and the store's answer.
+    """
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,8 @@ def is_object_url(text: str) -> bool:
 def object_url_problem(url: str) -> str | None:
     """Reason why `url` cannot be used as the URL of an object store; None if it can.
 
-    It cannot be used if it is no such URL, holds credentials, or has white space, a quote, a control character or "::",
-    with which a part of it could be taken for a URL of its own.
+    The URL cannot be used if it is not the URL of an object store, or contains credentials, white space, a quote, a
+    control character or "::", after which a part of it could be taken for another URL.
     """
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
@@ -86,7 +89,7 @@ def blob_path(digest: str) -> str:
 
 
 def blob_at(url: str) -> tuple[str, str] | None:
-    """The store's URL and the sha256 (hex) if `url` is that of a file that is stored by its sha256, else None."""
+    """The store's URL and the sha256 (hex) if `url` belongs to a file that is stored by its sha256, else None."""
     found = _BLOB.fullmatch(url)
     return None if found is None else (found[1], found[2] + found[3])
 
@@ -99,8 +102,8 @@ def blobs_in(text: str) -> list[tuple[str, str]]:
 class ObjectStore:
     """The objects of an S3 or compatible store below one URL; paths of objects are relative to the URL.
 
-    Every process and thread may use it. Nothing is read when it is created. Every method raises ObjectStoreError if
-    the store does not answer or refuses, and FileNotFoundError for an absent object or bucket.
+    Every process and thread may use it. Creating one reads nothing from the store. Every method raises ObjectStoreError
+    if the store does not answer or refuses the operation, and FileNotFoundError if the object or bucket does not exist.
 
     Raises:
         ValueError: The URL is not that of an object store, holds credentials, or has characters that are refused.
@@ -116,7 +119,7 @@ class ObjectStore:
     def read(self, path: str, *, start: int | None = None, stop: int | None = None) -> bytes:
         """Return the bytes from `start` to `stop` - 1 of an object.
 
-        If `start` is None, they begin with the first byte; if `stop` is None, they end with the last.
+        If `start` is None, the bytes begin with the first one; if `stop` is None, they end with the last one.
         """
         with self._asking("read", path):
             content: bytes = self._fs.cat_file(self._key(path), start=start, end=stop)
@@ -128,9 +131,9 @@ class ObjectStore:
             self._fs.pipe_file(self._key(path), content)
 
     def create(self, path: str, content: bytes) -> bool:
-        """Store an object unless the path is taken, and return whether it was stored.
+        """Store an object unless an object of the same path exists, and return whether it was stored.
 
-        The store compares and writes in one step (a conditional put), so of several writers exactly one succeeds.
+        The store checks and writes in one step (a conditional put), so of several writers exactly one succeeds.
         """
         try:
             with self._asking("create", path):
@@ -140,7 +143,7 @@ class ObjectStore:
         return True
 
     def upload(self, file: Path, path: str) -> None:
-        """Store a file, in several parts if it is large. The object appears once it is complete."""
+        """Store a file, in several parts if it is large. The object appears only when it is complete."""
         with self._asking("write", path):
             self._fs.put_file(str(file), self._key(path), chunksize=PART_BYTES)
 
@@ -171,12 +174,12 @@ class ObjectStore:
         return {name.removeprefix(f"{self._root}/"): _info(entry) for name, entry in sorted(found.items())}
 
     def delete(self, path: str) -> None:
-        """Delete an object; an absent one is no error."""
+        """Delete an object; it is not an error if there is no such object."""
         with self._asking("delete", path), suppress(FileNotFoundError):
             self._fs.rm_file(self._key(path))
 
     def check(self) -> None:
-        """Write, list, read and delete a small object, so that missing rights are found before they are needed."""
+        """Write, list, read and delete a small object, so that missing permissions are found before they are needed."""
         path, content = f".check-{uuid.uuid4().hex}", b"mergesearch"
         try:
             self.write(path, content)
@@ -195,7 +198,7 @@ class ObjectStore:
     def _asking(self, what: str, path: str) -> Iterator[None]:
         """Context manager that turns errors of the store's driver into ObjectStoreError.
 
-        `what` names the operation, and `path` the object, for the message.
+        For the message, `what` names the operation and `path` the object.
         """
         try:
             yield

@@ -42,7 +42,7 @@ CHUNKS_IN_FLIGHT_PER_REPLICA = 3
 
 
 class Placement(StrEnum):
-    """Where the weights of the source models are kept.
+    """Place where the weights of the source models are kept.
 
     `MAPPED`: in their files, mapped into memory, so that all processes of a machine share the pages. `HOST`: a copy in
     the memory of the process that merges, pinned for a GPU. `GPU`: a copy in the memory of the device that computes
@@ -55,7 +55,7 @@ class Placement(StrEnum):
 
 
 class Split(StrEnum):
-    """Which data of an objective is meant: the search data, or the holdout data for the final comparison.
+    """Part of an objective's data: the search data, or the holdout data for the final comparison.
 
     On holdout data only finalists and baselines are scored.
     """
@@ -73,9 +73,9 @@ def digest_of(document: Any) -> str:
 class ModelSource:
     """One model: its alias in recipes, its absolute directory, and the fingerprint of its content.
 
-    For an adapter, `adapts` is the directory of the model that the adapter changes, or None if that is the family's
-    base. For other models it is None. `origin` is the hub id with its commit, or the URL, by which other machines find
-    the model; None if the model was given as a directory.
+    For an adapter, `adapts` is the directory of the model that the adapter changes, or None if it changes the family's
+    base. For other models, `adapts` is None. `origin` is the hub id with its commit, or the URL, by which other
+    machines find the model; None if the model was given as a directory.
     """
 
     alias: str
@@ -90,10 +90,9 @@ class Family:
     """A base model and its experts: the models that one engine can merge.
 
     `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias. `vocabulary` has further
-    options of the vocabulary, such as where the embedding rows of single tokens come from
-    (`workers.models.vocabulary`). `alignments_dir` is the directory, or the URL of the object store, that has the
-    alignments which recipes name (`workers.alignments`); it is "" if there are none. Files may be added to it while
-    engines run.
+    options of the vocabulary, such as the sources of embedding rows of single tokens (`workers.models.vocabulary`).
+    `alignments_dir` is the directory, or the URL of the object store, that has the alignments which recipes name
+    (`workers.alignments`); it is "" if there are none. Files may be added to it while engines run.
     """
 
     base: ModelSource
@@ -130,9 +129,9 @@ class TaskSpec:
 
     - `task`: an lm-eval name, the absolute path of a YAML file, or an inline JSONL task: {"file": absolute path,
       "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}
-    - `metric`, `filter`: one of the task's metrics and filters; with `filter` None, the task's first
+    - `metric`, `filter`: one of the task's metrics and filters; if `filter` is None, the task's first filter is used
     - `split`: a split of the task's data; None leaves the choice to the task
-    - `num_fewshot`: the number of examples in a prompt; None leaves it to the task
+    - `num_fewshot`: the number of examples in a prompt; None leaves the choice to the task
     - `content`: the sha256 of the data file, if there is one, so that changed data is detected
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
     - `access`: limits the files that the task may use; None is no limit. The digest of the description does not depend
@@ -162,7 +161,7 @@ class TaskInfo:
 
     - `num_samples`: the number of samples
     - `higher_is_better`: whether larger values of the metric are better
-    - `output_type`: lm-eval's, such as "generate_until" or "multiple_choice"
+    - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
     - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
     - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
     """
@@ -178,8 +177,8 @@ class TaskInfo:
 class Span:
     """Samples of a task at adjacent positions, to be scored for `objective`.
 
-    They are at the positions `start` to `stop` - 1 of the task's permutation, which is the order in which its samples
-    are scored.
+    The samples are at the positions `start` to `stop` - 1 of the task's permutation, which is the order in which its
+    samples are scored.
     """
 
     objective: str
@@ -194,8 +193,8 @@ class ScoreRequest:
 
     `crashes` is the number of engines that have crashed on this request so far, if the caller counts crashes. In that
     case the next crash is raised as EngineCrashed. After the first crash, a replica that has scored nothing else yet
-    scores one sample of the base model before the request: this shows whether the engine works at all. If `crashes` is
-    None, the scorer itself sends the request again after a crash.
+    first scores one sample with the base model, which shows whether the engine works at all. If `crashes` is None, the
+    scorer itself sends the request again after a crash.
     """
 
     study: str
@@ -213,12 +212,12 @@ class SampleResult:
     """The value and answer of one scored sample.
 
     - `document`: the sample's index in the task's data
-    - `position`: its index in the permutation, which is the order of scoring
+    - `position`: the sample's index in the permutation, which is the order of scoring
     - `value`: the metric on this sample
     - `response`: the model's answer: the completion, or the log-probabilities of the options as JSON
     - `is_truncated`: whether the prompt was cut to the engine's `max_model_len`
-    - `tokens`: the token ids of each completion, including the token that ended it; None for options, and where ids
-      were not stored
+    - `tokens`: the token ids of each completion, including the token that ended it; None for options, and if ids were
+      not stored
     """
 
     objective: str
@@ -232,16 +231,16 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What an engine held while it scored a chunk of samples, as the engine itself reports it.
+    """Report of an engine about the weights that it held while it scored a chunk of samples.
 
     - `recipe_digest`: the digest of the recipe that the engine holds, not the requested one
     - `bank_fingerprint`: the fingerprint of the family whose source weights the engine holds
     - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
     - `weights_checksum`: the checksum of the engine's parameters after the swap
-    - `replica`, `swap_count`: names of the engine and of the swap
+    - `replica`, `swap_count`: the name of the engine's replica, and the number of the swap
     - `engine`: description of the engine: program, dtype, size and placement of the source weights
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
-      the samples count as checked once the engine has passed another
+      the samples count as checked once the engine has passed another canary
     """
 
     recipe_digest: str
@@ -297,10 +296,10 @@ class SampleDifference:
     """A sample for which the engine and transformers, which is the reference, give different results.
 
     - `engine`, `reference`: the two values of the metric
-    - `what`: what differs: "tokens" or "text" of the completion, "log-probabilities" by more than the tolerance, or
-      only the "value"
+    - `what`: the part that differs: "tokens" or "text" of the completion, "log-probabilities" by more than the
+      tolerance, or only the "value"
     - `top2_gap`: the largest gap between the reference's best log-probability and that of the token that the engine
-      took; for options, the difference of their log-probabilities
+      chose; for options, the difference of their log-probabilities
     - `is_beyond`: true if rounding does not explain the difference
     """
 
@@ -315,7 +314,7 @@ class SampleDifference:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Comparison of a recipe's stored samples with those that plain transformers computes on the exported weights.
+    """Comparison of a recipe's stored samples with the results of plain transformers on the exported weights.
 
     - `num_samples`: the number of samples that were compared; 0 if nothing was verified
     - `num_equal`: the number of compared samples that are equal
@@ -378,7 +377,7 @@ class Scorer(Protocol):
     """Interface for scoring recipes: replicas of warm engines behind Ray Serve, or the fake of `workers.serving.fake`.
 
     Implementations are picklable and thread-safe. The method `score` may be called again with the same request after a
-    failure, because its only side effect is which recipe an engine holds.
+    failure, because its only side effect is that an engine holds another recipe.
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -419,7 +418,7 @@ class Scorer(Protocol):
     def statistics(self) -> Mapping[str, Any]:
         """Statistics of all replicas' engines, as a document.
 
-        They are the numbers of starts and swaps, the seconds of each swap (`swap_s`) and of work (`busy_s`), and the
-        placement and bytes of the source weights.
+        The document has the numbers of starts and swaps, the seconds of each swap (`swap_s`) and of work (`busy_s`),
+        and the placement and bytes of the source weights.
         """
         ...

@@ -1,13 +1,14 @@
-"""The merge methods that a recipe can name, one declaration each, without torch.
+"""Declarations of the merge methods that a recipe can name, without torch.
 
-A declaration says what a method takes, the ranges in which its coefficients are searched, its source, and mergekit's
-counterpart. The computation is a plain function in `workers.merging.methods`, registered under the same name. `METHODS`
-has every `MergeMethod` that a module of this package assigns to a name, in the order of the modules' POSITION.
+A declaration states the sources and coefficients of a method, the ranges in which its coefficients are searched, the
+publication, and mergekit's counterpart. The computation is a plain function in `workers.merging.methods`, registered
+under the same name. `METHODS` has every `MergeMethod` that a module of this package assigns to a name, in the order of
+the modules' POSITION.
 
 - `base`: the types of a declaration
 - `coefficients`: coefficients and constraints that several methods share
 - `mergekit`: the types of mergekit's counterparts, and how its parameters become coefficients
-- `published`: passthrough, and the four methods of LFS as published
+- `published`: passthrough, and the four methods with which LFS was published
 - `averages`: averages and interpolations of whole models, fusions of a pair
 - `ties`: variants of TIES, each named after its origin
 - `sparse`: task vectors sparsified at random or by magnitude

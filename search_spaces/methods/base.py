@@ -37,9 +37,10 @@ SourceChoice = Literal["experts", "pair", "ordered pair", "model"]
 class Range:
     """The range [low, high] in which a coefficient is searched.
 
-    With `per_expert` there is one parameter for each expert that is merged, otherwise one for all. With `on_simplex`
-    the numbers are divided by their sum before they are stored in a recipe. A configuration that selects no experts
-    merges all of them and has no parameter for a single expert; each number is `default` then.
+    With `per_expert` there is one parameter for each expert that is merged; otherwise there is one for all experts.
+    With `on_simplex` the numbers are divided by their sum before they are stored in a recipe. A configuration that
+    selects no experts merges all of them and has no parameter for a single expert; in this case each number is
+    `default`.
     """
 
     low: float
@@ -62,9 +63,9 @@ class PairShare:
 
 @dataclass(frozen=True)
 class NumSources:
-    """A coefficient that counts sources, which is not searched.
+    """Value of a coefficient that is a number of sources and is not searched.
 
-    It is `value`, or the number of sources if that is smaller.
+    The coefficient is `value`, or the merge's number of sources if that is smaller.
     """
 
     value: float
@@ -112,22 +113,22 @@ class Coefficient:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeMethod:
-    """The declaration of a merge method: what it takes, how it is searched, its source, and what differs in mergekit.
+    """The declaration of a merge method: sources, coefficients, how it is searched, its origin, and mergekit's version.
 
-    - `source`: a paper, program or page
+    - `source`: the paper, program or page that the method is from
     - `variant`: what distinguishes the method from others of a similar name and from other implementations
     - `is_ordered`: the sources have different roles, so their order is kept
     - `takes_seed`: the method draws random masks
     - `cuts_at_rank`: the method treats an element by the rank of its magnitude or variance, so elements with equal
       values need a defined order
-    - `trims`: the method keeps a share of each task vector's elements, by their magnitude: those of a tensor or, as the
-      recipe says, of all tensors of the model
+    - `trims`: the method keeps a share of each task vector's elements, by their magnitude; the recipe decides whether
+      it is a share of each tensor or of all tensors of the model together
     - `drops_zeros`: the name of a coefficient; a source for which it is 0 has no influence on the merge
     - `base_at_zero`: the name of a coefficient; if it is 0, the merge is the base model
     - `first_at_zero`: the name of a coefficient; if it is 0, the merge is the first source
     - `is_itself_alone`: a merge of a single source is that source
-    - `constraint`: a function that says what is wrong with coefficients that are each in their range; it returns None
-      if nothing is wrong
+    - `constraint`: a function that checks coefficients together, after each was found in its range; it returns a
+      message about the problem, or None
     - `mergekit`: the method of mergekit that computes the same tensors; None if mergekit has none
     - `mergekit_difference`: the reason why recipes of the method are not exported to mergekit (except where the
       counterpart is exact), as the end of a sentence that begins with the method's name
@@ -162,7 +163,7 @@ class MergeMethod:
         return "ordered pair" if self.is_ordered else "pair"
 
     def coefficient(self, name: str) -> Coefficient | None:
-        """The declared coefficient with this name, or None if the method takes no such coefficient."""
+        """The declared coefficient with this name, or None if the method has no such coefficient."""
         for coefficient in self.coefficients:
             if coefficient.name == name:
                 return coefficient
@@ -170,7 +171,7 @@ class MergeMethod:
 
     @property
     def gradients_by(self) -> tuple[Coefficient, ...]:
-        """The coefficients with respect to which tensors merged by this method are differentiable; may be empty."""
+        """The coefficients with respect to which tensors merged by this method are differentiable, if any."""
         return tuple(coefficient for coefficient in self.coefficients if coefficient.has_gradient)
 
     def range_of(self, name: str) -> Range:
@@ -186,7 +187,7 @@ class MergeMethod:
     def problems(
         self, num_sources: int, coefficients: Mapping[str, CoefficientValue], seed: int | None
     ) -> Iterator[str]:
-        """The problems of a merge by this method, as messages: its number of sources, its coefficients, its seed.
+        """Problems of a merge by this method, as messages about its number of sources, its coefficients and its seed.
 
         Missing coefficients are not reported.
         """

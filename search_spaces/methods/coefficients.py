@@ -1,7 +1,7 @@
 """Coefficients and constraints that several methods share, with the ranges in which most are searched.
 
-Ranges are those of Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model Merging"
-(2025), appendix A.6, for its methods and similar ones. A method with another range states its source.
+For the methods of Su and Geiping, and similar ones, ranges are those of "Fine, I'll Merge It Myself: A Multi-Fidelity
+Framework for Automated Model Merging" (2025), appendix A.6. A method with another range states the range's source.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAIR_WEIGHT = Coefficient("weight", per_model=True, searched=PairShare(), has_gr
 
 
 def normalize(default: int) -> Coefficient:
-    """Declaration of the coefficient `normalize`, which is 0 or 1, with this default.
+    """Declaration of the coefficient `normalize`, which is 0 or 1, with the given default.
 
     With 1, the sum of task vectors is divided, in each element, by the total weight of the task vectors that agree in
     sign.

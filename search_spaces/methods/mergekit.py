@@ -1,4 +1,4 @@
-"""mergekit's counterpart of a merge method: its parameters, and how they become coefficients.
+"""mergekit's counterpart of a merge method: the counterpart's parameters, and their conversion to coefficients.
 
 The module was written from mergekit's configuration format, not from its code.
 """
@@ -34,8 +34,8 @@ EQUAL_MAGNITUDES = (
 class Parameter:
     """A parameter in mergekit's configuration files.
 
-    Its `scope` says what has a number of its own: "shared" is one number for all inputs, "each" is one for each input,
-    and "expert" is one for each input that is not the base. A parameter without a `default` must be given.
+    Its `scope` says how many values it has: "shared" means one number for all inputs, "each" one for each input, and
+    "expert" one for each input that is not the base. A parameter without a `default` must be given.
     """
 
     name: str
@@ -76,8 +76,8 @@ class Counterpart:
     """The method of mergekit that computes the same tensors as a declared merge method.
 
     - `method` and `settings`: the name of mergekit's method, and its flags
-    - `base`: what mergekit's base model is: without effect ("none"), the recipe's base ("recipe"), or the first source
-      ("first")
+    - `base`: the role of mergekit's base model: it has no effect ("none"), it is the recipe's base ("recipe"), or it is
+      the first source ("first")
     - `parameters`: mergekit's parameters, equal for all methods with the same name in mergekit
     - `coefficients`: the function that converts mergekit's parameters to coefficients; None if each coefficient is the
       parameter of the same name
@@ -132,7 +132,7 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     The result is a function of the parameters' values. Each lambda is mergekit's weight, normalized or not, times
     mergekit's lambda. `sparse` are the names of mergekit's parameters for the mask that makes task vectors sparse, if
     the method has one: `density` first, and `rescale` if it is a coefficient. A task vector with density 0 has the
-    coefficient 0, but its weight counts in the sum by which weights are normalized.
+    coefficient 0, but its weight is included in the sum by which weights are normalized.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -149,7 +149,7 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """A conversion of mergekit's parameters to coefficients, for methods that add task vectors that agree in sign.
+    """A conversion of mergekit's parameters to coefficients, for methods that add the task vectors that agree in sign.
 
     The result is a function of the parameters' values. `sparse` are the names of mergekit's parameters for the mask
     that makes task vectors sparse: `density` first, and `rescale` if it is a coefficient.
@@ -177,8 +177,8 @@ def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
     """The coefficients of a method's sparse mask, from mergekit's parameters with the names `names`.
 
-    At density 1 or more no element is dropped, so the mask's other numbers are set to zero. At density 0 no element is
-    kept. Such a task vector has the weight zero, so its density may be any number, and is set to 1. If there are no
+    At density 1 or more no element is dropped, so the mask's other parameters are set to zero. At density 0 no element
+    is kept. Such a task vector has the weight zero, so its density may be any number, and is set to 1. If there are no
     names, there is no mask and no coefficient.
     """
     if not names:

@@ -1,4 +1,4 @@
-"""The four methods that LFS was published with, and passthrough, which returns its source unchanged."""
+"""The four methods with which LFS was published, and passthrough, which returns its source unchanged."""
 
 from __future__ import annotations
 

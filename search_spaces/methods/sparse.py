@@ -1,8 +1,8 @@
 """Task vectors sparsified before they are added: at random (DARE, DELLA) or at both ends (Model Breadcrumbs).
 
-Methods whose names end in `_l1` scale the elements that are kept to the sum of magnitudes of the whole task vector, as
-mergekit does. The other methods of DARE and DELLA divide each kept element by its probability of being kept, as the
-papers do.
+Methods whose names end in `_l1` scale the kept elements to the sum of magnitudes of the whole task vector, as in
+mergekit. The other methods of DARE and DELLA divide each kept element by its probability of being kept, as in the
+papers.
 """
 
 from __future__ import annotations

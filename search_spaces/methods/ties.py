@@ -1,4 +1,4 @@
-"""Variants of TIES, each named after its origin; `ties` itself is the paper's."""
+"""Variants of TIES, each named after its origin; the method `ties` is TIES as published."""
 
 from __future__ import annotations
 

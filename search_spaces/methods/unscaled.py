@@ -1,7 +1,7 @@
 """mergekit's methods with settings that are not its defaults.
 
-They are sums with weights that are not divided by their sum, NuSLERP of rows and columns of task vectors, and trimmed
-task vectors that are rescaled.
+The methods are sums with weights that are not divided by their sum, NuSLERP of rows and columns of task vectors, and
+trimmed task vectors that are rescaled.
 """
 
 from __future__ import annotations

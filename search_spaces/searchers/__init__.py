@@ -1,6 +1,6 @@
-"""The search algorithms that a study file may name; each is one module, which is found automatically.
+"""Declarations of the search algorithms that a study file may name; each is one module, which is found automatically.
 
-A module has its declaration, SEARCHER, and imports nothing heavy. The algorithm itself is in the module of the same
+A module defines SEARCHER, the declaration, and imports nothing heavy. The algorithm itself is in the module of the same
 name in `service.tune.searchers`.
 
 - `base`: the types of a declaration, and the features that a search needs
@@ -33,7 +33,7 @@ def unsupported(
 ) -> tuple[Problem, ...]:
     """Problems of a study whose search needs features that the searcher `algorithm` does not handle.
 
-    There is at most one problem, which names the missing features and the searchers that have them.
+    There is at most one problem, which names the missing features and the searchers that handle them.
     """
     needed = needed_features(parameters, num_objectives=num_objectives, num_constraints=num_constraints)
     lacking = " and ".join(feature for feature in Feature if feature in needed - SEARCHERS[algorithm].handles)

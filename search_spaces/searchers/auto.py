@@ -1,4 +1,4 @@
-"""Declaration of the default searcher `auto`: gradient descent where a study allows it, otherwise SMAC.
+"""Declaration of the default searcher `auto`: gradient descent if a study allows it, otherwise SMAC.
 
 Preflight decides between the two. Among the searchers without gradients, SMAC is the best in
 tests/benchmarks/bench_searchers.py.

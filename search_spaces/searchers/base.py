@@ -1,4 +1,4 @@
-"""The declaration of a searcher, and the features that a search needs of its searcher."""
+"""The declaration of a searcher, and the features that a search requires of its searcher."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class SearcherDeclaration:
     - `learns`: proposals depend on results, not only on which configurations were proposed before
     - `reference`: the publication
     - `handles`: the features that the searcher can handle; a search that needs another one is refused
-    - `alias_of`: the name of the searcher that this one stands for; None for a searcher with an algorithm of its own
+    - `alias_of`: the name of the searcher for which this name stands; None for a searcher with its own algorithm
     - `computes_steps`: the searcher needs gradients with respect to the parameters of the space
     - `waits_for_baselines`: the searcher is first asked for a proposal when all baselines are scored
     - `uses_preferences`: the searcher uses the study's preference vectors; a study with preference vectors is accepted
       only with such a searcher
     - `trains_policy`: the searcher trains a policy that builds layer paths; it needs a space of layer paths and a
       single rung, because an episode is a trial with one reward
-    - `version`: a number that is raised when the searcher no longer proposes the same for the same results; a study
-      keeps the version with which it was created
+    - `version`: a number that increases whenever the searcher's proposals for the same results change; a study keeps
+      the version with which it was created
     """
 
     learns: bool
@@ -51,7 +51,7 @@ class SearcherDeclaration:
 
     @property
     def proposes_at_once(self) -> bool:
-        """Whether the searcher computes no steps before it proposes; it may note decisions."""
+        """Whether the searcher proposes without computing steps first; it may still note decisions."""
         return not (self.computes_steps or self.trains_policy)
 
     @property
@@ -63,8 +63,8 @@ class SearcherDeclaration:
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:
     """The features that a searcher must handle to search a space with these parameters.
 
-    PENDING is always one of them: the searcher must take account of earlier proposals without results, because the
-    driver does not wait for these results.
+    PENDING is always one of them: the searcher must take into account earlier proposals that have no results yet,
+    because the driver does not wait for these results.
     """
     needed = {
         Feature.CONDITIONS: any(parameter.conditions for parameter in parameters),

@@ -1,4 +1,4 @@
-"""Declaration of the searcher `es`: a (1+1) evolution strategy, random changes of the best trial with adapted size."""
+"""Declaration of the searcher `es`: a (1+1) evolution strategy, which changes the best trial by random steps."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

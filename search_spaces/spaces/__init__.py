@@ -1,12 +1,14 @@
-"""Search spaces, which turn a configuration into a recipe; each is one module, which is found automatically.
+"""Search spaces, which decode a configuration to a recipe; each is one module, which is found automatically.
 
-A module has the section of the study file that describes its space, SPACE. The module's name is the `kind` there.
+A module defines SPACE, the section of the study file that describes the space. The module's name is the value of the
+section's key `kind`.
 
-- `base`: `SearchSpace`, the interface of every search space; the section that describes one; the models it is given
-- `layers`: what spaces share: groups of layers, recipes of layer paths, recipes in a space's own aliases
+- `base`: `SearchSpace`, the interface of every search space; the section that describes a space; the data about models
+  that a space receives
+- `layers`: functions that several spaces use: groups of layers, recipes of layer paths, recipes with a space's aliases
 - `layer_paths`: the paths of `hm3` through layers of several models: which layers may follow, paths as configurations
 - `dis_paths`: the layer paths of `dis` as configurations: orders of layers, random paths, repairs
-- `lfs_methods`: the methods that LFS was published with, as it searches them
+- `lfs_methods`: the methods with which LFS was published, as LFS searches them
 - `lfs_ranges`: all other declared methods, searched in the ranges that they declare
 """
 

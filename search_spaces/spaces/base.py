@@ -39,7 +39,7 @@ class TensorLocation:
     """The part of the model that a tensor belongs to.
 
     `part` is a component of decoder layer `layer` (0-based), or the embedding or the head; for these, `layer` is None.
-    `suffix` is the tensor's name within its layer, or its whole name outside layers.
+    `suffix` is the tensor's name within its layer; outside layers it is the whole name.
     """
 
     part: Part
@@ -56,7 +56,7 @@ class SearchedModels:
     embedding is not in `tensors`. If the base's files have such a head, `tied` maps its name to the embedding's.
     `tokenizer` is the tokenizer of every recipe. `max_layers` is the largest number of layers that a merge may have, or
     None if the study states no limit. `preferences` are the study's preference vectors: weights by objective, at least
-    0, that sum to one. A study without preference vectors has a single one of equal weights.
+    0, that sum to one. A study without preference vectors has a single vector of equal weights.
     """
 
     base: str
@@ -86,12 +86,12 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class SpaceDescription:
-    """How a space divides the model into parts with coefficients of their own, for reports.
+    """Division of the model into the parts that have separate coefficients in a space, for reports.
 
     - `layer_groups`: groups of adjacent layers, which cover the layers in order
     - `component_groups`: the parts of a layer, by name, each with its components; a part that is a single tensor has
       the tensor's component
-    - `text`: what is searched, in words
+    - `text`: a description of the searched parameters, in words
     """
 
     kind: str
@@ -116,7 +116,8 @@ class SearchSpace(Protocol):
     def to_recipe(self, configuration: Configuration) -> Recipe:
         """The recipe of the merge that `configuration` describes, in canonical form.
 
-        Equal configurations give equal recipes. Raises InvalidConfiguration if the space does not have `configuration`.
+        Equal configurations give equal recipes. Raises InvalidConfiguration if `configuration` does not belong to the
+        space.
         """
         ...
 
@@ -125,7 +126,7 @@ class SearchSpace(Protocol):
         ...
 
     def describe(self) -> SpaceDescription:
-        """How the space divides the model into parts with coefficients of their own, for reports."""
+        """Describe, for reports, the parts of the model that have separate coefficients in this space."""
         ...
 
 
@@ -154,14 +155,14 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """The models whose layers are used in paths, each as a recipe, by the names that `pairs` uses."""
+        """The models whose layers are used in paths, each as a recipe, by the names in `pairs`."""
         ...
 
     @property
     def pairs(self) -> tuple[LayerPair, ...]:
         """Every pair of layers that may follow each other in a path and then need an alignment.
 
-        It is empty if the space uses no alignments.
+        The result is empty if the space uses no alignments.
         """
         ...
 
@@ -178,8 +179,9 @@ class DifferentiableSpace(SearchSpace, Protocol):
     """A search space that can be searched by gradients.
 
     Every tensor is merged by one method. Every coefficient is the value of one parameter, which is a number. A tensor
-    has one coefficient for each source, or one that the sources share. So the derivative of a loss with respect to a
-    parameter is the sum of the derivatives with respect to all coefficients that have the parameter's value.
+    has one coefficient for each source, or a single coefficient for all sources. So the derivative of a loss with
+    respect to a parameter is the sum of the derivatives with respect to all coefficients that have the parameter's
+    value.
     """
 
     @property
@@ -203,7 +205,7 @@ class DifferentiableSpace(SearchSpace, Protocol):
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The sources of a tensor, each as its alias and the name of the parameter that is its coefficient.
+        """The sources of a tensor, each as a pair of its alias and the name of the parameter with its coefficient.
 
         If the sources share the coefficient, only the first source is listed. A tensor without a searched coefficient
         has an empty tuple. `tensor_name` is a tensor of the merged model, or an output head that is tied to the
@@ -231,27 +233,30 @@ class SpaceSection(Section, ABC):
     def changes_layers(self) -> bool:
         """Whether merges may have any number of layers in any order.
 
-        Only such spaces accept costs of the recipe (its number of layers or parameters) as objectives. Their limit of
-        layers is part of the space.
+        Only such spaces accept costs of the recipe (its number of layers or parameters) as objectives. In such a space,
+        the limit of layers is part of the space.
         """
         return False
 
     @property
     def has_directions(self) -> bool:
-        """Whether a merge of the space is one merge of the whole model with a share of each expert (`direction_of`)."""
+        """Whether the space's merges apply one merge to the whole model, with a share of each expert.
+
+        `search_spaces.directions.direction_of` reads the shares from a recipe.
+        """
         return False
 
     @property
     def scaled_by(self) -> str | None:
         """The option that gives layers scales of the stream (`LayerRecipe.scale`), or None if no option does.
 
-        Not every model type supports them.
+        Not every model type supports such scales.
         """
         return None
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:
-        """Problems between options that are each valid, as far as they can be found without the models."""
+        """Problems of options that are valid individually but not together, if they can be found without the models."""
 
     @abstractmethod
     def build(self, models: SearchedModels) -> SearchSpace:

@@ -3,20 +3,21 @@
 Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model Merging" (2025), sections
 3.2.2, 4.1 and 5.2, Tables 12 to 14.
 
-The base's L layers are divided into L / D blocks of D adjacent layers. Each block of the merge is any choice of the D
-layers of that block in M models, each up to R times, in any order. A block that uses none keeps the base's layers
-(layer retention) or, as an option, is left out. The embedding is that of the first layer's model; the final norm and
-the output head are those of the last layer's.
+The base's L layers are divided into L / D blocks of D adjacent layers. A block of the merge is a sequence of layers
+from the D layers of this block in M models, each used up to R times, in any order. A block that uses no layer keeps the
+base's layers (layer retention) or, as an option, is left out. The embedding is taken from the first layer's model; the
+final norm and the output head are taken from the last layer's model.
 
 Section 3.2.2 has scales "to normalize the output of each block". By default a block's scale multiplies the residual
 stream after the block's last layer, as in the published class for transformers. The published class for vLLM, on which
-Tables 12 to 14 rest, multiplies only what the MLP of that layer adds to the stream; this is `scale_of: mlp`. A scale of
-the stream has no influence after the last block, because the final norm cancels it; the last block has none then.
+Tables 12 to 14 rest, multiplies only the output of that layer's MLP, which is added to the stream; this is `scale_of:
+mlp`. A scale of the stream after the last block has no influence, because the final norm cancels it, so the last block
+has no such scale.
 
-Two more defaults differ from the published code, and are options. Scales are in [0.5, 1.5], where it has 0 to 2.
-Random paths are near one source, where it draws every parameter uniformly. In the published search, paths may be too
-deep, and these trials are lost (56 % and 20 % of them in Table 10). Here every configuration describes a path within
-the limit. The published code runs with D = 1 and R = 1 only. `dis_paths` has the configurations of paths.
+Two more defaults differ from the published code, and are options. Scales are in [0.5, 1.5] instead of [0, 2]. Random
+paths are near one source instead of drawn with uniform parameters. In the published search, paths may be too deep, and
+the trials with such paths are lost (56 % and 20 % of all trials in Table 10). Here every configuration describes a path
+within the limit. The published code runs only with D = 1 and R = 1. `dis_paths` has the configurations of paths.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ class DisSection(SpaceSection):
 
     @property
     def num_repeats(self) -> int:
-        """How often a block may use the same layer.
+        """The number of times that a block may use the same layer.
 
-        It is the option `repeats`, else what the published configuration has that the option `preset` names, else 1.
+        It is the option `repeats`. Without this option, it is the value in the published configuration that the option
+        `preset` names, or 1.
         """
         preset = PRESETS[self.preset][2] if self.preset else 1
         return preset if self.repeats is None else self.repeats

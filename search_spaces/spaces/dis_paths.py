@@ -1,10 +1,11 @@
 """Layer paths of DIS as configurations: orders of a block's candidates, random paths, and repairs to the limits.
 
-A block has n = D * M * R candidates: D adjacent layers of each of M models, each R times. They are numbered by layer,
-then model; the R copies of one have the same number. A block's path is the sequence of the candidates that it uses. A
-configuration describes it with a bit for each copy and an order of all candidates. There are P = n! / R!^(M D) orders.
-If P is at most MAX_ORDERS, the order is one whole number, its place in lexicographic order. Otherwise there is a key
-for each copy, by which the copies are sorted. The r-th copy of a candidate in the order has the r-th bit.
+A block has n = D * M * R candidates: D adjacent layers of each of M models, each R times. Candidates are numbered by
+layer, then model; the R copies of a candidate have the same number. A block's path is the sequence of the candidates
+that it uses. A configuration describes it with a bit for each copy and an order of all candidates. There are P = n! /
+R!^(M D) orders. If P is at most MAX_ORDERS, the order is given by one whole number, its place in the lexicographic list
+of all orders. Otherwise it is given by a sort key for each copy. The r-th copy of a candidate in the order has the r-th
+bit.
 
 Many configurations describe the same path. `DisPaths` stores one of them: the first copies of each candidate are used,
 and the order is the first one that gives the path with these bits.
@@ -42,7 +43,7 @@ SCALE_DEVIATION = 0.11
 
 @dataclass(frozen=True)
 class Block:
-    """The layers that a merge uses in one block, and the scale of the last one (`DisPaths.scale_of`).
+    """The layers that a merge uses in one block, and the scale of the last of them (`DisPaths.scale_of`).
 
     A candidate is a layer that the block may use. `path` has the numbers of the candidates that the merge uses, in
     order.
@@ -60,9 +61,9 @@ class DisPaths:
     `depth_granularity` adjacent layers of each model, each up to `repeats` times; these are its candidates. With
     `retains`, a block that uses no candidate has the base's layers; otherwise it has no layers. With `permutes`, a
     block may have its candidates in any order; otherwise they are in the order of their numbers. With `has_scales`, a
-    block has a scale within `scale_range`, by which `scale_of` is multiplied at the block's last layer. With
-    `draws_uniformly`, each parameter of a random configuration is drawn by itself; otherwise random paths are near one
-    source.
+    block has a scale within `scale_range`, which multiplies the stream or the MLP's output (`scale_of`) at the block's
+    last layer. With `draws_uniformly`, each parameter of a random configuration is drawn independently; otherwise
+    random paths are near one source.
     """
 
     base: str
@@ -97,7 +98,8 @@ class DisPaths:
     def num_copies(self) -> int:
         """The number of copies of candidates in a block.
 
-        A candidate is a layer that the block may use. It has as many copies as it may be used times.
+        A candidate is a layer that the block may use. The number of its copies is the number of times that it may be
+        used.
         """
         return self.num_candidates * self.repeats
 
@@ -174,8 +176,8 @@ class DisPaths:
     def blocks(self, configuration: Configuration) -> tuple[Block, ...]:
         """The blocks that a configuration describes, changed to meet the limits of the space.
 
-        With `retains`, a block whose path is the base's own layers is returned with an empty path, which means the
-        same.
+        With `retains`, a block whose path is the base's own layers is returned with an empty path, which has the same
+        meaning.
         """
         spelled = []
         for names in self._names:
@@ -264,7 +266,8 @@ class DisPaths:
     def _keys(self, order: Sequence[int]) -> list[float]:
         """Numbers in [0, 1], one for each copy of each layer, such that sorting the copies by them gives `order`.
 
-        `order` lists layers by their numbers. It has each layer that a block may use, as often as a block may use it.
+        `order` lists layers by their numbers. The list has each layer that a block may use, as often as a block may use
+        it.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies
@@ -274,11 +277,11 @@ class DisPaths:
         return keys
 
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """The blocks in the form in which they are stored, of several that give the same merge.
+        """The blocks in their stored form; several lists of blocks may give the same merge.
 
-        Scales without influence become 1. A block without layers has such a scale, and so has the last block with
-        layers if scales multiply the stream, because the final norm cancels its scale. With `retains`, a path that is
-        the base's own layers becomes the empty one, which means the same.
+        Scales without influence become 1. The scale of a block without layers has no influence. If scales multiply the
+        stream, the scale of the last block with layers has no influence either, because the final norm cancels it. With
+        `retains`, a path that is the base's own layers becomes the empty path, which has the same meaning.
         """
         base = self.own(self.base) if self.retains and self.base in self.models else None
         paths = [() if block.path == base else block.path for block in blocks]
@@ -297,9 +300,9 @@ class DisPaths:
     def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
         """The blocks, shortened so that the merge has at most `max_layers` layers.
 
-        Which layers are removed is random, with a seed that is a function of the paths of all blocks. With
-        `retains`, each block keeps a layer, because an empty path means the base's layers. If no layer would be left in
-        the merge, the first block uses its first candidate, the layer with number 0 of those that it may use.
+        Which layers are removed is random, with a seed that is a function of the paths of all blocks. With `retains`,
+        each block keeps a layer, because an empty path means the base's layers. If no layer would be left in the merge,
+        the first block uses its first candidate, number 0 of the layers that it may use.
         """
         paths = [list(block.path) for block in blocks]
         excess = self.depth(blocks) - self.max_layers
@@ -326,8 +329,8 @@ class DisPaths:
         """The configuration of a random path, by default near one source's own order.
 
         Between one and all blocks are changed; few changed blocks are likelier than many. First the total number of
-        layers is drawn, then how the changed blocks share it, then the layers that each block uses. Blocks that are not
-        changed have scale 1. The published search starts from the source models too (section 4.1).
+        layers is drawn, then its division between the changed blocks, then the layers of each block. Blocks that are
+        not changed have scale 1. The published search starts from the source models too (section 4.1).
 
         With `draws_uniformly`, each parameter is drawn uniformly, as in the published code, and the configuration is
         repaired.
@@ -351,8 +354,8 @@ class DisPaths:
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
         """The number of layers of each of the `num_changed` blocks that a random configuration changes.
 
-        First the sum of these numbers is drawn, then how the blocks share it. The merge has at most `max_layers`
-        layers.
+        First the sum of these numbers is drawn, then its division between the blocks. The merge has at most
+        `max_layers` layers.
         """
         least, most = (1 if self.retains else 0), self.num_copies
         room = self.max_layers - self.num_layers
@@ -387,8 +390,8 @@ class _Names:
     """The names of the parameters of one block of a DIS space.
 
     `bits` are the parameters that say which copies of layers the block uses. Their order is the parameter `order` or,
-    if there are too many orders, the sort keys `keys`; the other is None or empty. `scale` is None if the block has no
-    scale.
+    if there are too many orders, the sort keys `keys`; of these two, the unused one is None or empty. `scale` is None
+    if the block has no scale.
     """
 
     bits: tuple[str, ...]
@@ -400,7 +403,7 @@ class _Names:
 def num_orders(num_candidates: int, repeats: int) -> int:
     """The number of different orders of `num_candidates` candidates that each occur `repeats` times.
 
-    Candidates are the layers that a block may use.
+    A candidate is a layer that a block may use.
     """
     alike: int = math.factorial(repeats) ** num_candidates
     return math.factorial(num_candidates * repeats) // alike
@@ -409,8 +412,8 @@ def num_orders(num_candidates: int, repeats: int) -> int:
 def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
     """The order of candidates at index `place` in the lexicographic list of all their orders.
 
-    It is a tuple in which each of the candidates 0 to `num_candidates` - 1, which stand for the layers that a block may
-    use, occurs `repeats` times.
+    The order is a tuple in which each of the candidates 0 to `num_candidates` - 1, which stand for the layers that a
+    block may use, occurs `repeats` times.
     """
     left = [repeats] * num_candidates
     order = []
@@ -442,9 +445,9 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
     """Encode a path through one block as bits and an order of candidates.
 
     Candidates are the numbers 0 to `num_candidates` - 1, which stand for the layers that the block may use. The order
-    has `repeats` copies of each. The bits say which copies of each candidate the path uses: the first ones. The path is
-    these copies in the order. Of the orders that give the path, it is the lexicographically first one. Raises
-    ValueError if the path uses a candidate more than `repeats` times.
+    has `repeats` copies of each. The bits select the copies that the path uses, which are the first copies of each
+    candidate. The path has these copies, in their order. Several orders may give the path; the result has the
+    lexicographically first of them. Raises ValueError if the path uses a candidate more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:
@@ -467,9 +470,9 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
 def _spelling(
     path: tuple[int, ...], num_candidates: int, repeats: int
 ) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
-    """How a configuration states a path through one block: bits, an order of candidates, and the order's index.
+    """The parameters that describe a path through one block: bits, an order of candidates, and the order's index.
 
-    A candidate is a layer that the block may use; there are `num_candidates`, each up to `repeats` times. Bits and
+    A candidate is a layer that the block may use; there are `num_candidates`, each used up to `repeats` times. Bits and
     order are those of the function `first_order`. The index is the order's place in the lexicographic list of all
     orders.
     """
@@ -482,8 +485,8 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
     """The path through one block that is described by bits and by the index `place` of an order.
 
     The path is a sequence of candidates, numbers from 0 to `num_candidates` - 1 that stand for layers. The order has
-    each of them `repeats` times; these are its copies. `bits` say which copies the path has, as in the function
-    `first_order`. `place` is the index of the order in the lexicographic list of all orders.
+    each candidate `repeats` times; these are the candidate's copies. `bits` say which copies the path has, as in the
+    function `first_order`. `place` is the index of the order in the lexicographic list of all orders.
     """
     copies = [0] * num_candidates
     path = []
@@ -497,8 +500,8 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
     """The number of different orders of candidates that start with `candidate`.
 
-    Candidates are numbers that stand for layers which a block may use. An order has each candidate as often as `left`
-    says, by the candidate's number. The result is 0 if `candidate` has no copy left.
+    Candidates are numbers that stand for layers which a block may use. `left` has, by the candidate's number, how often
+    an order contains each candidate. The result is 0 if `candidate` has no copy left.
     """
     if not left[candidate]:
         return 0

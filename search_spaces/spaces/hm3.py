@@ -1,18 +1,18 @@
-"""HM3's layer paths: at each step of a merge, a layer of one of several models.
+"""HM3's layer paths: each step of a path is a layer of one of several models.
 
 "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models", as its authors describe it to their reviewers.
 
-A merge is a path of any length between two limits. The embedding is that of the first layer's model; the final norm and
-the output head are those of the last layer's. The searcher `hm3` learns a policy that builds such paths. Every other
-searcher may search the space too, for comparison with the method.
+A merge is a path of any length between two limits. The embedding is taken from the first layer's model; the final norm
+and the output head are taken from the last layer's model. The searcher `hm3` learns a policy that builds such paths.
+Every other searcher may search the space too, for comparison with the method.
 
-With `merged`, the pool has one more model, whose layers are merged in their parameters (the upper level of HM3). It is
-a different model for each preference vector: its coefficients follow from the vector. A path has one of these vectors,
-and the path says which of its layers are merged.
+With `merged`, the pool has one more model, whose layers are merged in their parameters (the upper level of HM3). This
+model is different for each preference vector, because its coefficients depend on the vector. A path has one of these
+vectors, and states which of its layers are merged.
 
-The authors let any layer follow any other. Hardly any random path of that kind is a usable model, so there would be no
-reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l + 1; null
-removes the limit.
+In the paper, any layer may follow any other. Almost no random path of this kind is a usable model, so a policy would
+have no reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l + 1;
+null removes the limit.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class MergedOptions(Section):
     def merge(self, weights: Mapping[str, float]) -> Merge:
         """The merge of a layer from several experts, with a weight for each of them; the weights sum to one.
 
-        PCB-Merging and consensus merging take no weights: they leave out experts with a weight of 0 and merge the
-        others equally.
+        PCB-Merging and consensus merging have no weights: experts with a weight of 0 are left out and the others are
+        merged equally.
         """
         chosen = {alias: weight for alias, weight in weights.items() if weight > 0 or self.method not in UNWEIGHTED}
         sources = tuple(map(Source, chosen))
@@ -283,7 +283,7 @@ class Hm3Space:
     def _is_natural(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
         """Whether layer `second` follows layer `first` in one model, so that no alignment between them is needed.
 
-        A layer is given as a model's name and its number. Models with equal recipes count as one.
+        A layer is given as a model's name and its number. Models with equal recipes count as the same model.
         """
         return second[1] == first[1] + 1 and self._digests[first[0]] == self._digests[second[0]]
 
@@ -336,10 +336,10 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The step that stands for each layer that paths may use, by the layer's recipe.
+        """The number (step) of each layer that paths may use, by the layer's recipe.
 
-        The layers of the merged model are those merged by the preference vector with index `number`. If several models
-        have an equal layer, its step is that of the first of them.
+        The layers of the merged model are merged by the preference vector with index `number`. If several models have
+        an equal layer, its step is the step in the first of these models.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}
@@ -352,8 +352,8 @@ class Hm3Space:
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
     """The merge by which the merged model's layers are made, for each preference vector.
 
-    The weight of an objective is the weight of its expert; every objective must have one. Without preference vectors
-    there is one merge, in which all experts have equal weights.
+    The weight of an objective is the weight of its expert; every objective must have an expert. Without preference
+    vectors there is one merge, in which all experts have equal weights.
     """
     for vector in models.preferences or (dict.fromkeys(models.experts, 1 / max(1, len(models.experts))),):
         named = {_expert_of(objective, options): weight for objective, weight in vector.items()}

@@ -37,7 +37,7 @@ class LayerPaths:
 
     The model with the name MERGED has layers that are merged from several models, with weights that follow from a
     preference vector. There are `num_preferences` such vectors. A path uses one of them, and its configuration has the
-    number of that vector, 0 if the path has no merged layer.
+    number of this vector, or 0 if the path has no merged layer.
     """
 
     models: tuple[str, ...]
@@ -48,10 +48,7 @@ class LayerPaths:
     num_preferences: int = 1
 
     def __post_init__(self) -> None:
-        """Check the limits of lengths and jumps.
-
-        Raises ValueError if no path meets them.
-        """
+        """Check the limits of lengths and jumps. Raises ValueError if no path is within the limits."""
         if not 1 <= self.min_length <= self.max_length:
             raise ValueError(f"lengths from {self.min_length} to {self.max_length}; give 1 <= min <= max")
         if self.shortest > self.max_length or (self.max_jump == 0 and self.min_length > self.num_layers):
@@ -89,7 +86,7 @@ class LayerPaths:
         return model * self.num_layers + layer
 
     def model_of(self, step: int) -> int:
-        """The model, as an index in the field `models`, that a step of a path takes its layer from."""
+        """The model, as an index in the field `models`, from which a step of a path takes its layer."""
         return step // self.num_layers
 
     def layer_of(self, step: int) -> int:
@@ -111,8 +108,8 @@ class LayerPaths:
     def next_layers(self, path: Sequence[int], *, max_length: int | None = None) -> tuple[int, ...]:
         """The layer numbers, in any model and ascending, that may follow the steps `path`.
 
-        Each of them leaves a way to end the path with at most `max_length` layers, by default the largest number in the
-        space. The result is empty if the path must end.
+        After each of them, the path can still end with at most `max_length` layers, by default the largest number in
+        the space. The result is empty if the path must end.
         """
         left = (self.max_length if max_length is None else max_length) - len(path) - 1
         if left < 0:
@@ -150,7 +147,7 @@ class LayerPaths:
         """The path that a configuration describes.
 
         The space's parameters must accept the configuration's values. A layer that may not follow the previous one is
-        replaced by the nearest layer that may.
+        replaced by the nearest layer that may follow it.
         """
         found: list[int] = []
         length = configuration[LENGTH]
@@ -231,8 +228,8 @@ class LayerPaths:
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
         """The configuration of a random path of `num_blocks` blocks, each of consecutive layers of one model.
 
-        Merges of whole layers that people write by hand have this form. Returns None if the blocks that were drawn do
-        not make a path of the space.
+        Merges of whole layers that people write by hand have this form. Returns None if the drawn blocks together are
+        not a path of the space.
         """
         length = int(rng.integers(self.shortest, self.longest + 1))
         if num_blocks > length:

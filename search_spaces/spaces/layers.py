@@ -1,4 +1,4 @@
-"""Functions that spaces share: groups of layers, recipes of layer paths, and recipes in a space's own aliases."""
+"""Functions that several spaces use: groups of layers, recipes of layer paths, and recipes with a space's aliases."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Componen
 def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, float]], *, scale_of: ScaleOf) -> Recipe:
     """The recipe of a path of whole layers, each given as model, layer number and scale.
 
-    `scale_of` says what the scales multiply. The embedding is that of the first layer's model. The final norm and the
-    output head are those of the last layer's model.
+    `scale_of` says whether the scales multiply the residual stream or the output of the MLP. The embedding is that of
+    the first layer's model. The final norm and the output head are those of the last layer's model.
     """
     return Recipe(
         models.fingerprints,
@@ -62,8 +62,8 @@ def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, floa
 def path_of_recipe(recipe: Recipe, *, scale_of: ScaleOf) -> list[tuple[str, int, float]] | None:
     """The path that a recipe's layers form, each given as model, layer number and scale.
 
-    `scale_of` says which of a layer's scales is given. Returns None if the other one is not 1 in a layer, or if a layer
-    is merged from several models or has an alignment.
+    `scale_of` says which of a layer's two scales is given. Returns None if the other scale is not 1 in some layer, or
+    if a layer is merged from several models or has an alignment.
     """
     layers = [_step(layer, scale_of) for layer in recipe.layers]
     found = [step for step in layers if step is not None]

@@ -3,7 +3,7 @@
 Its merges are task arithmetic (Ilharco et al., "Editing Models with Task Arithmetic", 2022). A part of the model is a
 tensor, a component of a layer, a layer or a group of layers. With learned coefficients for each layer this is
 AdaMerging's layer-wise form (Yang et al., 2023). The embedding and the head (final norm and untied output head) are
-parts of their own.
+separate parts.
 
 With TIES or DARE, only some elements of the task vectors are added. All configurations have the same masks, which do
 not depend on the coefficients. Therefore merged tensors are linear in the coefficients with every method.
@@ -246,16 +246,16 @@ class LayerwiseSpace:
     def layer_scales(self) -> Mapping[int, str]:
         """The names of the parameters that are layer scales, by layer.
 
-        The last layer has none. Without the option `layer_scales` the mapping is empty.
+        The last layer has no scale. Without the option `layer_scales` the mapping is empty.
         """
         return self._scales
 
     def _piece(self, name: str, place: TensorLocation, group_of: Mapping[int, str]) -> str:
         """The name of the part of the model to which the tensor `name` belongs.
 
-        All tensors of a part share their coefficients. By the option `granularity`, a part is the tensor itself, a
-        component of a layer, a layer, or a layer group; the embedding and the head are parts of their own. `place` is
-        the tensor's location, and `group_of` has the name of each layer's group.
+        All tensors of a part share their coefficients. The option `granularity` decides whether a part is a tensor, a
+        component of a layer, a layer, or a layer group; the embedding and the head are separate parts. `place` is the
+        tensor's location, and `group_of` has the name of each layer's group.
         """
         if self._granularity == "tensor":
             return name
@@ -277,7 +277,7 @@ class LayerwiseSpace:
     def _numbers(self, merge: Merge) -> tuple[float, ...] | None:
         """The coefficient of each expert in a canonical merge, in the study's order.
 
-        It is 0 for an expert that the merge leaves out. Returns None if the space has no such merge: if it is by
+        It is 0 for an expert that the merge leaves out. Returns None if the space has no such merge, because it is by
         another method, or uses a model twice.
         """
         experts = self._models.experts

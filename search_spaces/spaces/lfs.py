@@ -3,22 +3,23 @@
 Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model Merging" (2025), sections
 3.2.1 and A.6, Table 11.
 
-The layers are divided into G consecutive groups, as even as possible; each layer's tensors into C component groups (1:
-the whole layer; 3: mlp, attention, norm). A layer group chooses its method and the experts that are merged. A component
-group has the method's coefficients. The embedding follows the first layer group; the final norm and the output head
-follow the last. With C = 3 both use the group's `norm` coefficients, which Table 11 calls "other".
+The layers are divided into G consecutive groups of sizes that are as equal as possible. Each layer's tensors are
+divided into C component groups (1: the whole layer; 3: mlp, attention, norm). A layer group chooses its method and the
+experts that are merged. A component group has the method's coefficients. The embedding follows the first layer group;
+the final norm and the output head follow the last. With C = 3 both use the group's `norm` coefficients, which Table 11
+calls "other".
 
 One bit per expert and layer group selects the experts that are merged. **If no bit is set, all are merged.** So every
-configuration is a merge of at least one expert. None has to be repaired or rejected, and a surrogate is fitted to
-exactly what was proposed. All experts together, the most promising choice, are slightly more likely than each smaller
-set.
+configuration is a merge of at least one expert. No configuration has to be repaired or rejected, so a surrogate model
+is fitted to exactly the proposed configurations. The set of all experts, the most promising choice, is slightly more
+likely than each smaller set.
 
-SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. The same holds for all
-other methods of two models or of one. Bits would be redundant there and do not exist. With `method_per: component` they
-exist whatever the methods are, because another component group may need them.
+SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. All other methods of two
+models, and methods of one model, choose their models in the same way. For these methods, bits would be redundant and do
+not exist. With `method_per: component` they always exist, because another component group may need them.
 
-With `selection: all`, as in the published code, every group merges all experts. There are no bits, and the pairs of
-SLERP and of other methods of two models are of two experts, never with the base.
+With `selection: all`, as in the published code, every group merges all experts. There are no bits, and for SLERP and
+other methods of two models, a pair consists of two experts, never of the base and an expert.
 
 docs/reference/departures.md lists how the defaults differ from the paper and from the published code.
 """
@@ -116,7 +117,7 @@ SPACE = LfsSection
 class LfsSpace:
     """The search space LFS (layer-wise fusion) over one base model and its experts. Immutable.
 
-    Each group of layers chooses a merge method and the experts that are merged, and has coefficients of its own.
+    Each group of layers chooses a merge method and the experts that are merged, and has separate coefficients.
     """
 
     kind = "lfs"
@@ -253,8 +254,8 @@ class LfsSpace:
     def _role(self, name: str) -> str:
         """The role of a parameter: its name without the layer group and the component group.
 
-        Parameters with the same role mean the same in different groups. In a parameter's name, dots separate these
-        parts.
+        Parameters with the same role have the same meaning in different groups. In a parameter's name, dots separate
+        these parts.
         """
         _, rest = name.split(".", 1)
         first, _, last = rest.partition(".")
@@ -308,8 +309,9 @@ class LfsSpace:
     def _operand_choices(self, method: str) -> dict[str, tuple[str, ...]]:
         """The operands among which a search chooses for a method of one or two models: models or pairs, by name.
 
-        Pairs are of two experts, or of the base and an expert; for an ordered method, pairs of experts are in both
-        orders. With `selection: all` there are no pairs with the base. A name consists of the aliases, joined by "+".
+        A pair consists of two experts, or of the base and an expert. For an ordered method, a pair of experts is listed
+        in both orders. With `selection: all` there are no pairs with the base. A name consists of the aliases, joined
+        by "+".
         """
         with_base = tuple((self._base, expert) for expert in self._experts if self._pairs_with_base)
         choices: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -341,7 +343,7 @@ class LfsSpace:
     def _methods_of(self, merge: Merge) -> tuple[str, ...]:
         """The names of the methods of the space that may give the canonical merge `merge`.
 
-        They are the merge's own method, or all methods if the merge is an unchanged model.
+        The result is the merge's own method, or all methods if the merge is an unchanged model.
         """
         is_model = merge.method == "passthrough" and not merge.coefficients
         return tuple(name for name in self._methods if is_model or merge.method == name)
@@ -386,8 +388,8 @@ class LfsSpace:
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
         """The models from which `method` can give all `merges`, for a method whose models a search chooses.
 
-        It is the first choice, a model or a pair, for which the method has parameter values for each merge; None if
-        there is no such choice. `merges` are the merges of the layer group `group`, by component group.
+        The result is the first choice, a model or a pair, with which the method has parameter values for each merge;
+        None if there is no such choice. `merges` are the merges of the layer group `group`, by component group.
         """
         return next(
             (

@@ -1,7 +1,7 @@
-"""The merge methods of LFS as published: the parameters of each, and how their values become a Merge and back.
+"""The merge methods with which LFS was published: the parameters of each, and their conversion to a Merge and back.
 
-All other methods are searched as `lfs_ranges` says. The ranges are in their declarations (`search_spaces.methods`).
-Merges here have no layer; `lfs` adds it.
+`lfs_ranges` has all other methods. The ranges of parameters are in the declarations of the methods
+(`search_spaces.methods`). Merges in this module have no layer; `lfs` adds it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DEFAULT_DENSITY = 0.2
 
 @dataclass(frozen=True)
 class ComponentGroup:
-    """A component group of one layer group, the smallest unit with coefficients of its own.
+    """A component group of one layer group, the smallest unit with separate coefficients.
 
-    `conditions` are the conditions under which it uses a certain method; empty if there is only one method.
+    `conditions` are the conditions under which the group uses a certain method; empty if there is only one method.
     `is_selected` has, for each expert, the conditions under which that expert is merged.
     """
 
@@ -37,7 +37,7 @@ class ComponentGroup:
 
 
 class SearchedMethod(Protocol):
-    """A merge method as LFS searches it: its parameters, and how their values become a merge and back.
+    """A merge method in LFS: its searched parameters, and the conversion of their values to a merge and back.
 
     In its methods, `cell` is the component group that is merged, and `operands` are the aliases of the merged models.
     """
@@ -59,7 +59,7 @@ class SearchedMethod(Protocol):
 
 
 class TaskArithmetic:
-    """Task arithmetic as LFS searches it: base + lambda * (sum of the task vectors).
+    """Task arithmetic in LFS: base + lambda * (sum of the task vectors).
 
     The selected experts share lambda.
     """
@@ -85,8 +85,8 @@ class TaskArithmetic:
 class DirectedTaskArithmetic:
     """Task arithmetic with a direction and a scale: base + lambda * m * (sum of weight * task vector) over m experts.
 
-    The m experts are the selected ones. Their weights sum to one and are the direction; lambda * m is the scale. With
-    equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched separately, as in
+    The m experts are the selected experts. Their weights, which sum to one, are the direction; lambda * m is the scale.
+    With equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched separately, as in
     Mixup Model Merge (M3), section 3.1.
     """
 
@@ -126,10 +126,10 @@ class DirectedTaskArithmetic:
 
 
 class Ties:
-    """TIES-merging of the selected experts, as LFS searches it.
+    """TIES-merging of the selected experts in LFS.
 
-    It keeps the share k of each task vector's elements with the largest magnitudes, elects a sign for each element, and
-    adds lambda times the mean of the elements that have this sign.
+    The method keeps the share k of each task vector's elements with the largest magnitudes, elects a sign for each
+    element, and adds lambda times the mean of the elements that have this sign.
     """
 
     name = "ties"
@@ -151,12 +151,12 @@ class Ties:
 
 
 class Linear:
-    """The weighted mean of the selected experts, as LFS searches it; the weights sum to one.
+    """The weighted mean of the selected experts in LFS; the weights sum to one.
 
-    There is one parameter per expert, which has a value only if a configuration selects the expert; a recipe has these
-    numbers divided by their sum. Weights are equal if all numbers are zero, or if a configuration selects no expert, so
-    that all are merged without numbers. A single expert is averaged with the base, whose weight is 1 minus the
-    expert's.
+    There is one parameter per expert, which has a value only if a configuration selects the expert; in a recipe, these
+    values are divided by their sum. Weights are equal if all values are zero. They are also equal if a configuration
+    selects no expert: in this case all experts are merged, and no parameter has a value. A single expert is averaged
+    with the base, whose weight is 1 minus the expert's.
     """
 
     name = "linear"
@@ -196,7 +196,7 @@ class Linear:
 
 
 class Slerp:
-    """Spherical interpolation between the two models of a pair, as LFS searches it.
+    """Spherical interpolation between the two models of a pair in LFS.
 
     The parameter t = 0 gives the first model, t = 1 the second.
     """
@@ -229,7 +229,7 @@ DIRECTED = DirectedTaskArithmetic()
 def _searched(cell: ComponentGroup, method: str, coefficient: str) -> Float:
     """The parameter with which a search varies the coefficient `coefficient` of `method` in the component group `cell`.
 
-    It is one number for all merged models, in the range that the method declares.
+    The parameter is one number for all merged models, in the range that the method declares.
     """
     range_ = METHODS[method].range_of(coefficient)
     return Float(f"{cell.name}.{method}.{coefficient}", range_.low, range_.high, conditions=cell.conditions)
@@ -249,7 +249,7 @@ def _passed_through(merge: Merge) -> str | None:
 
 
 def on_simplex(weights: tuple[float, ...]) -> tuple[float, ...]:
-    """The weights divided by their sum, or equal weights if all are zero."""
+    """The weights divided by their sum, or equal weights if all weights are zero."""
     if _is_on_simplex(weights):
         return weights  # already divided: dividing again would change the last decimal
     total = sum(weights)

@@ -1,8 +1,8 @@
-"""The methods that LFS was not published with, as LFS searches them: coefficients in the ranges that methods declare.
+"""All other merge methods in LFS, whose coefficients are searched in the ranges that the methods declare.
 
-Weights are searched as one number per selected expert. For methods that divide by the sum of the weights, a recipe has
-the numbers already divided by their sum. All random masks have the same seed, so that configurations differ in their
-coefficients only.
+Weights are searched as one number per selected expert. For methods that divide by the sum of the weights, these numbers
+are divided by their sum before they are stored in a recipe. All random masks have the same seed, so that configurations
+differ in their coefficients only.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class RangedMethod:
     def _counts(self, num_operands: int) -> dict[str, float]:
         """The values of those coefficients of the method that count sources, by name.
 
-        An example is how many sources must agree. A value is at most `num_operands`, the number of merged models.
+        An example is the number of sources that must agree. A value is at most `num_operands`, the number of merged
+        models.
         """
         return {
             c.name: min(c.searched.value, num_operands)
@@ -137,7 +138,7 @@ class RangedMethod:
 
 @dataclass(frozen=True)
 class PairInterpolation:
-    """A merge method of two models with the weights 1 - t and t, where t in [0, 1] is searched as in SLERP."""
+    """A merge method of two models with the weights 1 - t and t; t in [0, 1] is searched as for the method SLERP."""
 
     method: MergeMethod
     share: PairShare

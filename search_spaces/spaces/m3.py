@@ -7,16 +7,16 @@ vectors; shares sum to 1. s is the scale. Directions are drawn from Beta(alpha, 
 from its generalisation, the symmetric Dirichlet distribution, for more. Or they are a p-series over an order of the
 experts: share_k is proportional to k^-p (equation 4).
 
-The parameters are quantiles in [0, 1] that the inverse distribution functions turn into shares. So uniform draws give
-the paper's distributions, random search in this space is the paper's search, and any other searcher can search the same
-space. The Dirichlet distribution is drawn share by share: of what the experts before it leave, an expert that k others
-follow takes a Beta(alpha, k * alpha) share.
+The parameters are quantiles in [0, 1], which the inverse distribution functions convert to shares. So uniform draws
+give the paper's distributions, random search in this space is the paper's search, and any other searcher can search the
+same space. The Dirichlet distribution is drawn share by share: an expert that is followed by k other experts gets a
+Beta(alpha, k * alpha) share of the rest that earlier experts leave.
 
 Constants are those of section 4.1, of section 4.4 (DARE's drop rate of 0.2) and of Table 3 (the share k that TIES
-keeps). A method without a scale, the average, has shares only. Random masks always have the same seed.
+keeps). A method without a scale, namely the average, has only shares. Random masks always have the same seed.
 
-`m3_ties_majority` with `trim: model` is TIES as the paper's authors compute it, and `m3_dare_ties` their combination of
-DARE and TIES (Table 7). `m3_ties` is this project's reading of appendix H, which studies of earlier versions use.
+`m3_ties_majority` with `trim: model` is TIES of the authors' code, and `m3_dare_ties` is the authors' combination of
+DARE and TIES (Table 7). `m3_ties` is this project's interpretation of appendix H; studies of earlier versions use it.
 """
 
 from __future__ import annotations
@@ -262,11 +262,11 @@ class M3Space:
                 yield {**chosen, **direction, **({"scale": scale} if is_searched else {})}
 
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
-        """Read the experts' coefficients from a canonical merge, if it is one by `method`; else return None.
+        """Read the experts' coefficients from a canonical merge. Returns None if the merge is not by `method`.
 
         An expert that the merge leaves out has the coefficient 0. A merge by task arithmetic has only the products of
-        the scale and the experts' shares, so that the scale in the result is None. A merge by another method states
-        shares and scale.
+        the scale and the experts' shares, so the scale in the result is None. A merge by another method states shares
+        and scale.
         """
         models = [source.model for source in merge.sources]
         if merge.method == "passthrough" and not merge.coefficients:
@@ -324,7 +324,7 @@ def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, .
     """The shares of the experts, which sum to one, at the given quantiles of the symmetric Dirichlet distribution.
 
     There is one more share than there are quantiles. If the quantiles are independent and uniform in [0, 1], the shares
-    have the symmetric Dirichlet distribution with concentration `alpha`; with one quantile that is Beta(alpha, alpha).
+    have the symmetric Dirichlet distribution with concentration `alpha`; with one quantile, this is Beta(alpha, alpha).
     """
     from scipy.special import betaincinv
 
@@ -339,7 +339,7 @@ def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, .
 def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, ...]:
     """The quantiles of the symmetric Dirichlet distribution at which the shares are `shares`.
 
-    It is the inverse of `dirichlet_shares`.
+    The function is the inverse of `dirichlet_shares`.
     """
     from scipy.special import betainc
 
@@ -380,8 +380,8 @@ def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, 
 def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[float, float]) -> float:
     """The scale s for which s times each expert's share, rounded, is its coefficient in a recipe.
 
-    `numbers` are these rounded coefficients, in the order of `shares`. Of the scales that fit, which are an interval,
-    it is the middle. `scales` are the lowest and the highest scale that it may be.
+    `numbers` are these rounded coefficients, in the order of `shares`. The scales with this property are an interval;
+    the result is its middle. `scales` are the lowest and the highest possible scale.
     """
     half = 0.5 * 10.0**-COEFFICIENT_DECIMALS
     pairs = [(number, share) for number, share in zip(numbers, shares, strict=True) if share > half]

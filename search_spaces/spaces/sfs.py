@@ -1,11 +1,11 @@
 """SFS, scales only: Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 5.3.
 
-The merge is one model with all of its layers in their order. Each layer has a factor on its weights and one on its
-output. The paper says no more. Here the first multiplies the tensors of attention and MLP (biases included, norms not),
-the second the residual stream after the layer, as in DIS (`LayerRecipe.scale`). The last layer's output has no factor,
-because the final norm would cancel it.
+The merge is one model with all of its layers in their order. Each layer has a factor on its weights and a factor on its
+output. The paper gives no further details. Here the first factor multiplies the tensors of attention and MLP (biases
+included, but not norms), and the second multiplies the residual stream after the layer, as in DIS
+(`LayerRecipe.scale`). The last layer's output has no factor, because the final norm would cancel it.
 
-The range of the factors is that of DIS. Merges are differentiable with respect to both.
+The range of the factors is that of DIS. Merges are differentiable with respect to both factors.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class SfsSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The names of the parameters that scale the outputs of layers, by layer; the last layer has none."""
+        """The names of the parameters that scale the outputs of layers, by layer; the last layer has no scale."""
         return dict(enumerate(self._outputs))
 
     def _layer(self, layer: int, configuration: Configuration) -> LayerRecipe:

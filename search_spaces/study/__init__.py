@@ -1,4 +1,4 @@
-"""The study file: what to merge, what to search and what it may cost.
+"""The study file: the models to merge, the space to search, and the limits of cost.
 
 - `file`: a whole study: loading, parsing, its JSON Schema; the section `limits`
 - `models`: the section `models`; how a study names another study

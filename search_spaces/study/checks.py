@@ -62,7 +62,7 @@ class ValidParts:
 
 
 def without_consequences(problems: list[Problem]) -> list[Problem]:
-    """The problems, without those that are only consequences of another problem.
+    """The given problems except those that are only consequences of another problem.
 
     If a holdout entry has a `cost`, which is a problem, its missing task and metric are not reported as well.
     """
@@ -236,8 +236,8 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
     """Problems with the number of rungs of the objectives.
 
-    All objectives must have the same number of rungs, one if the scheduler is `none`, and two or more if it is `asha`
-    or `racing`. `objectives` are the entries of the study file by position.
+    All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
+    `racing`. `objectives` are the entries of the study file by position.
     """
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
@@ -375,7 +375,7 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 
 
 def _lack_of_baselines(constraint: Constraint, search: Search, experts: Sequence[str]) -> str:
-    """The reason why the constraint's bound would not be known: a source model that is not scored as a baseline.
+    """The reason why a constraint's bound would never be known: its source model is not scored as a baseline.
 
     Returns "" if the bound is a number, or if all source models on which it depends are scored.
     """

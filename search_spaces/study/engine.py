@@ -66,7 +66,7 @@ NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
 
 
 class EngineOptions(Engine):
-    """The options with which one engine is started: those of the section `engine`, and those that only programs set.
+    """Options with which one engine is started: options of the section `engine`, and options that only programs set.
 
     A field that is added to the section becomes an option of engines without any further declaration.
     """

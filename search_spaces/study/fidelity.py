@@ -38,7 +38,7 @@ class Fidelity(Section):
 
     @property
     def bound_error_rate(self) -> float | None:
-        """The probability that racing with `rule: bound` stops some trial wrongly; None under another rule.
+        """The largest probability that racing with `rule: bound` stops any trial wrongly; None with another rule.
 
         It is the key `error_rate`, or its default.
         """
@@ -53,7 +53,7 @@ class Fidelity(Section):
 
     @property
     def rung_samples(self) -> tuple[int, ...] | None:
-        """The number of samples at each rung, for objectives that do not state rungs of their own.
+        """The number of samples at each rung, for objectives that do not state their own rungs.
 
         The result is None if there is a single rung with all samples of the task. Raises ValueError if the section does
         not define the numbers.

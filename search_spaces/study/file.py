@@ -1,7 +1,7 @@
-"""The study file: what to merge, what to search, what "better" means, and how much it may cost.
+"""The study file: the models to merge, the space to search, the objectives, and the limits of cost.
 
-All problems of a study are reported together. The study file is the only file that is read here: validation that needs
-models or tasks is done elsewhere.
+All problems of a study are reported together. This module reads only the study file; other modules do the validation
+that needs models or tasks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Limits(Section):
 
 
 class Study(Section):
-    """A merge search as a user writes it in a study file."""
+    """A study file as written by a user: models, search, objectives and limits."""
 
     name: Name
     models: Models
@@ -104,7 +104,8 @@ class _SpaceOnly(Section):
 def study_json_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of the study file.
 
-    The schema is made once, which takes 20 ms. All callers get the same object, so they must not change it.
+    The schema is made once, which takes 20 ms. The function returns the same object to all callers, so they must not
+    change it.
     """
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Study.model_json_schema()}
 
@@ -119,7 +120,7 @@ def load_study(file: Path | str) -> Study:
 
 
 def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> Study:
-    """The study that plain data describe.
+    """Make the study that plain data describe, after checking them.
 
     Relative paths are resolved against `directory`; with `directory` None they are left unchanged. Raises InvalidStudy
     with every problem found.
@@ -146,7 +147,7 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
 
 
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
-    """The dotted fields in which `given` differs from `stored`, among those that must be equal if a study is resumed.
+    """The dotted fields that differ between `given` and `stored`, but must be equal if a study is resumed.
 
     If there are none, a driver of the study `given` may resume `stored`. `limits` may differ, and `search.max_trials`
     may be larger. In a space that changes the number of layers, `limits.max_layers` is part of the space and may not
@@ -236,7 +237,7 @@ def resolved_model(value: str, directory: Path) -> str:
 
 
 def _run(value: Chained, directory: Path) -> Chained:
-    """The reference `value` to a merge of another study, with the directory of that study's run as an absolute path.
+    """The reference `value` to a merge of another study, with an absolute path of that study's run.
 
     A relative directory is relative to `directory`. A reference by the id of a study on a server is unchanged.
     """

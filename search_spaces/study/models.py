@@ -1,4 +1,4 @@
-"""Section `models` of a study file: the base model, the experts, and how a study names another one."""
+"""Section `models` of a study file: the base model, the experts, and references to other studies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["AnotherStudy", "Chained", "FromStudy", "Models"]
 class AnotherStudy(Section):
     """A reference to another study.
 
-    It is a run of `mergesearch run` in the directory `dir`, or the study with the id `id` on the same server.
+    The other study is that of a `mergesearch run` in the directory `dir`, or the study with the id `id` on the same
+    server.
     """
 
     dir: Line | None = None
@@ -27,7 +28,7 @@ class AnotherStudy(Section):
 class FromStudy(AnotherStudy):
     """A reference to a merged model of another study.
 
-    The model is that of the study's best trial ("best"), or of the trial with the number `trial`.
+    `trial` is the number of the trial whose merge is meant, or "best" for the study's best trial.
     """
 
     trial: Literal["best"] | Annotated[int, Field(ge=0)] = "best"

@@ -172,7 +172,7 @@ class DirichletOptions(Section):
 
 
 class Preferences(Section):
-    """The study's preference vectors: exactly one of a lattice, random vectors, and a list of vectors."""
+    """The study's preference vectors: either a lattice, random vectors, or a list of vectors."""
 
     lattice: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)] | None = None
     """All preference vectors whose weights are multiples of 1/lattice."""
@@ -199,8 +199,7 @@ class Preferences(Section):
     def weights(self, objectives: Sequence[str], *, seed: int) -> tuple[tuple[float, ...], ...]:
         """The study's preference vectors, each with the weights in the order of `objectives`.
 
-        Random vectors are drawn with `seed`. Raises InvalidPreference if the weights of a listed vector are not
-        accepted.
+        Random vectors are drawn with `seed`. Raises InvalidPreference if the weights of a listed vector are not valid.
         """
         if self.vectors is not None:
             return tuple(preferences.preference_vector(vector, objectives=objectives) for vector in self.vectors)
@@ -214,7 +213,7 @@ class Preferences(Section):
 
 
 class WarmStart(AnotherStudy):
-    """An earlier study whose results the searcher knows from its first proposal on."""
+    """An earlier study whose results the searcher uses from its first proposal on."""
 
     rungs: Literal["all", "full"] = "all"
     """The results that are used: of trials at all rungs that they reached, or at the full budget only."""
@@ -258,7 +257,7 @@ class Search(Section):
     """
 
     def num_scored(self, num_samples: int) -> int:
-        """The number of an objective's samples on which trials are scored, out of `num_samples`.
+        """The number of samples, out of an objective's `num_samples`, on which trials are scored.
 
         The scored samples are the first ones in an order that the study's seed determines. Gradients use the other
         samples. A result of 0 or `num_samples` means that `fit_share` leaves one of the two parts without a sample.

@@ -1,6 +1,6 @@
-"""Validation errors as messages for users: the value seen, what is accepted, the nearest known name.
+"""Converts validation errors to messages for users: the value, the accepted values, the nearest known name.
 
-pydantic's errors become Problems with the help of the model's JSON Schema. Nothing here is specific to studies; names
+pydantic's errors become Problems with the help of the model's JSON Schema. The module is not specific to studies; names
 that are reserved for later versions are arguments.
 """
 
@@ -48,8 +48,8 @@ class MessageHints:
     """Texts for error messages that a JSON Schema cannot supply.
 
     `later_values` has, for the path of a field, the values that are planned but not accepted yet. `later_keys` has, for
-    the path of a key that is not accepted, the message about it. In a path, "*" stands for any position in a list, as
-    in "objectives.*.cost". `patterns` has, for a regular expression, a description of what it accepts.
+    the path of a key that is not accepted yet, a message about the key. In a path, "*" stands for any position in a
+    list, as in "objectives.*.cost". `patterns` has, for a regular expression, a description of what it accepts.
     """
 
     later_values: Mapping[str, tuple[str, ...]]
@@ -60,13 +60,13 @@ class MessageHints:
 def is_tag(part: str | int) -> bool:
     """Whether a part of the location of a validation error is a tag, such as "<inline>", and not a key of the file.
 
-    pydantic adds the tag of the branch where a value may have one of several forms.
+    If a value may have one of several forms, pydantic adds the tag of the form to the location.
     """
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
 
 def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints: MessageHints) -> list[Problem]:
-    """Validation errors as problems with messages for users, in the order of the errors.
+    """Convert validation errors to problems with messages for users, in the order of the errors.
 
     Only the first MAX_PROBLEMS errors become problems; one more problem then says how many errors are left. `schema` is
     the JSON Schema that the document violates.
@@ -102,7 +102,7 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints
 
 
 def at_most(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The first MAX_PROBLEMS of `problems`. If there are more, one further problem says so.
+    """The first MAX_PROBLEMS of `problems` and, if there are more, a last problem that says so.
 
     The problems that are left out are not computed.
     """
@@ -197,8 +197,8 @@ def _shown(value: Any) -> str:
 def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str, Any]:
     """The part of a JSON Schema that describes the value at `place`, the location of a validation error.
 
-    Of several parts that may describe it, the first one with properties is chosen, else with an enumeration, a constant
-    or a type. Returns an empty mapping if there is none.
+    If several parts may describe the value, the result is the first part with properties or, if there is none, the
+    first with an enumeration, a constant or a type. Returns an empty mapping if there is none.
     """
     found = _nodes(schema, place)
     wanted = ("properties", "enum", "const", "type")

@@ -1,8 +1,8 @@
 """Strict reading of one YAML or JSON document: ambiguous content is refused, with its line.
 
 YAML is read by the core schema of YAML 1.2 (`no` and `12:30` are text, `1e-3` is a number). Repeated keys, keys that
-are not text, aliases (which can make a small file huge) and several documents in one file are refused. Nothing here is
-specific to studies.
+are not text, aliases (which can make a small file huge) and several documents in one file are refused. The module is
+not specific to studies.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _refused(name: object, message: str) -> InvalidStudy:
 
 
 class _RepeatedKey(Exception):
-    """The error that a mapping has the same key twice.
+    """Raised if a mapping has the same key twice.
 
     `place` is the line and column of the second occurrence, counted from 1; it is empty if they are not known.
     """

@@ -61,12 +61,12 @@ def create_app(
         data_dir: Directory of exported models, artifacts and the files of jobs.
         preflight: Checks of submitted jobs; by default a PreflightProcess with the files of `default_access`.
         hosts: Accepted values of the header Host, besides loopback names and the address of the server.
-        prefix: Path below which the application is served, too, such as `/mergesearch`; empty for none.
-        keep: Limits on the age and total size of exported models; by default those of ExportLimits.
+        prefix: Path prefix below which the routes are served too, such as `/mergesearch`; empty for none.
+        keep: Limits on the age and total size of exported models; by default `ExportLimits()`.
         files: Location of artifacts: a directory, or the URL of an object store; by default in `data_dir`.
         artifact_quota_bytes: Bytes that experts and policies may take; by default a tenth of the disk, or no limit in
             an object store.
-        retention: Limits of what is kept of jobs that have ended, by kind; by default everything is kept.
+        retention: Limits on the data that are kept of ended jobs, by kind; by default all data are kept.
     """
     requests = RequestCounter()
     artifacts = ArtifactStore(store, files or artifacts_dir(data_dir))

@@ -1,4 +1,4 @@
-"""Responses with results of a study; a client that has them already (header If-None-Match) gets only status 304."""
+"""Responses with results of a study, or with status 304 alone if the client has the results (header If-None-Match)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ async def answer(
 ) -> Response:
     """Respond with the result of `function` for the study's record, or with status 304 if the client has it already.
 
-    The client has it if the request's header If-None-Match names the study's present version. The result is cached, by
-    study and `function`, until the study changes. `headers` are further headers of the response. Raises NotFound if
-    there is no such study.
+    The client has the result if the request's header If-None-Match names the study's present version. The result is
+    cached, by study and `function`, until the study changes. `headers` are further headers of the response. Raises
+    NotFound if the study does not exist.
     """
     # The tag is read before the result: a study that changes meanwhile makes the tag outdated, never wrong.
     tag = f'"{await records.version(study_id)}"'

@@ -95,7 +95,7 @@ ID_PATTERN = "^[0-9a-f]{32}$"
 def given(kind: JobKind) -> Any:
     """FastAPI dependency that returns the stored job whose id is in the request's path.
 
-    A request is refused with status 404 if the job does not exist or is not of this `kind`.
+    The server refuses the request with status 404 if the job does not exist or is not of this `kind`.
     """
     # A default instead of an annotation: FastAPI cannot evaluate annotations that name local variables.
     path = PathParameter(alias=f"{kind.resource}_id", description=f"The `id` of the {kind.noun}.", pattern=ID_PATTERN)

@@ -1,10 +1,10 @@
 """Streams events to any number of watchers, with one reader of the database per watched job, not per watcher.
 
 If PostgreSQL announces new events, they are read at once; otherwise, and on SQLite, the server polls for them. Every
-watcher has its own cursor, the id of the last event it was sent. The events of a job are stored in the order of their
-ids (they are written under the job's row lock), so no event can appear behind a cursor. A watcher that keeps up is
-served from a shared window of recent frames; a slower one reads from the database in batches, so that no backlog is
-held in memory.
+watcher has its own cursor: the id of the last event that the server sent to it. The events of a job are stored in the
+order of their ids (they are written under the job's row lock), so a new event always has a larger id than every cursor.
+Watchers that are up to date share a window of recent frames. For a slower watcher, the server reads events from the
+database in batches, so that no backlog is held in memory.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class EventHub:
         self._notifications.stop()
 
     def _announced(self, job_id: str) -> None:
-        """Let the new events of a job be read at once, if clients watch the job.
+        """Wake the reader of a job's events after a new event, if clients watch the job.
 
-        It is called when the database announces an event, in another thread than that of the event loop.
+        The thread that receives the database's announcements calls this method; it is not the event loop's thread.
         """
 
         def announce() -> None:

@@ -51,7 +51,7 @@ def export_id(study_id: str, trial: int, dtype: str) -> str:
 
 
 def artifact_name(name: str) -> str:
-    """Name of the artifact that is the export with the id `name`, in an object store."""
+    """Name of the artifact in which an object store keeps the export with the id `name`."""
     return f"export-{name}"
 
 
@@ -59,9 +59,9 @@ class Exports:
     """Queue that writes the unfinished exports of the store, and removes exports beyond the limits `keep`.
 
     An export that is interrupted continues when the queue is started again. Of several servers, only the leader
-    (`is_leader`) writes and removes exports. They are directories in `data_dir`, which all servers then share. If
-    `artifacts` is in an object store, each is an artifact of its study instead, and is in `data_dir` only until it is
-    stored there.
+    (`is_leader`) writes and removes exports. An export is a directory in `data_dir`, which all servers share. If
+    `artifacts` is in an object store, an export becomes an artifact of its study instead; its directory in `data_dir`
+    is temporary.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Exports:
             return None
 
     def reading(self, owner: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the `chunks` of a download; until the last one, the downloaded files are not deleted.
+        """Yield the `chunks` of a download. The downloaded files are not deleted before the last chunk was yielded.
 
         `owner` is the id of the export or fine-tuning that the files belong to.
         """
@@ -152,7 +152,7 @@ class Exports:
         await anyio.to_thread.run_sync(self._delete, (record,))
 
     async def delete_job(self, job_id: str, *, noun: str) -> None:
-        """Delete a job that has ended, with its exports; messages call the job `noun`.
+        """Delete a job that has ended, with its exports. `noun` is the word for the job in messages.
 
         Raises NotFound if there is no such job, and Conflict if the job has not ended or one of its models is being
         written or downloaded. Nothing is deleted if an error is raised.
@@ -160,7 +160,7 @@ class Exports:
         await anyio.to_thread.run_sync(partial(self._delete_job, job_id, noun=noun))
 
     def delete_job_now(self, job: JobRecord) -> None:
-        """Delete a job that has ended, with its exports, as `delete_job` does, in the calling thread."""
+        """Delete a job that has ended, with its exports, in the calling thread; errors are those of `delete_job`."""
         self._delete_job(job.id, noun=kind_of(job.kind).noun)
 
     def _delete_job(self, job_id: str, *, noun: str) -> None:
@@ -223,7 +223,8 @@ class Exports:
     def sweep(self, *, collects: bool = True) -> None:
         """Remove exports that have expired or exceed the quota, and files that belong to no export.
 
-        With `collects`, an object store's files that no artifact uses are deleted too, for which all are listed.
+        With `collects`, the files in an object store that no artifact uses are deleted too; this lists all files of the
+        object store.
         """
         with self._lock:
             places = list(self._root.iterdir()) if self._root.is_dir() else []
@@ -315,10 +316,9 @@ class Exports:
             await anyio.to_thread.run_sync(self._store.set_export_state, name, state, reason)
 
     def _alignments(self, record: ExportRecord) -> str | Path:
-        """Place of the alignments that the exported trial's study uses.
+        """Location of the alignments that the exported trial's study uses: a directory, or the URL of an object store.
 
-        It is the study's directory of alignments or, if there is no such directory, the URL of the object store that
-        has them.
+        It is the study's directory of alignments if this directory exists; otherwise, it is the object store.
         """
         directory = alignments_dir(job_dir(self._data_dir, record.study))
         return directory if self._remote is None or directory.is_dir() else self._remote
@@ -339,7 +339,7 @@ def _export(
 ) -> None:
     """Write the model of an export to `directory`, or to the object store `artifacts_in` if there is one.
 
-    `url` is that of the database. `alignments_in` is the directory or the object store with the alignments of the
+    `url` is the URL of the database. `alignments_in` is the directory or the object store with the alignments of the
     export's study.
     """
     store = Store(url)

@@ -1,6 +1,6 @@
 """Metrics of the server for Prometheus: declared here, and read from the store and the server when they are scraped.
 
-Replicas have metrics of their own, which Ray exports (`workers.serving.replica.ReplicaMetrics`).
+Replicas have separate metrics, which Ray exports (`workers.serving.replica.ReplicaMetrics`).
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def _of_job(job: JobRecord) -> dict[str, str]:
 
 
 def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], Samples]:
-    """Make a function that reads a value of each shown job.
+    """Make a function that yields, for each shown job, its labels and the number that `value` returns for it.
 
-    `value` returns a job's value; jobs for which it returns None are left out.
+    Jobs for which `value` returns None are left out.
     """
 
     def read(scrape: Scrape) -> Samples:
@@ -145,7 +145,10 @@ def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], 
 
 
 def _progress(key: str) -> Callable[[Scrape], Samples]:
-    """Make a function that reads the number `key` from the progress of each shown study that has it."""
+    """Make a function that yields the number `key` of each shown study's progress.
+
+    Studies without this number are left out.
+    """
     return _each_job(lambda job: job.progress.get(key) if job.kind == SEARCH.name and job.progress else None)
 
 

@@ -1,6 +1,6 @@
 """OpenAPI document of the server, and the page /docs, where requests can be tried.
 
-The document is what FastAPI derives from the routes, and the schemas that routes refer to by name. The page is
+FastAPI derives the document from the routes; this module adds the schemas to which routes refer by name. The page is
 Swagger UI. The server serves the files of Swagger UI from the package fastapi-swagger, so the page works offline.
 """
 

@@ -1,4 +1,4 @@
-"""Serves the application below a path prefix too, for proxies that pass requests on with their whole path.
+"""Serves the application below a path prefix too, for proxies that forward requests without removing the prefix.
 
 The same routes stay at the root, where probes, metrics and requests from inside a cluster reach them.
 """
@@ -21,8 +21,8 @@ ROOT_PATH: ContextVar[str] = ContextVar("root_path", default="")
 class BelowPrefix:
     """ASGI middleware that serves the application also below the path `prefix`.
 
-    A request below `prefix` reaches the application with `prefix` as its root path. A path in the header Location of
-    the response gets the prefix, too. `prefix` is one that `prefix_problem` accepts.
+    A request below `prefix` reaches the application with `prefix` as its root path. A path in the response's header
+    Location gets the prefix, too. `prefix_problem` says which values of `prefix` are valid.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
@@ -48,12 +48,18 @@ class BelowPrefix:
 
 
 def below_root(path: str) -> str:
-    """The path `path` of a route, as the sender of the request that is being answered must ask for it."""
+    """URL path of a route for the sender of the current request.
+
+    It is `path`, after the path prefix if the current request's path has the prefix.
+    """
     return ROOT_PATH.get() + path
 
 
 def with_root(document: Any) -> Any:
-    """The JSON document with `below_root` of every link: of the texts of every object that is named `links`."""
+    """JSON document whose links are URL paths for the sender of the current request, as `below_root` makes them.
+
+    Links are the texts in every object with the key `links`, at any depth.
+    """
     if isinstance(document, list):
         return [with_root(each) for each in document]
     if not isinstance(document, dict):

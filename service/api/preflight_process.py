@@ -1,8 +1,8 @@
 """Parses and checks the job in a request's body, with the same checks as the command line.
 
 The checks import torch and lm-eval and read models, so they run in separate processes, the validators, within limits of
-time, processor time and memory: no body can stop the server, and no client can stop another one's requests. If jobs
-run on other machines, the checks run on the head of their cluster (`NodeCalls.place`).
+time, processor time and memory: no request's body can stop the server, and no client can stop the requests of another
+client. If jobs run on other machines, the checks run on the head of their cluster (`NodeCalls.place`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PreflightProcess:
     - `context`: the files that jobs may read, and the earlier jobs that they may refer to; None means all files and no
       jobs
     - `cluster`: calls functions on nodes of the cluster; None if jobs run on this machine
-    - `limits`: the limits of the checks of one request; None means those of Limits()
+    - `limits`: the limits of the checks of one request; None means `Limits()`
     - `num_validators`: the number of processes that do the checks; at a time, at most `num_validators` - 1 of them, but
       at least one, work for one client
     """
@@ -149,7 +149,10 @@ class PreflightProcess:
             return await self._limited(validator.call, _engine_dtype, document)
 
     async def _limited(self, call: Callable[..., Awaitable[Result]], *args: Any, **kwargs: Any) -> Result:
-        """Await `call` with the given arguments, within the limits of a request; after a crash, once more."""
+        """Await `call` with the given arguments, within the limits of a request.
+
+        If the process of the call dies, the call is repeated once.
+        """
         limits = CallLimits(self._limits.cpu_s, self._limits.memory_bytes)
         again = partial(call, *args, timeout_s=self._limits.time_s, limits=limits, **kwargs)
         try:
@@ -165,7 +168,7 @@ class PreflightProcess:
             raise _too_much(str(error)) from error
 
     async def _waited(self, answer: Awaitable[Result]) -> Result:
-        """Await the answer of the cluster. Raises Unavailable if there is none."""
+        """Await a result from the cluster. Raises Unavailable if the cluster does not answer."""
         try:
             return await answer
         except OSError as error:
@@ -187,7 +190,10 @@ def default_access(data_dir: Path) -> FileAccess:
 
 
 async def _place(cluster: NodeCalls) -> tuple[Node | None, tuple[EngineMachines, ...]]:
-    """Result of `cluster.place`. Raises ConnectionError if there is none within ANSWER_S seconds."""
+    """Result of `NodeCalls.place`, computed in a thread.
+
+    Raises ConnectionError if there is no result after ANSWER_S seconds.
+    """
     with anyio.move_on_after(ANSWER_S):
         return await anyio.to_thread.run_sync(cluster.place, abandon_on_cancel=True)
     raise ConnectionError(f"Ray's dashboard did not answer within {ANSWER_S:g} s")
@@ -216,10 +222,10 @@ def _warm_up() -> None:
 def check_request(content: bytes, noun: str, accept: Accept, context: RequestContext, *, is_json: bool) -> Accepted:
     """Check a request's body, JSON if `is_json` and else YAML, that describes a job.
 
-    `accept` has the checks of the job's kind, and `noun` is the word for such a job in messages. `context` says which
-    files the job may read. Weights are read, and merges of other studies written, without limits of memory and
-    processor time: their amount is not the sender's choice, and reading large weights maps all of their files. Raises
-    InvalidStudy with every problem.
+    The function `accept` does the checks of the job's kind, and `noun` is the word for such a job in messages.
+    `context` says which files the job may read. Weights are read, and merges of other studies written, without limits
+    of memory and processor time: their amount is not the sender's choice, and reading large weights maps all of their
+    files. Raises InvalidStudy with every problem.
     """
     try:
         return accept(parse_document(content, BODY, is_json=is_json), replace(context, lift_limits=lift_limits))
@@ -234,7 +240,7 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def check_on_node(content: bytes, kind: str, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check a request's body as `check_request` does, on a node of the cluster."""
+    """Check a request's body on a node of the cluster; arguments and errors are those of `check_request`."""
     declared = kind_of(kind)
     return check_request(content, declared.noun, declared.accept, context, is_json=is_json)
 

@@ -29,8 +29,8 @@ def export_path(record: ExportRecord) -> str:
 def job_document(job: JobRecord, kind: JobKind, view: View, *, cluster: Cluster) -> dict[str, Any]:
     """JSON document that describes a job: the fields that all jobs have, the fields of its kind, and links.
 
-    `view` has the fields and links that the job's kind adds. `cluster` says why the job waits, and in which Ray Job its
-    driver runs.
+    `view` has the fields and links that are specific to the job's kind. `cluster` says why the job waits, and in which
+    Ray Job its driver runs.
     """
     path = kind.path_of(job.id)
     document = {

@@ -1,4 +1,4 @@
-"""Error responses as problem details (RFC 9457); only here do errors become HTTP status codes."""
+"""Error responses as problem details (RFC 9457); this is the only module that maps errors to HTTP status codes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Unavailable(Exception):
 
 
 class Json(JSONResponse):
-    """JSON response that escapes all characters outside ASCII.
+    """JSON response in ASCII: all other characters are escaped.
 
     Escaped text can also hold invalid Unicode, such as lone surrogates quoted from a request.
     """

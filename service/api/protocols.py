@@ -30,7 +30,7 @@ class Cluster(Protocol):
         """Reason why `job` waits; None if a driver works on the job, or if the job has ended."""
 
     def ray_job(self, job: JobRecord) -> RayJobDocument | None:
-        """The Ray Job of the job's last driver: its id and dashboard page; None if no driver was submitted yet."""
+        """Id and dashboard page of the Ray Job of the job's last driver; None if no driver was submitted yet."""
 
     def log(self, job: JobRecord) -> str:
         """Output of all drivers that worked on `job`. Raises ConnectionError while the cluster is unreachable."""

@@ -31,9 +31,9 @@ Result = TypeVar("Result")
 class _Entry:
     """Cache entry of one study: its run record, and the results of functions that were applied to the record.
 
-    `reader` reads the record, and later only what has changed. `version` has the study's number of attempts and the id
-    of its last event when the record was read. The record is read again if one of them has changed. The `lock` lets one
-    request at a time use the entry.
+    `reader` reads the whole record first, and later only the data that have changed. `version` has the study's number
+    of attempts and the id of its last event when the record was read. The record is read again if one of them has
+    changed. The `lock` lets one request at a time use the entry.
     """
 
     reader: RunReader
@@ -46,8 +46,8 @@ class _Entry:
 class RunRecords:
     """Cache of the run records of recently requested studies, and of results computed from the records.
 
-    A run record has all data of a study that its result files and report are computed from. It is kept up to date: only
-    what has changed is read again. Results are computed in separate threads. Concurrent requests for a study share one
+    A run record has all data of a study that its result files and report are computed from. When a study changes, only
+    the changed data are read again. Results are computed in separate threads. Concurrent requests for a study share one
     computation. A cache is bound to one asyncio event loop.
     """
 

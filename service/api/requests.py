@@ -1,4 +1,4 @@
-"""Reading of requests: the body, limited in size, and the sender."""
+"""Reads requests: the body, limited in size, and the sender."""
 
 from __future__ import annotations
 

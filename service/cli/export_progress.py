@@ -1,4 +1,4 @@
-"""Progress of an export in the terminal: one line that is rewritten, or a line every few seconds without a terminal."""
+"""Progress of an export: one line that is rewritten in a terminal, or a line every few seconds elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands show a server's jobs: `JobView` for any kind of job, and subclasses for kinds that show more."""
+"""Displays of a server's jobs: `JobView` for any kind of job, and subclasses for kinds that show more."""
 
 from __future__ import annotations
 

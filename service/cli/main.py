@@ -369,7 +369,7 @@ class _Version(argparse.Action):
 
 
 def _num_bytes(text: str) -> int:
-    """Parse a size such as "500MB" or "5GB" as a number of bytes. Raises ArgumentTypeError for other texts."""
+    """Parse a size such as "500MB" or "5GB" as a number of bytes. Raises ArgumentTypeError for an invalid text."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -377,7 +377,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _keep(text: str) -> tuple[str, Limit]:
-    """Parse a limit of what is kept, such as "responses=30d". Raises ArgumentTypeError for other texts."""
+    """Parse a limit on what is kept, such as "responses=30d". Raises ArgumentTypeError for an invalid text."""
     try:
         return parse_keep(text)
     except ValueError as error:
@@ -385,7 +385,7 @@ def _keep(text: str) -> tuple[str, Limit]:
 
 
 def _preference(text: str) -> dict[str, float]:
-    """Parse weights of the objectives such as "math=0.6,code=0.4". Raises ArgumentTypeError for other texts."""
+    """Parse weights of the objectives such as "math=0.6,code=0.4". Raises ArgumentTypeError for an invalid text."""
     from search_spaces.preferences import parse_preference
 
     try:
@@ -395,14 +395,14 @@ def _preference(text: str) -> dict[str, float]:
 
 
 def _count(text: str) -> int:
-    """Parse a whole number of at least 1. Raises ArgumentTypeError for other texts."""
+    """Parse a whole number of at least 1. Raises ArgumentTypeError for an invalid text."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; give a whole number of at least 1")
     return int(text)
 
 
 def _days(text: str) -> float:
-    """Parse a number of days above 0, such as "0.5". Raises ArgumentTypeError for other texts."""
+    """Parse a number of days above 0, such as "0.5". Raises ArgumentTypeError for an invalid text."""
     try:
         days = float(text)
     except ValueError:
@@ -413,7 +413,7 @@ def _days(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    """Parse a number of seconds of at least 0. Raises ArgumentTypeError for other texts."""
+    """Parse a number of seconds of at least 0. Raises ArgumentTypeError for an invalid text."""
     try:
         seconds = float(text)
     except ValueError:
@@ -424,7 +424,7 @@ def _seconds(text: str) -> float:
 
 
 def _prefix(text: str) -> str:
-    """Parse a path prefix such as "/mergesearch". Raises ArgumentTypeError for other texts."""
+    """Parse a path prefix such as "/mergesearch". Raises ArgumentTypeError for an invalid text."""
     from service.api.prefix import prefix_problem
 
     if problem := prefix_problem(text):

@@ -1,6 +1,6 @@
 """Live progress of a study: a redrawn panel in a terminal, plain lines elsewhere, or JSON lines for programs.
 
-The driver may report its state at any rate. This module decides what is shown, and how often.
+The driver may report its state at any rate. This module decides which reports are shown, and how often.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ProgressView:
     """Progress reporter that shows a study's progress on `stream` (default: standard error).
 
     Use it as a context manager. It is thread-safe. Its method `update` is cheap enough to be called for every sample.
-    Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` are the seconds that earlier
-    attempts at the study have worked.
+    Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` is the number of seconds that
+    earlier attempts worked on the study.
     """
 
     def __init__(
@@ -149,7 +149,10 @@ def _as_json(snapshot: ProgressSnapshot, pace: Pace) -> dict[str, Any]:
         "samples_planned": snapshot.samples_planned,
         "samples_used": snapshot.samples_used,
         "max_samples": snapshot.max_samples,
+        "steps": snapshot.steps,
+        "steps_planned": snapshot.steps_planned,
         "samples_per_second": None if rate is None else round(rate, 2),
+        "steps_per_second": None if pace.steps_per_second is None else round(pace.steps_per_second, 3),
         "time_left_s": None if time_left_s is None else round(time_left_s, 1),
     }
 
@@ -190,6 +193,8 @@ def _panel(snapshot: ProgressSnapshot, pace: Pace, *, width: int) -> RenderableT
             best.append(f"{name} ", style="dim").append(f"{value:.4g}   ", style="bold")
         rows.add_row(f"best #{snapshot.best_trial}", best)
 
+    if snapshot.steps_planned:
+        rows.add_row("steps", f"{snapshot.steps:,} of {snapshot.steps_planned:,}")
     rows.add_row("samples", f"{snapshot.samples_scored:,} of {snapshot.samples_planned:,}{speed_text(pace, '   ')}")
     if snapshot.max_samples is not None:
         rows.add_row("sample limit", f"{snapshot.samples_used:,} of {snapshot.max_samples:,} used")

@@ -37,10 +37,10 @@ INTERRUPTED = 130
 def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None = None) -> Iterator[ServerVerbs]:
     """Connect to a server, and yield the commands of `mergesearch` that use it.
 
-    The address is `server`, else the environment variable MERGESEARCH_SERVER, else http://127.0.0.1:8080. With
-    `as_json` the commands print JSON. `no_directory` is the command's argument if it could name a directory and no such
-    directory exists; the error message then says so. Raises NotFound if the address is invalid, and ServerUnreachable
-    if no server answers.
+    The server's address is `server`; if it is None, the environment variable MERGESEARCH_SERVER, or
+    http://127.0.0.1:8080 if the variable is not set. With `as_json` the commands print JSON. `no_directory` is the
+    command's argument if it could be the path of a directory that does not exist; error messages then mention this.
+    Raises NotFound if the address is invalid, and ServerUnreachable if no server answers.
     """
     url = server or os.environ.get(SERVER_VARIABLE)
     with Client(url or DEFAULT_SERVER) as client:

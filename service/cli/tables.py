@@ -136,7 +136,7 @@ def holdout_table(document: SummaryDocument) -> Table:
 
 
 def finding_line(document: FindingDocument) -> Text:
-    """Line with the finding of a study: whether a merge is better than the baselines."""
+    """Line that states a study's finding: whether a merge is better than the baselines."""
     return Text(f"finding:       {document['text']}")
 
 
@@ -184,7 +184,7 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
 
 
 def studies_table(studies: Sequence[StudyDocument]) -> Table:
-    """Table of studies, a row each in the given order, with a prefix of the id that is unique in the table."""
+    """Table of studies, one row for each in the given order, with prefixes of ids that are unique in the table."""
     table = titled("Studies")
     for name in ("study", "name", "state"):
         table.add_column(name, overflow="fold")
@@ -258,7 +258,7 @@ def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[
 
 
 def jobs_table(jobs: Sequence[JobDocument], *, noun: str, title: str) -> Table:
-    """Table of jobs, a row each in the given order, with a prefix of the id that is unique in the table.
+    """Table of jobs, one row for each in the given order, with prefixes of ids that are unique in the table.
 
     `noun` is the word for a job of this kind.
     """
@@ -288,7 +288,7 @@ def state_text(state: str) -> Text:
 
 
 def id_digits(ids: Sequence[str]) -> int:
-    """Number of leading digits that distinguish all `ids`, at least 8."""
+    """Smallest number of leading digits, but at least 8, in which all `ids` differ."""
     digits = ID_DIGITS
     while len({name[:digits] for name in ids}) < len(ids):
         digits += 1
@@ -326,7 +326,7 @@ def _error_text(error: float | None) -> str:
 
 
 def _exact_text(estimate: EstimateDocument, *, signed: bool = False) -> str:
-    """Text of a value that is exact because it was computed from the recipe alone; "" for a scored value.
+    """Text of a value that is exact because it was computed from the recipe alone; "" for a value from samples.
 
     With `signed`, a positive value has a plus sign.
     """

@@ -41,7 +41,7 @@ def print_json_line(document: Any) -> None:
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
     """Print where a merged model was written, and which trial was picked by the user's weights of the objectives.
 
-    `chosen` is that trial; None if no weights were given.
+    `chosen` describes this trial; None if no weights were given.
     """
     if as_json:
         print_json({"directory": str(directory)} | ({} if chosen is None else {"preferred": chosen}))
@@ -52,7 +52,7 @@ def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: 
 
 
 def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
-    """Print what was removed, or would be, a line each, and the number and bytes of each kind."""
+    """Print what was removed, or would be removed: the number and bytes of each kind, one line for each."""
     for removal in removals:
         print(removal)
     verb = "would be removed" if is_dry_run else "removed"

@@ -239,7 +239,9 @@ def drain(options: argparse.Namespace) -> int:
     try:
         store.set_drained(drained=not options.end)
         deadline = time.monotonic() + options.wait
-        while not options.end and (working := [job.name for job in store.jobs() if job.has_driver(now=store.now())]):
+        while not options.end and (
+            working := [job.name for job in store.unfinished_jobs() if job.has_driver(now=store.now())]
+        ):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.5)
@@ -420,7 +422,7 @@ def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerb
 def _is_directory(options: argparse.Namespace) -> bool:
     """Whether the command's argument `run` is the directory of a `mergesearch run` rather than a job on a server.
 
-    It is if no server is given, and the argument exists as a path or contains a path separator.
+    It is a directory if no server is given, and the argument is an existing path or contains a path separator.
     """
     return options.server is None and (os.sep in options.run or Path(options.run).exists())
 
@@ -451,7 +453,7 @@ def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = 
 def _directories(models: Sequence[str]) -> dict[str, Path]:
     """Parse the values of the option `--model`, each ALIAS=DIR, and return the directories by alias.
 
-    Raises InvalidRecipe for another form, or for an alias that is given twice.
+    Raises InvalidRecipe if a value does not have this form, or if an alias is given twice.
     """
     directories: dict[str, Path] = {}
     for text in models:

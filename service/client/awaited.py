@@ -1,4 +1,4 @@
-"""The asynchronous client, whose methods are those of the blocking client, but awaited."""
+"""The asynchronous client: it has the methods of the blocking client, as coroutines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class AsyncClient:
     """Asynchronous client of one server.
 
-    The client has the methods of `Client`, which are awaited here. Events are read with `async for`. The client is an
+    The client has the methods of `Client`, as coroutines. Events are read with `async for`. The client is an
     asynchronous context manager, which closes its connections at the end. Every call may raise RequestRefused (with the
     server's problem document), ServerUnreachable and InvalidAnswer.
 
@@ -41,9 +41,9 @@ class AsyncClient:
 
     Examples:
         >>> async with AsyncClient("http://gpu-box:8080") as client:
-        ...     study = await client.submit("study.yaml")
-        ...     async for event in client.events(study["id"]):
-        ...         print(event.kind, event.payload)
+        ... study = await client.submit("study.yaml")
+        ... async for event in client.events(study["id"]):
+        ... print(event.kind, event.payload)
     """
 
     def __init__(self, url: str, *, timeout_s: float = transport.TIMEOUT_S, patience_s: float = PATIENCE_S) -> None:
@@ -155,7 +155,7 @@ class AsyncClient:
             out: New directory for the model.
             dtype: Dtype of the weights, such as "bfloat16"; None is the dtype that the study's engine scored in.
             prefer: Weights of the objectives, which sum to 1 and pick a trial of the Pareto front. `trial` must be
-                "best" then. The method `pareto` says which trial weights pick.
+                "best" then. The method `pareto` returns the trial that given weights pick.
             received: Called with the bytes received so far and the total number of bytes (None while unknown).
 
         Returns:

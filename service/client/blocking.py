@@ -1,4 +1,4 @@
-"""The blocking client: sends the requests that `flows`, `events` and `download` describe."""
+"""The blocking client, which sends the requests of the modules `flows`, `events` and `download`."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Client:
             out: New directory for the model.
             dtype: Dtype of the weights, such as "bfloat16"; None is the dtype that the study's engine scored in.
             prefer: Weights of the objectives, which sum to 1 and pick a trial of the Pareto front. `trial` must be
-                "best" then. The method `pareto` says which trial weights pick.
+                "best" then. The method `pareto` returns the trial that given weights pick.
             received: Called with the bytes received so far and the total number of bytes (None while unknown).
 
         Returns:

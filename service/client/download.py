@@ -68,7 +68,7 @@ def unpack(chunks: Iterable[bytes], out: Path, *, num_bytes: int | None = None) 
 def _unpack_into(directory: Path, chunks: Iterable[bytes], num_bytes: int | None) -> Path:
     """Unpack a tar archive into the temporary `directory`, and return the archive's folder in it.
 
-    `num_bytes` is the expected total size of the files; None if unknown. Raises InvalidAnswer or Conflict as `unpack`.
+    `num_bytes` is the expected total size of the files; None if it is unknown. The errors are those of `unpack`.
     """
     names: list[str] = []
     written = 0

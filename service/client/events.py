@@ -1,6 +1,6 @@
-"""Parser of a job's server-sent events (WHATWG HTML, section 9.2); the caller sends and receives.
+"""Parser of a job's server-sent events (WHATWG HTML, section 9.2). It neither sends nor receives; its caller does.
 
-After a lost connection the stream is resumed from the last event received.
+After a lost connection, the caller asks for the events after the last one received.
 """
 
 from __future__ import annotations

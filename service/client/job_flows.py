@@ -90,7 +90,7 @@ def job(job: Reference) -> Flow[JobDocument]:
 
 
 def _known(kind: JobKind) -> Flow[list[JobDocument]]:
-    """List the jobs of a kind; empty if the server is of an earlier version that does not know the kind."""
+    """List the jobs of a kind, or no jobs if the server is of an earlier version that does not know the kind."""
     try:
         return (yield from jobs(kind.name))
     except RequestRefused as error:

@@ -48,7 +48,7 @@ def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P
 def named(client: type[C]) -> type[C]:
     """Class decorator that gives the methods made from flows the module and the name of the class `client`.
 
-    API pages show both. A flow is a generator of requests; `blocking` and `awaited` make methods from flows.
+    The API pages show both names. A flow is a generator of requests; `blocking` and `awaited` make methods from flows.
     """
     for name, method in vars(client).items():
         if inspect.isfunction(method) and method.__module__ == __name__:
@@ -57,9 +57,9 @@ def named(client: type[C]) -> type[C]:
 
 
 def _described(method: T, flow: Callable[..., Any]) -> T:
-    """Give `method` the name, signature and docstring of the function `flow`, and return it.
+    """Give `method` the name, signature and docstring of the function `flow`, and return `method`.
 
-    They are shown by `help` and on the API pages.
+    `help` and the API pages show them.
     """
     signature = inspect.signature(flow)
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *signature.parameters.values()]

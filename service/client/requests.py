@@ -1,4 +1,4 @@
-"""Requests that flows yield, and how their responses are read.
+"""Requests that flows yield, and functions that read the responses.
 
 A request is sent again if its connection was lost. Repeating a request is safe: submissions have an idempotency key.
 """
@@ -93,9 +93,9 @@ def path_of(job: Reference, *rest: str | int) -> str:
 
 
 def path_of_link(link: str) -> str:
-    """URL path on the server of a link in one of its documents, without the prefix below which the server is reached.
+    """URL path of a link from one of the server's documents, without the path prefix that a proxy may have added.
 
-    A client adds that prefix as part of its server's address.
+    A client's server address has this prefix already.
     """
     found = re.search(r"/v1/[a-z]+/[0-9a-f]{32}(/|$)", link)
     return link if found is None else link[found.start() :]

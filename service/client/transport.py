@@ -1,4 +1,4 @@
-"""Converts the clients' requests to those of httpx, and its responses back; httpx is imported at the first use."""
+"""Converts requests to the form of httpx, and httpx's responses to Responses; httpx is imported at the first use."""
 
 from __future__ import annotations
 

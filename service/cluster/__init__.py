@@ -1,4 +1,4 @@
-"""Connects to Ray or starts it, and keeps jobs running on it.
+"""Connects to Ray or starts it, and keeps a driver running on Ray for every unfinished job.
 
 - `session`: Ray for the duration of one command
 - `local_ray`: a Ray cluster on this machine that outlives the server

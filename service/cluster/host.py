@@ -46,7 +46,7 @@ class Host:
     def not_ready(self, *, may_start: bool = True) -> str | None:
         """Start Ray if it is not running, and return the reason why it is not ready yet; None if it is ready.
 
-        Ray is not started if `may_start` is False, because another server runs it then.
+        Ray is not started if `may_start` is False, which means that another server runs it.
         """
         record = read_host(self._data_dir)
         started = self._process.pid if self._process is not None else None

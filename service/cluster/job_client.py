@@ -1,6 +1,6 @@
 """Ray's client of jobs, with a limit on how long a request may take.
 
-Ray's own client waits without limit for a dashboard that accepts connections and does not answer.
+Without the limit, Ray's client would wait forever for a dashboard that accepts connections but does not answer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ ANSWER_S = 60.0
 
 
 def job_client(url: str) -> Any:
-    """Ray's client of jobs for the dashboard at `url`.
+    """Create Ray's client of jobs for the dashboard at `url`.
 
-    Its methods, and this function, raise ConnectionError if the dashboard does not answer a request within ANSWER_S
-    seconds.
+    This function and the client's methods raise ConnectionError if the dashboard does not answer a request within
+    ANSWER_S seconds.
     """
     import requests
     from ray.job_submission import JobSubmissionClient

@@ -52,8 +52,8 @@ class HostRecord:
     """Record of a running Ray cluster, as stored in the server's data directory.
 
     `process` is the id of the cluster's main process, and `started_at` its start time in seconds since the epoch.
-    Drivers connect to `address`. Browsers use `dashboard_url`, and jobs are submitted there. `session_dir` is Ray's
-    directory for the files of this cluster.
+    Drivers connect to `address`. `dashboard_url` is the address for browsers and for the submission of jobs.
+    `session_dir` is Ray's directory for the files of this cluster.
     """
 
     process: int
@@ -137,7 +137,7 @@ def _ray_dir() -> Path:
 def _let_agents_choose_ports() -> None:
     """Make Ray's dashboard agent, which receives jobs, listen at any free port instead of 52365.
 
-    The default port may be taken by another Ray on the machine, or by one that is still shutting down. An agent whose
+    The default port may be taken by another Ray on the machine, perhaps one that is still shutting down. An agent whose
     port is taken receives no jobs and reports no error. `ray.init` has no argument for the port (Ray 2.60), so the
     default of Ray's own parameters is changed.
     """

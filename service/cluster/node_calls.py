@@ -1,8 +1,9 @@
 """Calls of functions on a node of the cluster, each as a Ray Job.
 
-A server on another machine may not see the files that nodes see, such as models, and has another amount of memory. A
-call and its result are stored among the artifacts, each by its sha256, because both servers and nodes can reach the
-artifacts. Ray receives the sha256 of the call, and the job's log has that of the result.
+A server on another machine may not have access to files that nodes have access to, such as models, and its machine has
+another amount of memory. The server stores a call among the artifacts, by the sha256 of its content, because both
+servers and nodes have access to the artifacts. The Ray Job receives this sha256, stores the result in the same way, and
+writes the sha256 of the result to its log.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class NodeCalls:
     """Calls of functions on nodes of a cluster, as Ray Jobs.
 
     `connected` returns Ray's client of jobs and the dashboard's URL; the client is None while Ray does not answer.
-    `data_dir` and `files` are the server's data directory and its location of artifacts, which nodes are given.
+    `data_dir` and `files` are the server's data directory and its location of artifacts; they are passed to the nodes.
     """
 
     def __init__(
@@ -113,12 +114,13 @@ class NodeCalls:
         self._files = files
 
     def place(self) -> tuple[Node | None, tuple[EngineMachines, ...]]:
-        """The node that jobs are to be checked on, None for this process, and the machines that can run engines.
+        """The node on which jobs must be checked, None for the current process, and the machines that can run engines.
 
-        The node is the head, where drivers do the same checks later, with the same models and the same database. Other
-        nodes need not reach the database. Jobs are checked in this process if the head is on its machine. Machines are
-        those that are alive, and none if all are this one. Raises ConnectionError if artifacts are in an object store
-        and the cluster does not answer; a server that shares its files with the head checks jobs itself then.
+        The node is the head of the cluster: drivers repeat the checks there later, with the same models and the same
+        database, which other nodes may be unable to reach. Jobs are checked in the current process if the head is on
+        the same machine. The machines are those of all nodes that are alive; the result has none if the cluster
+        consists of this machine alone. If the cluster does not answer, a server that shares its files with the head
+        checks jobs itself. If artifacts are in an object store, ConnectionError is raised instead.
         """
         try:
             client, url = self._connected()
@@ -148,12 +150,12 @@ class NodeCalls:
     ) -> Result:
         """Run `function` with the given arguments on the node `node`, and return its result or raise its error.
 
-        `function` is one of a module, and all arguments can be pickled. They must hold no secrets, since they are
-        stored. A call that nobody waits for any more ends by itself.
+        `function` must be defined at the top level of a module, and all arguments must be picklable. They must hold no
+        secrets, because they are stored. A call that nobody waits for any more ends by itself.
 
         Raises:
             ConnectionError: The cluster does not answer, or did not run the call.
-            ProcessDied, TimeoutError, LimitExceeded: As `WorkerProcess.call` does.
+            ProcessDied, TimeoutError, LimitExceeded: For the reasons given at `WorkerProcess.call`.
         """
         call = pickle.dumps((timeout_s, limits, pickle.dumps((function, args, kwargs))))
         limit_s = timeout_s + START_GRACE_S + ANSWER_S  # `_run` ends earlier, unless a request of its does not
@@ -212,7 +214,7 @@ def _own_addresses() -> set[str]:
 
 
 def _read(blobs: BlobStore, digest: str) -> bytes:
-    """The stored file with the given sha256. Raises ConnectionError if it is missing or has another content."""
+    """Content of the stored file with the given sha256. Raises ConnectionError if the file is missing or changed."""
     try:
         content = blobs.read(digest)
     except FileNotFoundError as error:
@@ -223,7 +225,7 @@ def _read(blobs: BlobStore, digest: str) -> bytes:
 
 
 def main() -> int:
-    """Run the call that the command line names, on this node, and tell the sha256 of the result."""
+    """Run the call that the command line names, on this node, and print the sha256 of the result."""
     parser = argparse.ArgumentParser(prog="python -m service.cluster.node_calls")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--files")

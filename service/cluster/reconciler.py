@@ -114,10 +114,11 @@ def decide(
 ) -> Decision:
     """Decide what the reconciler does next for an unfinished job.
 
-    It waits while the job's Ray Job is pending or running, or stops it if the driver makes no progress. After the
-    driver has ended, it submits another one, after a pause that grows with the drivers in a row without a result. It
-    gives the job up after too many of them, unless the last one only ended because something was missing. A driver that
-    the cluster did not receive is submitted again.
+    While the job's Ray Job is pending or running, the reconciler waits, or stops the Ray Job if the driver makes no
+    progress. After a driver has ended, the reconciler submits another one, after a pause that grows with the number of
+    drivers in a row that stored no result. After too many such drivers the reconciler ends the job as FAILED, unless
+    the last driver ended only because something was missing. A driver that the cluster did not receive is submitted
+    again.
 
     Args:
         job: The stored job.
@@ -170,7 +171,7 @@ def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str 
 
     A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long. `now` and
     `watched_since`, since when the database has answered, are in seconds since the epoch. Heartbeats that are missing
-    from before `watched_since` do not count against a driver, because it could not store them.
+    from before `watched_since` are no reason, because the driver could not store them.
     """
     heard_at = job.heartbeat_at or 0.0
     if job.attempt <= job.submitted_after or heard_at < job.submitted_at:  # the heartbeat is the previous driver's
@@ -401,10 +402,13 @@ class RayCluster:
             self._stop_cancelled()
 
     def _stop_drivers(self) -> None:
-        """Ask the driver of every unfinished job, once, to end when the chunks that it waits for are scored."""
-        for job in self._store.jobs():
+        """Ask the driver of every unfinished job to end once the chunks that it waits for are scored.
+
+        Each driver is asked only once.
+        """
+        for job in self._store.unfinished_jobs():
             name = submission_id(job, job.submissions)
-            if job.state.is_finished or name in self._asked_to_stop:
+            if name in self._asked_to_stop:
                 continue
             if self._ray_job(job)[0] in ("PENDING", "RUNNING"):
                 logger.info("job %s: stopping %s: %s", job.id, name, DRAINED)
@@ -414,8 +418,8 @@ class RayCluster:
     def _look_at(self, job: JobRecord, *, now: float, may_start: bool, acts: bool) -> bool:
         """Decide the next action for an unfinished job: wait, submit or stop a driver, or end the job as FAILED.
 
-        The action is taken only if this server `acts`, being the leader. A driver is submitted only if `may_start`.
-        `now` is in seconds since the epoch. Returns whether the job has a driver, or will have one soon.
+        The action is taken only if `acts` is True, as it is for the leader. A driver is submitted only if `may_start`
+        is True. `now` is in seconds since the epoch. Returns whether the job has a driver, or will have one soon.
         """
         ray_job, message = self._ray_job(job)
         decision = decide(
@@ -453,9 +457,9 @@ class RayCluster:
         return True
 
     def _lose_driver(self, job: JobRecord, because: str | None) -> None:
-        """Remember the reason `because` why the job's last driver is replaced, for the command line of the next driver.
+        """Remember the reason `because` for which the job's last driver is replaced; the next driver receives it.
 
-        Later reasons for the same driver are ignored. Nothing is remembered if `because` is None.
+        Later reasons for the same driver are ignored. If `because` is None, nothing is remembered.
         """
         if because is not None:
             self._losses.setdefault(job.id, {}).setdefault(job.submissions, because)
@@ -530,7 +534,7 @@ def _machines(dashboard_url: str | None) -> frozenset[str]:
 def _accepts_no_jobs(error: Exception) -> bool:
     """Whether `error` from a submission says that the cluster accepts no Ray Job yet.
 
-    A cluster answers requests some time before its agents, which receive jobs, can be reached.
+    A new cluster answers other requests some time before its agents, which receive Ray Jobs, can be reached.
     """
     return any(sign in str(error) for sign in ("No available agent", "aiohttp.client_exceptions", "TimeoutError"))
 

@@ -82,7 +82,8 @@ def prepare_environment() -> None:
 def check_reachable(*, timeout_s: float = ANSWER_WAIT_S) -> None:
     """Check that Ray may be running at the host and port that RAY_ADDRESS names.
 
-    Raises ConnectionError if no program that could be Ray answers within `timeout_s`. Ray itself would try for minutes.
+    Raises ConnectionError if no program that could be Ray answers within `timeout_s` seconds. `ray.init` would try for
+    minutes.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     host, colon, port = address.removeprefix("ray://").rpartition(":")

@@ -1,8 +1,8 @@
-"""Jobs: what the server stores, runs on the cluster as Ray Jobs, and shows.
+"""Jobs, which the server stores, runs on the cluster as Ray Jobs, and shows.
 
-- `base`: what a kind of job declares, and what its drivers receive
+- `base`: the declaration of a kind of job, and the data that its drivers receive
 - `registry`: the kinds
-- `driver`: takes over a stored job and runs it as its kind declares
+- `driver`: takes over a stored job and runs the function that its kind declares
 - `heartbeat`: regular reports that a driver is alive and makes progress
 - `resources`: connections to Ray, scoring replicas and Ray Train, for drivers
 - `search`: the kind of job that searches, a study

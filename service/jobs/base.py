@@ -1,8 +1,9 @@
-"""Interface of a kind of job: what the kind declares, and what its drivers receive.
+"""Interface of a kind of job: its declaration, and the data that its drivers receive.
 
-A job is what the server stores, runs on the cluster and shows: a study, which searches, or a fine-tuning, which trains.
-Everything that differs between kinds of job is in the `JobKind` that the package of the kind declares. The module
-`registry` lists all kinds. Every command imports the declarations, so they import heavy modules inside functions.
+The server stores jobs, runs them on the cluster and shows them. A job is a study, which searches, or a fine-tuning,
+which trains. Everything that differs between kinds of job is in the `JobKind` that the package of the kind declares.
+The module `registry` lists all kinds. Every command imports the declarations, so they import heavy modules inside
+functions.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class RequestContext:
     """Context in which a submitted job is checked: the files it may read, the server's other jobs, and limits.
 
     - `access`: limits the files that the job may read; None is no limit
-    - `store_url`, `data_dir`: the server's database and data directory, where other jobs are found that the job refers
+    - `store_url`, `data_dir`: the server's database and data directory, which have the other jobs that the job refers
       to. If only `store_url` is None, the database is the one that drivers on this machine use; if both are None, a job
-      cannot refer to others
+      cannot refer to other jobs
     - `files`: the location of the server's artifacts, a directory or the URL of an object store; None is a directory in
       `data_dir`
     - `machines`: the cluster's machines that can run engines, if any are known
@@ -79,7 +80,7 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 
 @dataclass(frozen=True)
 class View:
-    """What a kind of job adds to the server's document of a job: fields and links, both by name."""
+    """Fields and links that a kind of job adds to the server's document of a job, both by name."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class View:
 
 @dataclass(frozen=True)
 class Resources:
-    """Functions with which drivers use the cluster; tests pass others.
+    """Functions with which drivers use the cluster; tests replace them.
 
     - `ray`: connects to Ray.
     - `scorer`: opens scoring replicas. Its arguments are the models, the engine's options and the number of replicas.
@@ -105,9 +106,9 @@ class Resources:
 class Attempt:
     """One driver's attempt at a job, with everything that the driver needs to work on the job.
 
-    `writer` stores results in the name of this attempt. `work_dir` is the job's directory for files. `heartbeat`
-    reports that the driver is alive. `resources` are the functions with which it uses the cluster. `note` shows a
-    message in the job's log or in a terminal.
+    `writer` stores the results of this attempt. `work_dir` is the job's directory for files. `heartbeat` reports that
+    the driver is alive. `resources` are the functions with which the driver uses the cluster. `note` shows a message in
+    the job's log or in a terminal.
     """
 
     store: Store
@@ -120,7 +121,7 @@ class Attempt:
 
     @property
     def job(self) -> JobRecord:
-        """Record of the attempt's job, as it is stored at the moment."""
+        """Present record of the attempt's job, read from the store."""
         return self.store.job(self.writer.job_id)
 
     def progressed(self, text: str) -> None:
@@ -144,13 +145,14 @@ class JobKind:
     - `example`: a submitted document, shown in the API's documentation.
     - `is_document`: whether a parsed document describes a job of this kind, for clients that know only the file.
     - `load`: reads a file that describes a job; returns its document in canonical form, with absolute paths.
-    - `accept`: checks a parsed document. Raises InvalidStudy with every problem. It is a function of a module, because
-      the server calls it in another process.
-    - `models`: returns the directories, hub ids and URLs of the models that an accepted job reads; those that are
-      artifacts of other jobs become artifacts of the job too when it is created.
+    - `accept`: checks a parsed document. Raises InvalidStudy with every problem. It must be defined at the top level of
+      a module, because the server calls it in another process.
+    - `models`: returns the directories, hub ids and URLs of the models that an accepted job reads; if such a model is
+      an artifact of another job, it becomes an artifact of the new job too.
     - `work`: continues a stored job from its stored state to its end, and stores how the job ended.
     - `view`: returns one `View` for each of the given jobs.
-    - `documents`: returns the TypedDict of the server's document of a job, and the one of the driver's progress.
+    - `documents`: returns the TypedDicts of two documents: the server's document of a job, and the progress of its
+      driver.
     - `links`: last parts of the routes below a job that the job's document links to.
     - `resumable`: jobs that can be resumed, as the end of the sentence "only a study ...".
     - `clean_up`: deletes files in the server's data directory that no job needs any more; called after a job was

@@ -1,7 +1,7 @@
 """The driver of one stored job as a Ray Job: `python -m service.jobs.driver --data DIR --job ID`.
 
-The kind of the job declares what the driver does. The exit code is 0 if the job has ended, with success or failure, as
-stored. It is 1 if the job has not ended; another driver may then continue the job.
+The driver calls the function `work` that the job's kind declares. The exit code is 0 if the job has ended, with success
+or failure, as stored. It is 1 if the job has not ended; another driver may then continue the job.
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ def drive(
     """Take over a stored job, work on it, and return the process's exit code.
 
     The job passed its checks when it was created. If something is missing now, such as a model, the hub, an engine or
-    Ray, this driver ends, and a later driver tries again. The job fails only for problems that later drivers would meet
-    again. `work_dir` is the job's directory for files. `files` is the location of artifacts; None is a directory in the
-    server's data directory. `because` says why the previous driver was replaced; None if there is no reason to state.
-    `resources` are the functions with which the driver uses the cluster; None means those of `service.jobs.resources`.
+    Ray, this driver ends, and a later driver tries again. The job fails only for problems that every later driver would
+    have too. `work_dir` is the job's directory for files. `files` is the location of artifacts; None is a directory in
+    the server's data directory. `because` says why the previous driver was replaced; None if there is no reason to
+    state. `resources` are the functions with which the driver uses the cluster; None means those of
+    `service.jobs.resources`.
     """
     try:
         writer = store.open_attempt(job_id, because=because, as_driver=True)
@@ -122,7 +123,7 @@ def drive(
 def _check_clock(store: Store) -> None:
     """Log a warning if this machine's clock differs from that of the database.
 
-    Events and heartbeats have the times of the database's clock, log messages those of this machine's.
+    The times of events and heartbeats are by the database's clock, the times of log messages by this machine's clock.
     """
     before = time.time()
     skew_s = store.now() - time.time()

@@ -1,7 +1,7 @@
 """Heartbeat of a driver: reports that the driver is alive, and when it last made progress with its job.
 
-A separate thread sends the heartbeat, so heartbeats continue while the driver hangs. Each heartbeat therefore has the
-seconds since the driver last made progress, and the limit above which the reconciler replaces the driver.
+A separate thread sends the heartbeats, so they continue even if the driver hangs. Each heartbeat therefore contains the
+number of seconds since the driver last made progress, and the limit above which the reconciler replaces the driver.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ ENGINE = "an engine to start"
 class Heartbeat:
     """Sender of a driver's heartbeat, which a separate thread stores every `interval_s` seconds.
 
-    A heartbeat has the driver's `progress` (as JSON), the seconds that all attempts at the job have worked, the seconds
+    A heartbeat has the driver's `progress` (as JSON), the seconds that all attempts have worked on the job, the seconds
     without progress, and what the driver waits for. The driver makes progress when it stores something with `writer`,
-    or when it calls the method `progressed`. `worked_s` are the seconds that earlier attempts at the job have worked.
+    or when it calls the method `progressed`. `worked_s` is the number of seconds that earlier attempts worked on the
+    job.
     """
 
     def __init__(self, writer: JobWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
@@ -66,7 +67,8 @@ class Heartbeat:
     def patience_s(self) -> float:
         """Seconds without progress after which the driver is replaced.
 
-        They are `min_patience_s`, or ten times the longest time that a replica took for a chunk, whichever is more.
+        The result is `min_patience_s`, or ten times the longest time that a replica took for a chunk, whichever is
+        larger.
         """
         return max(self.min_patience_s, PATIENCE_CHUNKS * self._writer.longest_chunk_s)
 
@@ -89,8 +91,8 @@ class Heartbeat:
     def discount(self) -> None:
         """Store a heartbeat that does not count the time since the driver's last scored chunk as worked time.
 
-        It is for a driver that has waited in vain since then. If this driver has scored no chunk, the stored working
-        time is that of earlier attempts alone.
+        A driver calls this method if it has only waited since that chunk. If this driver has scored no chunk, the
+        stored working time is the time that earlier attempts worked.
         """
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 

@@ -1,4 +1,4 @@
-"""Reading of files that describe merges, as JSON or YAML, and collecting of the problems in them."""
+"""Reads files that describe merges, as JSON or YAML, and collects the problems in them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ OTHER_PROGRAMS = {
 
 
 class Problems:
-    """Collector of problems and warnings of a merge, so that all can be reported together.
+    """Collector of problems and warnings of a merge, so that all of them can be reported together.
 
-    Problems are about the merge's file, its models or the directory of the result; `of_file` has those about the file.
-    Warnings are lines about keys of the file that have no effect. With `strict`, warnings count as problems.
+    Problems are about the merge's file, its models or the directory of the result; `of_file` has the problems about the
+    file. Warnings are lines about keys of the file that have no effect. With `strict`, warnings count as problems.
     """
 
     def __init__(self, file: Path, warnings: list[str], *, strict: bool) -> None:
@@ -46,7 +46,7 @@ class Problems:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Context that catches errors about the file, the models and the result's directory as problems."""
+        """Context that adds errors about the file, the models or the result's directory to the problems."""
         try:
             yield
         except InvalidRecipe as error:
@@ -139,7 +139,7 @@ def _last(pairs: list[tuple[str, Any]], warn: Callable[[str], None]) -> dict[str
 
 
 def _from_yaml(text: str, warn: Callable[[str], None]) -> list[Any]:
-    """Read the documents of a YAML text in the way of mergekit, with PyYAML's SafeLoader.
+    """Read the documents of a YAML text with PyYAML's SafeLoader, as mergekit does.
 
     If a key is repeated, the last value counts, and `warn` is called.
     """

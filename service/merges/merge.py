@@ -82,7 +82,7 @@ class DiskBytes:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Plan of a merge: its models, what is merged in which layers, and the size of the result.
+    """Plan of a merge: its models, the merges in each layer, and the size of the result.
 
     `merges` are table rows with the columns layers, component, method, sources and coefficients. `digest` is the hash
     of the recipe. `is_done` says whether the complete merged model exists already. `warnings` are lines about keys of
@@ -127,7 +127,7 @@ class MergePlan:
         )
 
     def _download(self) -> tuple[str, ...]:
-        """Line about weights that will be downloaded from the hub, in a tuple; an empty tuple if there are none."""
+        """Tuple with one line about weights that must be downloaded from the hub; empty if there are none."""
         num_bytes = self.disk_bytes.download
         if not num_bytes:
             return ()
@@ -144,11 +144,11 @@ def check_merge(
     document: Any = None,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
-    """Check a merge as `merge_file` does, without writing or downloading anything, and return its plan.
+    """Make the checks of `merge_file` without writing or downloading anything, and return the merge's plan.
 
     `directories` has directories of models by name, and `out` is the directory to check for the merged model. `strict`
-    treats warnings about keys of the file without effect as errors. `document` is the content of `file`, if it is
-    known. Raises the errors of `merge_file`.
+    treats warnings about keys of the file without effect as errors. `document` is the parsed content of `file`; None
+    reads the file. Raises the errors of `merge_file`.
     """
     import torch
 
@@ -203,7 +203,7 @@ def merge_file(
         directories: Directories of models, by alias in a recipe or by name in a mergekit configuration. Other names in
             a mergekit configuration are directories, relative to the file or to the current directory, or hub ids.
         out: Directory for the merged model.
-        dtype: Dtype of the merged model; None takes the one that the file states.
+        dtype: Dtype of the merged model; None uses the dtype that the file states.
         strict: Treat warnings about keys of the file that have no effect as errors.
         document: The document that describes the merge; None reads it from `file`.
         note: Called with messages about downloads and slow reads, and with warnings.
@@ -242,9 +242,9 @@ def _prepare(
 ) -> _PreparedMerge:
     """Read the file of a merge, and open and check its models.
 
-    `document` is the content of `file`, if it is known. `directories` has directories of models by name. `strict`
-    treats warnings as errors. `fetching` are further arguments of `_bank`, which opens the weights. All problems of the
-    file, the models and `out` are raised as one error.
+    `document` is the parsed content of `file`; None reads the file. `directories` has directories of models by name.
+    `strict` treats warnings as errors. `fetching` are further arguments of `_bank`, which opens the weights. All
+    problems of the file, the models and `out` are raised as one error.
     """
     warnings: list[str] = []
     document = document or read_document(file, warn=warnings.append)
@@ -267,7 +267,7 @@ def _prepare(
 
 
 def _check(recipe: Recipe, bank: Bank) -> None:
-    """Check that the models in `bank` can be merged as `recipe` says.
+    """Check that the models in `bank` can be merged by `recipe`.
 
     Raises:
         InvalidRecipe: The recipe does not fit the models, for example their number of layers.
@@ -289,7 +289,7 @@ def _of_recipe(
     """Prepare a merge that is described by a recipe.
 
     `document` is the recipe. `directories` has the directories of the models by alias. Problems that are found are
-    added to `problems`. The result is None if models cannot be opened because of them. `fetching` are further arguments
+    added to `problems`. The result is None if the problems prevent opening the models. `fetching` are further arguments
     of `_bank`, which opens the weights.
     """
     recipe = Recipe.from_json(document)
@@ -401,9 +401,9 @@ def _opened(
 
     `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, by alias.
     `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an adapter
-    changes, by the adapter's alias, if it is not the base. `unmerged` are models that are named and not merged.
-    Problems that are found are added to `problems`. The result is None if `problems` has any, or if the base is
-    missing.
+    changes, by the adapter's alias, if it is not the base. `unmerged` are models that the configuration names but does
+    not merge. Problems that are found are added to `problems`. The result is None if there are problems, or if the base
+    is missing.
     """
     if base not in places:
         return None
@@ -464,7 +464,7 @@ def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[st
 
 @contextmanager
 def _patiently(note: Callable[[str], None], text: str) -> Iterator[None]:
-    """Context that calls `note` with `text` if its block takes longer than 3 s."""
+    """Context that calls `note` with `text` once if the code in it runs for more than 3 s."""
     timer = Timer(PATIENCE_S, note, (text,))
     timer.daemon = True
     timer.start()

@@ -55,9 +55,9 @@ def check_merges(
 ) -> dict[str, MergePlan | tuple[str, ...]]:
     """Check all merges of a file without writing anything, and return their plans by name, in the order of merging.
 
-    The name of the final merge is "". A merge cannot be checked if it has named merges as sources that are not written
-    yet; instead of its plan, the result then has the names of these sources. `directories` has directories of models by
-    name. The other arguments and the errors are those of `merge_file`. Problems of several merges are raised as one
+    The name of the final merge is "". A merge cannot be checked before the named merges among its sources are written;
+    the result then has the names of these sources instead of the merge's plan. `directories` has directories of models
+    by name. The other arguments and the errors are those of `merge_file`. Problems of several merges are raised as one
     error.
     """
     place = intermediate_dir(out)
@@ -93,8 +93,8 @@ def merge_all(
 ) -> Path:
     """Write all merges of a file, each after its sources, and return `out`, the directory of the final merge.
 
-    Named merges that exist already are not changed. `directories` has directories of models by name. `dtype` applies to
-    the final merge alone. The other arguments and the errors are those of `merge_file`.
+    Named merges that exist already are not changed. `directories` has directories of models by name. `dtype` is the
+    dtype of the final merge alone. The other arguments and the errors are those of `merge_file`.
     """
     place = intermediate_dir(out)
     details |= {"strict": strict, "note": note}
@@ -151,10 +151,11 @@ def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_D
 
 
 def _final(file: Path, names: Sequence[str | None], used: Mapping[int, tuple[str, ...]]) -> int:
-    """Index of the final merge among the documents of `file`: the one without a name, else the one not used by others.
+    """Index of the final merge among the documents of `file`.
 
-    `names` are the documents' names. `used` has the names of the merges that each document uses, by index. Raises
-    InvalidRecipe if the final merge is not clear.
+    It is the only document without a name or, if all have names, the only one that no other document uses. `names` are
+    the documents' names. `used` has the names of the merges that each document uses, by index. Raises InvalidRecipe if
+    there is not exactly one such document.
     """
     unnamed = [number for number, name in enumerate(names) if name is None]
     needed = {name for uses in used.values() for name in uses}
@@ -184,10 +185,10 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Select from `directories` those whose names the models of `document` have.
+    """Entries of `directories` whose names occur among the models of `document`.
 
     For the only document of a file, which is read later, all `directories` are returned; unknown names are reported
-    then.
+    when it is read.
     """
     if document.content is None:
         return dict(directories)

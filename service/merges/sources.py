@@ -1,4 +1,4 @@
-"""Models, vocabulary, chat template and dtype that a mergekit configuration names, and where the models are."""
+"""Models, vocabulary, chat template and dtype that a mergekit configuration names, and the places of the models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
     """Directory, hub id or URL of the model or adapter that a mergekit configuration calls `name`.
 
-    It is the first of these that applies:
+    It is the first of these that exists:
 
     - the entry in `directories`
     - `name`, if it is the URL of a folder in an object store
@@ -131,7 +131,7 @@ def check_own_tokens(
 ) -> None:
     """Check the tokens that a mergekit configuration lists without a source model.
 
-    `warn` is called if every model has an embedding row for the token, since the entry has no effect then. Raises
+    `warn` is called if every model has an embedding row for the token, because the entry has no effect then. Raises
     InvalidRecipe if a model has no row for the token.
     """
     problems = []

@@ -1,4 +1,4 @@
-"""Results of a study, computed from stored records alone.
+"""Results of a study, computed only from stored records.
 
 - `load`: reads everything about a run from the store
 - `chunk_times`: times of scored chunks: how long engines worked, swapped and waited

@@ -1,6 +1,6 @@
 """Times of a study's scored chunks: how long its engines worked, swapped and waited.
 
-A study has many chunks, so only numbers are kept of each.
+A study has many chunks, so only a few numbers of each chunk are kept in memory.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class ChunkTimes:
         self._finished_at = array("d")
         self._worked_s = array("d")
         self._swap_s = array("d")
+        self._score_s = 0.0
         self._num_samples = 0
         self._bytes = [0, 0]
         self._holdout_s: dict[str, float] = defaultdict(float)
@@ -47,6 +48,7 @@ class ChunkTimes:
                 self._finished_at.append(row.finished_at)
                 self._worked_s.append(sum(seconds for name, seconds in row.timings_s.items() if name != "wait"))
                 self._swap_s.append(row.timings_s.get("materialise", 0.0) + row.timings_s.get("swap", 0.0))
+                self._score_s += row.timings_s.get("score", 0.0)
                 self._num_samples += row.num_samples
             if row.is_of(Split.HOLDOUT):
                 self._holdout_s[row.recipe_digest] += row.timings_s.get("score", 0.0)
@@ -61,6 +63,7 @@ class ChunkTimes:
             starts=len(self._replicas),  # engines that were killed count too
             kinds=tuple(sorted(self._kinds)),
             swap_s=tuple(seconds for seconds in self._swap_s if seconds > 0),
+            score_s=self._score_s,
             busy_fraction=min(1.0, sum(self._worked_s) / (span * num_replicas)) if span else None,
             samples_not_checked=canaries.samples_not_checked,
             skipped=tuple(sorted(set(canaries.skipped.values()))),
@@ -76,10 +79,10 @@ class ChunkTimes:
         return self._num_samples / span if span else None
 
     def tokens_per_second(self, num_tokens: Mapping[str, int]) -> dict[str, float]:
-        """Tokens per second in the held-out stage, by recipe digest, from the numbers of tokens by digest.
+        """Tokens per second in the held-out stage, by recipe digest.
 
-        All recipes are given the same prompts in this stage, so the rates can be compared. Recipes without a number of
-        tokens or a measured time are left out.
+        `num_tokens` has the number of generated tokens by recipe digest. All recipes are given the same prompts in this
+        stage, so the rates can be compared. Recipes without a number of tokens or a measured time are left out.
         """
         seconds = self._holdout_s
         return {digest: number / seconds[digest] for digest, number in num_tokens.items() if seconds.get(digest)}
@@ -87,7 +90,7 @@ class ChunkTimes:
     def _span_s(self) -> float | None:
         """Seconds of scoring in the search, from its first chunk to its last, or None if no chunk was scored.
 
-        A pause of more than PAUSE_S seconds between two chunks, such as that between two attempts, does not count.
+        A pause of more than PAUSE_S seconds between two chunks, for example between two attempts, does not count.
         """
         if not self._finished_at:
             return None

@@ -32,12 +32,13 @@ def compare(
         reference: Values of the best finalist on the same samples in the same order; None for no comparison.
         mean_over: Objectives whose unweighted mean the row has; objectives without samples are left out.
         documents: Name of the data of each objective. Objectives with equal names were scored on the same documents,
-            position by position; an objective without a name has data of its own.
-        bounds: Lowest and highest value that a sample of an objective can have, where they are known.
+            position by position; the data of an objective without a name are not shared with any other objective.
+        bounds: Lowest and highest value that a sample of an objective can have, if they are known.
 
     Returns:
-        The estimates (`estimate`) and their mean (`mean_of`), which is None without objectives to average. With
-        `reference`, also the paired differences "this row minus reference" by objective and, as "mean", of the mean.
+        The estimate of each objective (`estimate`) and their mean (`mean_of`), which is None if there are no objectives
+        to average. With `reference`, the row also has the paired differences "this row minus reference" by objective,
+        and the difference of the means under "mean".
 
     Raises:
         ValueError: `estimate` or `paired_difference` refuses the values.

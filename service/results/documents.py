@@ -1,4 +1,4 @@
-"""Documents that result files, report and API share: trials, sample counts, held-out rows and the Pareto front."""
+"""Documents that result files, report and API have in common: trials, sample counts, held-out rows and Pareto front."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def trial_document(
         trial: The trial.
         objectives: Objectives of the study.
         sources: Trials of the study, or at least its source models, which constraints may be relative to.
-        has_shares: Whether to add the experts' shares of the task vectors, for a space of directions.
+        has_shares: Whether to add the experts' shares of the task vectors, as for the space m3.
     """
     document: TrialDocument = {
         "number": trial.number,
@@ -98,7 +98,7 @@ def has_directions(study: JobRecord) -> bool:
 
 
 def samples_document(run: RunRecord) -> SamplesDocument:
-    """Describe how many samples the trials took, and how many it takes to score every distinct recipe in full."""
+    """Describe how many samples the trials took, and how many it would take to score every distinct recipe in full."""
     recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
     scored = sum(trial.samples_scored for trial in run.trials)
     full_budget = len(recipes) * sum(run.full_budget.values())
@@ -120,7 +120,7 @@ def samples_document(run: RunRecord) -> SamplesDocument:
 
 
 def removed_document(removed: RemovedResponses) -> RemovedResponsesDocument:
-    """Describe as JSON when and how much of a study's responses was removed."""
+    """Describe as JSON the removal of a study's responses: its time, and the number and bytes of the samples."""
     return {"time": removed.removed_at, "samples": removed.num_samples, "bytes": removed.num_bytes}
 
 

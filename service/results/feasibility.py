@@ -27,7 +27,7 @@ Values = Mapping[str, float]
 
 
 def has_constraints(objectives: Sequence[Objective]) -> bool:
-    """Tell whether any of the objectives has constraints."""
+    """Whether at least one of the objectives has constraints."""
     return any(objective.constraints for objective in objectives)
 
 
@@ -39,8 +39,8 @@ def sources_of(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
 def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialResult]) -> TrialResult | None:
     """Find the trial of the source model on which the bound of a constraint depends.
 
-    If the bound depends on the best expert, that is the expert with the best value of the objective; of equal ones the
-    first.
+    The best expert, on which a bound may depend, is the expert with the best value of the objective; among experts with
+    equal values it is the first.
 
     Args:
         constraint: A constraint of `objective`.
@@ -63,7 +63,7 @@ def excesses(
 ) -> dict[Constraint, float]:
     """Compute by how much `values` violate each constraint, in the metric's unit.
 
-    A constraint holds where its excess is at most 0.
+    A constraint holds if its excess is at most 0.
 
     Args:
         values: Values by objective.
@@ -131,10 +131,10 @@ def constraint_documents(objectives: Sequence[Objective], trials: Sequence[Trial
 
 
 def total_violation(excess: Mapping[Constraint, float], objectives: Sequence[Objective]) -> float:
-    """Sum up by how much constraints are violated, each as a share of its objective's range.
+    """Sum of the amounts by which constraints are violated, each divided by the width of its objective's range.
 
-    `excess` has that amount for each constraint, negative if the constraint holds. The sum is 0 if all constraints
-    hold.
+    `excess` has the amount of each constraint, which is negative if the constraint holds. The sum is 0 if all
+    constraints hold.
     """
     widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in objectives}
     return sum(max(0.0, value) / widths[constraint.objective] for constraint, value in excess.items())

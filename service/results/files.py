@@ -1,6 +1,6 @@
 """Writes the result files of a run: trials.jsonl, summary.json, pareto.json and report.html.
 
-Everything is computed from stored records: writing the files again gives the same files.
+Everything is computed from stored records, so writing the files again gives the same files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_results(directory: Path, run: RunRecord, *, report: str | None = None)
         Paths of the files.
 
     Raises:
-        ValueError: A number is one that JSON does not allow (NaN, inf). Nothing is written then.
+        ValueError: A number is one that JSON does not allow (NaN, inf). In this case no file is written.
     """
     texts = {
         "trials.jsonl": trials_jsonl(run),

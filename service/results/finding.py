@@ -1,7 +1,7 @@
 """Tests of whether a merge that the search proposed is better than the best source model and published recipe.
 
-Every finalist that the search proposed is compared with both, sample by sample, in the value by which the best trial is
-selected. The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences
+Every finalist that the search proposed is compared with these two, sample by sample, by the value that selects the best
+trial. The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences
 hold jointly: each is at the level 1 - 0.05 / finalists. A merge counts as better if its interval is above 0. If no
 merge is better than a rival, the probability of claiming one is at most 5 %.
 
@@ -33,7 +33,7 @@ RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
 class RivalTest:
     """Comparison of the finalists that the search proposed with a rival, the best baseline of one kind.
 
-    The rival is the baseline that is best on the holdout data themselves. It may owe this to luck, which makes the
+    The rival is the baseline that is best on the holdout data themselves. Part of its lead may be luck, which makes the
     comparison harder for the finalists.
 
     Attributes:
@@ -56,7 +56,7 @@ class RivalTest:
 
 
 def criterion(objectives: Sequence[Objective]) -> str:
-    """Name of the value in which finalists are compared with their rivals: an objective, or a mean of objectives."""
+    """Name of the value by which finalists and rivals are compared: an objective, or a mean of objectives."""
     names = accuracy_objectives(objectives)
     if len(objectives) == 1 or len(names) == 1:
         return names[0] if names else objectives[0].name
@@ -74,8 +74,9 @@ def rival_tests(
 ) -> tuple[RivalTest, ...]:
     """Compare the finalists that the search proposed with the best source model and the best published recipe.
 
-    What is estimated is the mean of the paired differences over the accuracy objectives. Without accuracy objectives it
-    is the mean over all objectives, each as a share of its range. Objectives without holdout data are left out.
+    Each comparison estimates the mean of the paired differences over the accuracy objectives. Without accuracy
+    objectives it estimates the mean over all objectives, each divided by the width of its range. Objectives without
+    holdout data are left out.
 
     Args:
         finalists: The finalists, the best on search data first.
@@ -83,7 +84,7 @@ def rival_tests(
         objectives: Objectives that are scored on samples.
         rows: Values on the holdout data by trial number and objective; all trials have the same samples.
         documents: Name of the data of each objective; equal names mean the same documents, position by position.
-        bounds: Lowest and highest value that a sample of an objective can have, where they are known.
+        bounds: Lowest and highest value that a sample of an objective can have, if they are known.
 
     Returns:
         One test for each kind of baseline that was scored; none if no finalist was proposed by the search.
@@ -114,7 +115,7 @@ def finding_text(
     """State in one sentence whether a merge is better than the best baselines on held-out data.
 
     Args:
-        tests: Comparisons of the finalists with the best baselines, that with source models first.
+        tests: Comparisons of the finalists with the best baselines; the comparison with source models comes first.
         objectives: Objectives that all rows have holdout data for.
         best: The best trial on search data.
         was_scored: Whether the held-out stage has results.

@@ -70,7 +70,7 @@ def _warm_start_sentence(start: WarmStartDocument) -> str:
 def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
     """Sort held-out rows by their mean, the highest first.
 
-    If rows have no mean, they keep their order.
+    Rows without a mean keep their order.
     """
     return sorted(rows, key=lambda row: -row["mean"]["value"] if row["mean"] else 0.0)
 

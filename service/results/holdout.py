@@ -75,8 +75,8 @@ class HeldOut:
         failures: Trial numbers with the reason why they failed on holdout data.
         tests: Comparisons of the proposed finalists with the best source model and the best published recipe.
         selection_bias: Lead of the best trial over the baselines on search data, minus its lead on holdout data.
-        split_difference: Mean of the baselines on search data minus their mean on holdout data, which says how much
-            easier the search data are; nothing has selected the baselines.
+        split_difference: Mean of the baselines on search data minus their mean on holdout data, which shows how much
+            easier the search data are; it has no selection bias, because baselines are not selected.
         volume: Hypervolume of the finalists.
     """
 
@@ -148,7 +148,7 @@ def held_out_results(
 
 
 def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
-    """Values of each trial in the objectives that are costs of its recipe, by trial number and objective.
+    """Values of the objectives that are costs of the recipe, by trial number and objective.
 
     Such a cost is the merged model's number of layers or parameters, which is exact and needs no samples.
     """
@@ -200,12 +200,12 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 
 
 def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
-    """The lowest and highest value that samples of each objective can have, from which intervals are computed.
+    """The lowest and highest possible value of the samples of each objective; intervals are computed from them.
 
-    The result is by objective. If all `samples` are in the objective's range, the bounds are this range. Otherwise the
-    range is not valid. The objective is then left out, because most intervals need no bounds: only that of a single
-    value does. If a trial has a single value, the bounds are the lowest and the highest number among all values and the
-    ends of the range, each moved outwards by the distance between the two.
+    If all `samples` of an objective are in its range, the bounds are this range. Otherwise the objective is usually
+    left out, because only the interval of a single value needs bounds. If a trial has a single value of such an
+    objective, the bounds are the lowest and the highest number among all values and the ends of the range, each moved
+    outwards by the distance between the two.
     """
     found = {}
     for objective in objectives:
@@ -233,8 +233,8 @@ def _selection_bias(
     The selection bias is the best trial's lead over the mean of the baselines on search data minus its lead on holdout
     data. The difference between the splits is the mean of the baselines on search data minus that on holdout data.
     `compared` are the trials of the held-out table; its baselines that have another recipe than the best trial are
-    used. `rows` has the trials' values on holdout data. Leads are taken sample by sample, so that a sample which is
-    easy for all does not change them. Both results are empty if the best trial or the baselines lack samples.
+    used. `rows` has the trials' values on holdout data. Leads are computed sample by sample, so that samples which are
+    easy for all merges do not change them. Both results are empty if the best trial or the baselines lack samples.
     """
     if best is None or best.number not in rows:
         return {}, {}

@@ -1,4 +1,4 @@
-"""Run records, read from the store: the content of result files and the report."""
+"""Reads run records from the store: the data from which result files and the report are computed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from service.results.record import RunRecord, SearchFigures
 from service.results.selection import best_trial, compared_with, finalists, full_budget_trials
 from service.store import EventRecord, Store
 from service.store.documents import (
+    ALIGNMENT_COST,
     CANARIES,
     POLICY_START,
     RESPONSES,
     VERIFICATION,
     WARM_START,
+    read_alignment_cost,
     read_canaries,
     read_policy_start,
     read_removed_responses,
@@ -61,9 +63,9 @@ def run_record(store: Store, study_id: str) -> RunRecord:
 class RunReader:
     """A reader of one study's record, which reads again only what has changed since the last call.
 
-    A trial is read again if an event names it, and as long as it is not finished. Recipes and configurations are most
-    of a trial's data, and a study may have tens of thousands of trials. Therefore they are read only for the best trial
-    and the trials of the held-out table, or with `is_whole` for every trial.
+    A trial is read again if a new event names it, and as long as it is not finished. Recipes and configurations are
+    most of a trial's data, and a study may have tens of thousands of trials. Therefore they are read only for the best
+    trial and the trials of the held-out table, or with `is_whole` for every trial.
     """
 
     def __init__(self, store: Store, study_id: str, *, is_whole: bool = False) -> None:
@@ -117,6 +119,7 @@ class RunReader:
             search=self._search(store, resolved),
             gradients=tuple(step for step in self._steps if isinstance(step, GradientStep)),
             updates=tuple(step for step in self._steps if isinstance(step, UpdateStep)),
+            alignment_s=read_alignment_cost(store.document(study_id, ALIGNMENT_COST)).seconds,
             max_samples=file.limits.max_samples,
             wall_clock_s=study.wall_clock_s,
             samples_per_second=self._chunks.samples_per_second(),
@@ -163,10 +166,10 @@ class RunReader:
     def _with_recipes(
         self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut, *, has_directions: bool
     ) -> tuple[TrialResult, ...]:
-        """Return `trials` with the recipes and configurations of those that the results describe.
+        """Return `trials`; the trials that the results describe come with their recipes and configurations.
 
         The results describe the best trial, the trials of the held-out table and, if merges have directions, all trials
-        at full budget, whose recipes are read once. All other trials are returned as they are.
+        at full budget. Each recipe is read only once. All other trials are returned as they are.
         """
         if self._is_whole:
             return trials
@@ -202,7 +205,7 @@ class RunReader:
 def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
-    """Read the held-out values of one of `trials`, as its row of the held-out table has them.
+    """Read the held-out values of one of `trials` from its row of the held-out table.
 
     Returns None if the trial has no row.
     """
@@ -214,9 +217,10 @@ def held_out_estimates(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Everything from which the results of a study's held-out stage are computed.
+    """All data from which the results of a study's held-out stage are computed.
 
-    `compared` are the trials of the held-out table, and `finalists` those of them that are the finalists.
+    `compared` are the trials of the held-out table, `finalists` the finalists among them, and `best` is the best trial.
+    `failures` has reasons by trial number. `search` and `holdout` are scores on both splits.
     """
 
     compared: tuple[TrialResult, ...]
@@ -229,14 +233,14 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """The held-out stage of a study as it was read: its results, and what they were computed from."""
+    """The held-out stage of a study: its results, and the data that they were computed from."""
 
     inputs: _Inputs
     results: HeldOut
 
     @property
     def described(self) -> frozenset[int]:
-        """The numbers of the trials that the results describe: the best trial and those of the held-out table."""
+        """Numbers of the trials that the results describe: the best trial and the trials of the held-out table."""
         best = self.inputs.best
         return frozenset({row.trial for row in self.results.rows} | (set() if best is None else {best.number}))
 
@@ -254,7 +258,7 @@ def _held_out(
     """Read the held-out stage of a study and compute its results.
 
     `failures` are the events of trials that failed on holdout data. `last` is the stage as it was read before; it is
-    returned if nothing has changed from which results are computed.
+    returned if the data for the results have not changed.
     """
     final, best = finalists(trials, objectives), best_trial(trials, objectives)
     compared = compared_with(final, trials)
@@ -285,15 +289,14 @@ def _held_out(
 
 
 def _results(trial: TrialResult) -> dict[str, Any]:
-    """The fields of a trial's result except its recipe, by name."""
+    """All fields of a trial's result except the recipe, by name."""
     return {field.name: getattr(trial, field.name) for field in fields(TrialResult) if field.name != "recipe"}
 
 
 def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:
-    """A text for each objective that names its data, by the objective's name.
+    """Name of each objective's data, by objective: a text of the task or its file, and of the split of the task's data.
 
-    It consists of the task or its file, and the part of the task's data. Objectives with equal texts are scored on the
-    same documents.
+    Objectives with equal texts are scored on the same documents.
     """
     return {
         spec.name: json.dumps([spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split])

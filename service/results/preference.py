@@ -1,8 +1,8 @@
 """The trial of a study's Pareto front that a user's weights of the objectives pick.
 
-Each objective counts as the gap to its best value on the front, as a share of the objective's range (0 to 1 where the
-study states none). The front's own range is not used: on a front that varies little, noise would then count as much as
-a large difference elsewhere. Gaps are joined by the augmented Chebyshev function, as in ParEGO.
+For each objective, the gap to its best value on the front is divided by the width of the objective's range (0 to 1 if
+the study states none). The front's own range is not used: on a front that varies little, noise would then count as much
+as a large difference elsewhere. The gaps are combined by the augmented Chebyshev function, as in ParEGO.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Choices:
 def choices(run: RunRecord) -> Choices:
     """Collect the trials of the front from which a user's weights may pick one.
 
-    Their values are those on holdout data if there are any, else those on search data. If not all trials of the front
-    were scored on holdout data, only those that were may be picked.
+    The trials' values are their values on holdout data, or on search data if no trial of the front was scored on
+    holdout data. If only some trials of the front were scored on holdout data, only these may be picked.
     """
     names = {objective.name for objective in run.objectives}
     rows = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}

@@ -1,6 +1,6 @@
 """Samples whose value is outside their objective's range.
 
-They count with their value, which is not clipped, and the results report them.
+Such values are used without clipping, and the results contain warnings about them.
 """
 
 from __future__ import annotations

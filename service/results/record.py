@@ -1,4 +1,4 @@
-"""Record of a run: the data that result files, report and API are computed from."""
+"""Record of a run: the data from which result files, report and API responses are computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class EngineFigures:
     Attributes:
         starts: Number of engine starts, including those of engines that were killed.
         kinds: Program, dtype, and the size and place of the source weights, of each kind of engine.
-        swap_s: Seconds of each recipe swap.
+        swap_s: Seconds of each recipe swap: of computing the merge and of writing it into the engine.
+        score_s: Seconds in which engines scored samples of the search, added up over engines.
         busy_fraction: Share of the search's wall-clock in which an engine was scoring or swapping; None if not
             measured.
         samples_not_checked: Samples that were scored after the last canary that their engine passed; None before the
@@ -38,6 +39,7 @@ class EngineFigures:
     starts: int = 0
     kinds: tuple[str, ...] = ()
     swap_s: tuple[float, ...] = ()
+    score_s: float = 0.0
     busy_fraction: float | None = None
     samples_not_checked: int | None = None
     skipped: tuple[str, ...] = ()
@@ -92,6 +94,7 @@ class RunRecord:
         verification_reason: Reason why no trial was verified.
         gradients: Steps that computed losses and their gradients for the searcher.
         updates: Steps in which policies learned.
+        alignment_s: Seconds that were needed to learn the alignments of layer paths; 0 if there are none.
         max_samples: Limit of samples of the search; None if there is none.
         samples_per_second: Rate of the search; None if nothing was scored.
         removed_responses: When responses and tokens of the samples were removed; None if they are stored.
@@ -116,6 +119,7 @@ class RunRecord:
     search: SearchFigures = field(default_factory=SearchFigures)
     gradients: tuple[GradientStep, ...] = ()
     updates: tuple[UpdateStep, ...] = ()
+    alignment_s: float = 0.0
     max_samples: int | None = None
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None

@@ -1,7 +1,7 @@
 """Selection of results: the best trial, the Pareto front, and the finalists of the held-out stage.
 
-Only trials evaluated at the full budget count, baselines included. Trials that keep to all constraints come before
-those that do not, whatever their values. Holdout data never select anything.
+Only trials evaluated at the full budget are considered, baselines included. Trials that satisfy all constraints come
+before trials that do not, whatever their values. Holdout data never select anything.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Trial = TypeVar("Trial", bound=TrialResult)
 def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
     """Names of the accuracy objectives: those with values in [0, 1] of which larger ones are better.
 
-    Only of these does a plain mean over objectives make sense.
+    Only for these objectives is a plain mean meaningful.
     """
     return tuple(o.name for o in objectives if o.direction == "maximize" and o.range in (None, (0.0, 1.0)))
 
 
 @dataclass(frozen=True)
 class Criteria:
-    """The selection criteria of a study as texts.
+    """Texts that describe how a study selects trials.
 
-    `best` says which trial is the best, `promotion` which trials are promoted to the next rung, and `difference` why
-    the two can differ.
+    `best` describes which trial is the best, `promotion` which trials are promoted to the next rung, and `difference`
+    why the two can differ.
     """
 
     best: str
@@ -94,9 +94,9 @@ def full_budget_trials(trials: Iterable[Trial]) -> tuple[Trial, ...]:
 def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Trial | None:
     """Select the best trial on search data.
 
-    It is the trial with the highest mean of the accuracy objectives; without accuracy objectives, with the lowest mean
-    cost of the objectives that are scored. Of equal trials it is the first. If no trial satisfies all constraints, it
-    is the trial that violates them least.
+    It is the trial with the highest mean of the accuracy objectives. Without accuracy objectives, it is the trial with
+    the lowest mean cost of the objectives that are scored. Of equal trials it is the first. If no trial satisfies all
+    constraints, it is the trial that violates them least.
 
     Returns:
         The best trial; None before a trial has reached the full budget.
@@ -105,7 +105,7 @@ def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Tria
 
 
 def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Sort the trials at full budget by the rule of `best_trial`, the best first."""
+    """Sort the trials at full budget, the best first; `best_trial` describes the order."""
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
     merit = _merit(objectives)
@@ -119,10 +119,10 @@ def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple
 
 
 def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Select the trials at full budget that no other one dominates, in the order of their numbers.
+    """Select the trials at full budget that no other trial dominates, in the order of their numbers.
 
-    Of trials with the same recipe only the first counts. Only trials that satisfy all constraints can be on the front;
-    if no trial does, only those that violate them least.
+    Of trials with the same recipe only the first counts. Only trials that satisfy all constraints can be on the front.
+    If no trial satisfies them all, only the trials that violate them least can be on the front.
     """
     return front_of(candidates(trials, objectives))
 
@@ -134,10 +134,10 @@ def front_of(candidates: Sequence[tuple[Trial, Candidate]]) -> tuple[Trial, ...]
 
 
 def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[tuple[Trial, Candidate], ...]:
-    """Describe the trials at full budget as candidates for the Pareto front, in the order of their numbers.
+    """Pair each trial at full budget with its description as a candidate for the Pareto front, in the order of numbers.
 
-    Each is a pair of the trial and its candidate, which has the trial's costs and constraint violation. Of trials with
-    the same recipe only the first is a candidate.
+    A candidate has the trial's costs and constraint violation. Of trials with the same recipe only the first is in the
+    result.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
@@ -164,10 +164,11 @@ def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) 
 
 
 def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[float, int]]:
-    """Sort key by which the best trial is selected among those that violate constraints equally; smaller is better.
+    """Make the sort key that selects the best of several trials that violate constraints equally; smaller is better.
 
-    It is the mean cost of the accuracy objectives or, without any, of the objectives that are scored on samples; then
-    the trial number. The mean cost is rounded, so that equal means stay equal if they are computed in another order.
+    The key has two parts: the mean cost of the accuracy objectives (without accuracy objectives, of all objectives that
+    are scored on samples), and the trial number. The mean cost is rounded, so that means that differ only by rounding
+    errors are equal.
     """
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names]
@@ -181,7 +182,7 @@ def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[flo
 
 
 def costs_of(trial: TrialResult, objectives: Sequence[Objective]) -> Costs:
-    """The costs of a trial's values at full budget, in the order of `objectives`.
+    """Costs of a trial at full budget, in the order of `objectives`.
 
     A cost is 0 at the better end of an objective's range, 1 at the worse end.
     """
@@ -189,10 +190,10 @@ def costs_of(trial: TrialResult, objectives: Sequence[Objective]) -> Costs:
 
 
 def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]) -> Costs:
-    """The cost of each of `values`, in the order of `objectives`.
+    """Cost of each of `values`, in the order of `objectives`.
 
-    A cost is 0 at the better end of an objective's range, 1 at the worse end. Values outside the range are accepted
-    too, with a cost below 0 or above 1.
+    A cost is 0 at the better end of an objective's range, 1 at the worse end. The cost of a value outside the range is
+    below 0 or above 1.
     """
     return tuple(objective.cost_of_stored(values[objective.name]) for objective in objectives)
 

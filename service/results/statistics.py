@@ -1,8 +1,8 @@
 """Means, paired differences and their 95 % intervals, from values of single samples.
 
-Every interval is two-sided, with 95 % nominal coverage unless another `level` is given. Metrics that are 0 or 1 on each
-sample get intervals that stay inside the metric's range and keep a width at 0 % and 100 %; other metrics get Student's
-t. This module does not know whether larger or smaller values are better.
+Every interval is two-sided, with 95 % nominal coverage unless another `level` is given. For metrics that are 0 or 1 on
+each sample, intervals stay inside the metric's range and have a width above 0 even at 0 % and 100 %. For other metrics,
+intervals are Student's t. This module does not depend on whether larger or smaller values are better.
 
 Sources:
     Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22 (one proportion;
@@ -52,8 +52,8 @@ def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
     """Estimate the mean of a metric, with its standard error and 95 % interval.
 
     The interval is Wilson's if every value lies on a bound (as with exact match), else Student's t, cut to the bounds.
-    The standard error is the sample standard deviation over sqrt(n). It is 0 where all values are equal: only the
-    interval is meaningful there. A single sample has no spread; its standard error is half of the distance between the
+    The standard error is the sample standard deviation over sqrt(n). It is 0 if all values are equal; in this case only
+    the interval is meaningful. A single sample has no spread; its standard error is half of the distance between the
     bounds.
 
     Args:
@@ -138,8 +138,8 @@ def paired_difference(
 def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = None) -> Estimate:
     """Estimate the unweighted mean of several estimates.
 
-    Each estimate counts as a stratum of its own, however many samples it has. The limits are Zou and Donner's (the
-    MOVER method), which keep the asymmetry of the terms' intervals.
+    All estimates have the same weight, however many samples they have. The limits are Zou and Donner's (the MOVER
+    method), which keep the asymmetry of the terms' intervals.
 
     Args:
         estimates: The terms, in one unit.
@@ -178,8 +178,8 @@ def correlations(samples: Sequence[ArrayLike], documents: Sequence[str]) -> Samp
     Means over the same documents have correlated errors; means over different data are independent. The correlation of
     two means is Pearson's correlation of their values on the shared documents, times a factor. The factor is the number
     of shared documents, divided by the geometric mean of the two numbers of samples. Pearson's correlation is not
-    defined for values that do not vary, or for fewer than two. It is then assumed to be 1, which gives the widest
-    confidence interval of the average of the means.
+    defined for values that do not vary, or for fewer than two values. In these cases it is assumed to be 1, which gives
+    the widest confidence interval of the average of the means.
 
     Args:
         samples: Values of each mean [num_means][num_samples]. For means with the same name in `documents`, values at
@@ -218,9 +218,9 @@ def bootstrap(
 ) -> Estimate:
     """Estimate a statistic of means, with its basic bootstrap interval.
 
-    The means are those of several merges. Whole documents are drawn with replacement: together for all merges, and for
-    all objectives with equal `documents` and as many samples. The basic interval, 2 * value - quantile, also corrects
-    for a statistic that chance can only raise, such as the maximum of several values.
+    The statistic is computed from the means of several merges. Whole documents are drawn with replacement: the same
+    documents for all merges, and for all objectives with equal `documents` and equal numbers of samples. The basic
+    interval, 2 * value - quantile, also corrects the upward bias of statistics such as the maximum of several values.
 
     Args:
         statistic: Computes the statistic from the merges' means by objective [num_merges].
@@ -252,7 +252,7 @@ def bootstrap(
 
 
 def independent_difference(first: Estimate, second: Estimate) -> Estimate:
-    """Estimate `first - second` of two independent estimates, which are of different samples.
+    """Estimate `first - second` of two estimates that are independent, because they are from different samples.
 
     Args:
         first: An estimate.
@@ -294,10 +294,10 @@ def _is_two_valued(sample: NDArray[np.float64], low: float, high: float) -> bool
 
 
 def _wilson(proportion: float, n: int) -> tuple[float, float]:
-    """Compute Wilson's score interval of a proportion that was seen in `n` samples.
+    """Compute Wilson's score interval of a proportion that was observed in `n` samples.
 
-    It consists of the true proportions that would make the seen one plausible: those that a score test at LEVEL does
-    not reject.
+    The interval has the true proportions that agree with the observed one: those that a score test at LEVEL does not
+    reject.
     """
     shrink = 1 + Z**2 / n
     centre = (proportion + Z**2 / (2 * n)) / shrink

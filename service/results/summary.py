@@ -14,6 +14,7 @@ from service.resolved_study import ChainedSource, ResolvedStudy
 from service.results.documents import estimate_document, estimate_documents, holdout_documents, samples_document
 from service.results.feasibility import constraint_documents, violations
 from service.results.finding import criterion, finding_text
+from service.results.phases import phases
 from service.results.record import EngineFigures, RunRecord
 from service.results.selection import accuracy_objectives, criteria, full_budget_trials
 from service.results.statistics import Z, independent_difference
@@ -56,6 +57,7 @@ def summary(run: RunRecord) -> SummaryDocument:
         "lineage": _lineage_documents(ResolvedStudy.of(run.study).chained),
         "wall_clock_s": run.wall_clock_s,
         "engine": _engine_document(run.engine),
+        "phases": phases(run),
         "best": None
         if best is None
         else {
@@ -181,8 +183,8 @@ def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str,
     """Estimate by objective the value of the best trial on search data minus its value on holdout data.
 
     The two values are independent estimates, because they are of different samples. Objectives that are costs of the
-    recipe are left out, because their values are equal on both. The result is empty if the best trial has no row in the
-    held-out table.
+    recipe are left out, because their values are the same on both splits. The result is empty if the best trial has no
+    row in the held-out table.
     """
     row = next((row for row in run.holdout if best is not None and row.trial == best.number), None)
     if row is None or best is None:
@@ -204,8 +206,8 @@ def _verification_document(reports: Sequence[VerificationReport], reason: str | 
     """Describe as JSON how many of the verified trials' samples plain transformers reproduced.
 
     `reports` has a report for each trial chosen for verification; a report without samples counts as not verified.
-    `reason` says why no trial was verified. The document's `reason` is that of the first trial of which samples were
-    left out.
+    `reason` says why no trial was verified. If samples of verified trials were left out, the document's `reason` says
+    why, for the first of these trials.
     """
     compared = [report for report in reports if report.num_samples]
     beyond = sum(report.num_beyond for report in compared)

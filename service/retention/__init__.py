@@ -1,5 +1,5 @@
-"""Retention of jobs that have ended: a server removes parts of them by age and size.
+"""Retention of jobs that have ended: a server removes parts of their data by age and size.
 
 - `limits`: the option `--keep`
-- `cleaning`: finds what exceeds the limits, and removes it
+- `cleaning`: finds data that exceeds the limits, and removes it
 """

@@ -1,7 +1,8 @@
-"""Removal of what exceeds the limits of retention, from jobs that have ended.
+"""Removal of data that exceeds the limits of retention, from jobs that have ended.
 
-Nothing is removed from a job that has not ended, or from one that another job uses: its models as sources, its policies
-or results as a start, or its experts. A failed job keeps its responses and files, because it may be resumed.
+Nothing is removed from a job that has not ended, or that another job uses. A job uses another job's models as sources,
+its policies or results as a start, or its experts. A failed job keeps its responses and files, because it may be
+resumed.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ NAMES = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 class Removal:
     """Data to remove: their `kind`, the id and name of the job that they belong to, their count, and their bytes.
 
-    `count` is the number of samples for responses, of files for files, and 1 for a job. For files of artifacts that no
-    job uses, `job` and `name` are empty, and `count` is None.
+    `count` is the number of samples if responses are removed, the number of files if files are removed, and 1 for a
+    job. For files of artifacts that no job uses, `job` and `name` are empty, and `count` is None.
     """
 
     kind: str
@@ -60,8 +61,8 @@ class Removal:
 class _Kept:
     """Stored data of one kind of one job, such as its responses: their number, and their size in bytes.
 
-    `age_s` are the seconds since the job ended. Nothing is removed if `is_protected`, for example because another job
-    uses the job's results.
+    `age_s` is the number of seconds since the job ended. Nothing is removed if `is_protected`, for example because
+    another job uses the job's results.
     """
 
     job: JobRecord
@@ -94,7 +95,7 @@ class Cleaner:
         self._delete_job = delete_job
 
     def plan(self) -> tuple[Removal, ...]:
-        """All that would be removed now, by kind, the oldest first."""
+        """All data that would be removed now, by kind, the oldest first."""
         jobs, now = self._store.jobs(), self._store.now()
         protected = self._referred_to(jobs) | {job.id for job in jobs if not job.state.is_finished}
         ages = {job.id: now - self._store.state_since(job.id) for job in jobs}
@@ -124,7 +125,7 @@ class Cleaner:
         return tuple(removals)
 
     def carry_out(self, removals: Sequence[Removal]) -> tuple[Removal, ...]:
-        """Remove what `plan` has found, and return what was removed. What cannot be removed now is logged and left."""
+        """Remove the data that `plan` returned, and return what was removed. Failed removals are logged and skipped."""
         done = []
         referred_to = self._referred_to(self._store.jobs())
         for removal in removals:
@@ -169,7 +170,7 @@ class Cleaner:
         return self._store.num_engine_faults() > 0 and self._store.has_void(job_id)
 
     def _job_bytes(self, job: JobRecord, texts: Mapping[str, tuple[int, int]]) -> int:
-        """Bytes of a job's responses, files and artifacts; its other rows in SQL are small beside them."""
+        """Bytes of a job's responses, files and artifacts; the job's other rows in SQL are too small to count."""
         root = job_dir(self._data_dir, job.id)
         stored = sum(artifact.num_bytes for artifact in self._artifacts.of(job.id))
         return stored + texts.get(job.id, (0, 0))[1] + _sizes(f for f in root.rglob("*") if f.is_file())[1]
@@ -192,7 +193,7 @@ class Cleaner:
 
 
 def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
-    """Yield the removals that bring stored data of one kind back within `limit`, from the jobs that ended first.
+    """Yield the removals after which the stored data of one kind are within `limit`, oldest jobs first.
 
     `kept` has the stored data of each job. Protected data count towards the total size and are not removed.
     """
@@ -210,7 +211,7 @@ def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Remov
 
 
 def _sizes(files: Iterator[Path]) -> tuple[int, int]:
-    """Number and bytes of files; those that disappear meanwhile are left out."""
+    """Number and total bytes of `files`; files that are deleted in the meantime do not count."""
     count = num_bytes = 0
     for file in files:
         try:

@@ -1,4 +1,4 @@
-"""Limits of what is kept of jobs that have ended, as the option `--keep` states them."""
+"""Limits on the data that are kept of ended jobs, in the form of the option `--keep`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 @dataclass(frozen=True)
 class Limit:
-    """How long and how much of one kind of data is kept, such as responses; None is no limit.
+    """Limits on the age and the size of one kind of kept data, such as responses; None is no limit.
 
     `age_s` is in seconds since the job ended, `num_bytes` the bytes of all jobs together.
     """
@@ -35,7 +35,7 @@ class Limit:
 
 
 def parse_keep(text: str) -> tuple[str, Limit]:
-    """Parse a limit such as "responses=30d", "files=5GB" or "jobs=180d,50GB". Raises ValueError for other texts."""
+    """Parse a limit such as "responses=30d", "files=5GB" or "jobs=180d,50GB". Raises ValueError for an invalid text."""
     kind, sign, given = text.partition("=")
     if kind not in KINDS or not sign:
         raise ValueError(f"{text!r} is not a limit; write KIND=LIMIT with one of {', '.join(KINDS)}, as responses=30d")
@@ -59,7 +59,7 @@ def _refusal(text: str, part: str) -> str:
 
 
 def limits_of(given: Iterable[tuple[str, Limit]]) -> dict[str, Limit]:
-    """Collect limits by what they limit, such as "responses". Raises Conflict if a kind is given twice."""
+    """Collect limits in a dict by their kind of data, such as "responses". Raises Conflict if a kind is given twice."""
     found: dict[str, Limit] = {}
     for kind, limit in given:
         if kind in found:

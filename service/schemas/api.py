@@ -69,6 +69,12 @@ class ProgressDocument(TypedDict):
     max_samples: NotRequired[
         Annotated[int | None, Field(description="Limit of `samples_used`; null if there is none.")]
     ]
+    steps: NotRequired[
+        Annotated[int, Field(ge=0, description="Gradient steps and policy updates that the searcher has made.")]
+    ]
+    steps_planned: NotRequired[
+        Annotated[int, Field(ge=0, description="Expected number of `steps`; 0 for a searcher without them.")]
+    ]
 
 
 class RayJobDocument(TypedDict):
@@ -79,7 +85,7 @@ class RayJobDocument(TypedDict):
 
 
 class JobDocument(TypedDict):
-    """Job on the server; these are the fields that jobs of every kind have."""
+    """Job on the server, with the fields that jobs of every kind have."""
 
     id: str
     kind: Annotated[str, Field(description='"search": a study; "finetune": a fine-tuning.')]
@@ -205,7 +211,7 @@ class LandscapeDocument(TypedDict):
 
 
 class MergeLossDocument(TypedDict):
-    """Losses of merges of `num_experts` experts by one method, at the best of the coefficients that were tried."""
+    """Losses of merges of `num_experts` experts by one method, at the best coefficient that was tried."""
 
     method: str
     num_experts: NotRequired[
@@ -270,7 +276,7 @@ class EndDocument(TypedDict):
 
 
 class ExportDocument(TypedDict):
-    """Merged model that is written for download."""
+    """Export: a merged model that the server writes for download, with its state."""
 
     id: str
     study: str

@@ -266,7 +266,7 @@ class RivalTestDocument(TypedDict):
 
 
 class FindingDocument(TypedDict):
-    """Finding of a study: whether a merge that the search proposed is better than the baselines, with the tests."""
+    """Finding of a study, whether a proposed merge is better than the baselines, and the tests that it rests on."""
 
     text: Annotated[str, Field(description="Result in one sentence, also if no merge is better.")]
     criterion: Annotated[str, Field(description="Name of the compared value.")]
@@ -299,7 +299,7 @@ class FailureDocument(TypedDict):
 
 
 class SelectionDocument(TypedDict):
-    """Descriptions of how a study selects its best trial, and trials for the next rung."""
+    """Texts that describe how a study selects its best trial, and how it selects trials for the next rung."""
 
     best: Annotated[str, Field(description="Criterion that names the best trial.")]
     promotion: Annotated[str, Field(description="Criterion that promotes trials to the next rung.")]
@@ -329,6 +329,14 @@ class SummaryDocument(TypedDict):
     ]
     wall_clock_s: float
     engine: EngineDocument
+    phases: Annotated[
+        dict[str, float],
+        Field(
+            description="Seconds of each phase of the search that it had: alignments (of layer paths), updates (of "
+            "policies), gradients, merging (also writing merges into engines) and scoring. The last two are added up "
+            "over engines. Phases run at the same time."
+        ),
+    ]
     best: BestDocument | None
     selection: SelectionDocument
     constraints: list[ConstraintDocument]

@@ -1,4 +1,4 @@
-"""JSON Schemas of result files, and of what users submit: studies and fine-tunings."""
+"""JSON Schemas of result files, and of the files that users submit: studies and fine-tunings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
     """JSON Schemas of the specification of a fine-tuning, by name.
 
     The schema "Finetuning" describes the specification, and refers to the other schemas. `template` is the format of
-    references, as in pydantic's `ref_template`.
+    references between schemas, as in pydantic's `ref_template`.
     """
     spec = FinetuneSpec.model_json_schema(ref_template=template)
     analysis: dict[str, Any] = {

@@ -1,17 +1,17 @@
 """Jobs, trials, samples and events in SQL: SQLite, or PostgreSQL.
 
-- `sql`: every job of one database: creates, reads and hands out writers
-- `attempt_writer`: the writes of one driver, refused once another has taken the job over
+- `sql`: the store of all jobs in one database: creates and reads jobs, and makes writers of their results
+- `attempt_writer`: writes the results of one driver; refuses once another driver has taken over the job
 - `samples`: samples, packed in chunks, and those of engines that failed a check
 - `records`: rows as dataclasses
-- `steps`: what searchers computed besides scores, and its JSON
+- `steps`: computations of searchers besides scores, and their JSON
 - `documents`: results of a study's closing stages, and their JSON
-- `artifacts`: directories that drivers make, each with a row in SQL
+- `artifacts`: directories of files that drivers create, each with a row in SQL
 - `blobs`: files stored by content, in a directory or an object store
-- `database_url`: URLs of databases, and where servers and drivers find theirs
+- `database_url`: URLs of databases, and where servers and drivers look for the URL
 - `availability`: whether the database answers, and calls that wait until it does
 - `connection`: how transactions begin and end, and the clock for stored times
-- `column_types`: types that store and sort the same on both databases
+- `column_types`: column types whose values are stored and sorted in the same way on both databases
 - `schema`: the tables
 - `servers`: which server of a database is the leader, and how servers learn of new events
 - `move`: copies a database to another one

@@ -1,8 +1,8 @@
-"""Artifacts: files and directories that drivers create, stored once by their content, with a row each in SQL.
+"""Artifacts: directories of files that drivers create, stored by content, each with a row in SQL.
 
 An artifact is a manifest, {"path": {"digest": ..., "bytes": ...}} as JSON. The manifest and the files that it names are
 in a `BlobStore`; the manifest's sha256 is the artifact's digest. Files of equal content, such as the tokenizers of a
-fleet of experts, are stored once. A process that is killed leaves at most files that no artifact uses.
+fleet of experts, are stored once. If a process is killed, at worst files stay that no artifact uses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DIGEST_DIGITS = 16
 
 @repeated
 class ArtifactStore:
-    """Store of artifacts, the directories of files that the jobs in `store` made, such as trained experts.
+    """Store of artifacts, which are directories of files that the jobs in `store` made, such as trained experts.
 
     The files are at `location`: a directory or the URL of an object store. Every process may use it. Methods that read
     or write files raise OSError if the location cannot be used.
@@ -53,7 +53,7 @@ class ArtifactStore:
         """Store the directory `source` as an artifact of the job, and return the artifact's record.
 
         An earlier artifact of the job with the same name is replaced. `facts` are properties to store with the
-        artifact, as JSON; None stores none.
+        artifact, as JSON; None stores no properties.
 
         Raises:
             Conflict: The directory holds no file, or a file changed while it was stored.
@@ -72,17 +72,17 @@ class ArtifactStore:
         return self._record(job_id, name, digest, manifest, facts)
 
     def keep(self, job_id: str, name: str, digest: str) -> ArtifactRecord:
-        """Make a stored artifact, of whichever job, also an artifact of the job `job_id`, and return its record.
+        """Make the stored artifact with the given digest an artifact of the job `job_id` too, and return its record.
 
-        `digest` is the digest of the artifact. Its files then stay when the other job is deleted. Raises Conflict if
-        they are gone.
+        The artifact may belong to any job. Its files then stay when that job is deleted. Raises Conflict if the files
+        have been deleted already.
         """
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
     def kept_names(self, models: Iterable[str]) -> dict[str, str]:
-        """Digests of the models that are artifacts in this object store, by the names under which other jobs keep them.
+        """Digests of the models that are artifacts in this object store, by the names under which jobs keep them.
 
-        `models` are directories, hub ids and URLs. The digests are for `keep` and `Store.create_job`.
+        `models` are directories, hub ids and URLs. The result is for `keep` and `Store.create_job`.
         """
         found = (blob_at(model.rstrip("/")) for model in models)
         return {
@@ -92,7 +92,7 @@ class ArtifactStore:
     def _record(
         self, job_id: str, name: str, digest: str, manifest: Mapping[str, Mapping[str, Any]], facts: dict[str, Any]
     ) -> ArtifactRecord:
-        """Store and return the record of an artifact whose files and manifest are stored."""
+        """Store the record of an artifact whose files and manifest are stored already, and return the record."""
         num_bytes = sum(entry["bytes"] for entry in manifest.values())
         record = ArtifactRecord(job_id, name, digest, num_bytes, time.time(), facts)
         table = schema.artifacts
@@ -113,7 +113,7 @@ class ArtifactStore:
         """Return the record of an artifact.
 
         Raises:
-            NotFound: The job has no artifact of that name.
+            NotFound: The job has no artifact of this name.
         """
         found = self._records((schema.artifacts.c.study == job_id) & (schema.artifacts.c.name == name))
         if not found:
@@ -167,7 +167,7 @@ class ArtifactStore:
             `out`.
 
         Raises:
-            Conflict: A stored file is missing or has another content than when it was stored.
+            Conflict: A stored file is missing, or its content has changed.
         """
         with appearing(out, f"artifact-{record.digest[:16]}") as place:
             for path, entry in self._manifest(record.name, record.digest).items():
@@ -177,7 +177,7 @@ class ArtifactStore:
         return out
 
     def remove(self, job_id: str, name: str) -> None:
-        """Delete the record of an artifact, if there is one; `collect` deletes the files that are not used any more."""
+        """Delete the record of an artifact, if it exists. The files stay until `collect` deletes unused files."""
         table = schema.artifacts
         with transaction(self._engine) as connection:
             connection.execute(sa.delete(table).where(table.c.study == job_id, table.c.name == name))
@@ -191,11 +191,11 @@ class ArtifactStore:
         return self._blobs.capacity()
 
     def collect(self, *, deletes: bool = True) -> int:
-        """Delete files that no artifact uses, such as those of deleted jobs.
+        """Delete files that no artifact uses, such as files of deleted jobs.
 
         In a directory, nothing is deleted while a process stores an artifact. In an object store, files that were
-        written in the last 24 h are kept, because a process may be about to use them. A later call deletes what was
-        kept. Without `deletes`, nothing is deleted, and the bytes are those that would be freed.
+        written in the last 24 h are kept, because a process may be about to use them. A later call deletes these files.
+        If `deletes` is False, nothing is deleted, and the result is the number of bytes that would be freed.
 
         Returns:
             Number of bytes that were freed, or would be.

@@ -1,4 +1,4 @@
-"""Writing to one job; every transaction checks that the writer's driver still owns the job."""
+"""Writes of one driver to its job. Every transaction checks that the driver still owns the job."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ CHANNEL = "mergesearch_events"
 
 @repeated
 class JobWriter:
-    """Writer of what one attempt at a job stores; only the writer of the job's latest attempt may write.
+    """Writer of the data that one attempt at a job stores; only the writer of the job's latest attempt may write.
 
     Every method is one transaction, and raises StaleAttempt if a later attempt has begun.
 
     Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash. If a
-    write had to wait because the database did not answer, the next write also stores an event with the length of that
-    time, and counts as progress of the driver even if it is a heartbeat.
+    write had to wait because the database did not answer, the next write also stores an event with the length of the
+    wait. That next write counts as progress of the driver even if it is a heartbeat.
 
-    `stored_at` is the time at which this writer last stored anything but a heartbeat, and `scored_at` the time at which
-    it last stored a chunk. Both are times of time.monotonic(), or 0 if there was none. `longest_chunk_s` is the longest
-    time that a replica took for a chunk, including the time that the chunk waited in the replica.
+    `stored_at` is the time at which this writer last stored anything except a heartbeat, and `scored_at` the time at
+    which it last stored a chunk. Both are values of time.monotonic(), or 0 if nothing was stored. `longest_chunk_s` is
+    the longest time that a replica took for a chunk, including the time that the chunk waited in the replica.
     """
 
     def __init__(self, engine: sa.Engine, job_id: str, attempt: int) -> None:
@@ -89,10 +89,11 @@ class JobWriter:
     ) -> None:
         """Store that the driver is alive.
 
-        `wall_clock_s` are the seconds that all attempts have worked. `idle_s` are the seconds without progress so far;
-        None stores that no progress is known. `patience_s` are the seconds without progress after which the driver is
-        replaced; None stores that they are not known. `progress` is shown to users, as JSON; None leaves the stored one
-        unchanged. `waiting_for` is what the driver waits for; None stores that it does not wait.
+        `wall_clock_s` is the number of seconds that all attempts have worked. `idle_s` is the number of seconds since
+        the driver last made progress; None stores that no progress is known. `patience_s` is the number of seconds
+        without progress after which the driver is replaced; None stores that it is not known. `progress` is shown to
+        users, as JSON; None leaves the stored one unchanged. `waiting_for` is what the driver waits for; None stores
+        that it does not wait.
         """
         changes: dict[str, Any] = {
             "wall_clock_s": wall_clock_s,
@@ -112,7 +113,7 @@ class JobWriter:
             self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def set_waiting(self, reason: str) -> None:
-        """Store that the job is STOPPED because something that it needs is missing now; `reason` names it.
+        """Store that the job is STOPPED because something that it needs is missing now; `reason` says what is missing.
 
         The server starts another driver for the job later.
         """
@@ -123,7 +124,7 @@ class JobWriter:
             self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any]) -> None:
-        """Replace the stored study file by `document`, which has other limits or more trials."""
+        """Replace the stored study file by `document`, which has other limits or a larger number of trials."""
         with self._transaction() as connection:
             self._update_job(connection, document=dict(document))
 
@@ -169,9 +170,9 @@ class JobWriter:
         """Store a chunk's samples and evidence, and add their number and timings to the trial.
 
         Samples that are stored already are ignored; a chunk that has no other samples is not stored at all. `again` are
-        the samples, as (objective, position), that replace void ones: the stored samples are deleted first. The trial's
-        `samples_scored` grows by the new samples of search data. It counts neither samples that replace void ones nor
-        samples of holdout data.
+        the samples, as (objective, position), that replace void samples: the void samples are deleted first. The
+        trial's `samples_scored` grows by the new samples of search data. It does not count samples that replace void
+        samples, or samples of holdout data.
         """
         evidence = result.evidence
         table = schema.trials
@@ -229,9 +230,9 @@ class JobWriter:
     ) -> None:
         """Store a finished rung of a trial.
 
-        `samples_reused` is the number of samples, summed over the trial's finished rungs, that were not scored for them
-        but reused from lower rungs or from trials with an equal recipe. `state` is the trial's final state; None means
-        that the trial continues.
+        `samples_reused` is the number of samples, summed over the trial's finished rungs, that were not scored at that
+        rung but reused from lower rungs or from trials with an equal recipe. `state` is the trial's final state; None
+        means that the trial continues.
         """
         table = schema.trials
         with self._transaction() as connection:
@@ -327,7 +328,7 @@ class JobWriter:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.job_id).values(**changes))
 
     def _notify_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
-        """Tell COMPLETE studies how many of their samples are void because of the stored fault of a replica.
+        """Store in each COMPLETE study how many of its samples are void because of the stored fault of a replica.
 
         Each study with such samples receives an event, and the number and `reason` are added to the reason of its
         state.
@@ -349,7 +350,7 @@ class JobWriter:
             insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert `rows` for the job into a table; a stored row with the same key stays as it is."""
+        """Insert `rows` for the job into a table; a stored row with the same key is not changed."""
         if not rows:
             return
         statement = insert(connection, table).on_conflict_do_nothing()
@@ -377,8 +378,8 @@ def lock_job(connection: sa.Connection, job_id: str) -> int | None:
 def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Mapping[str, Any]) -> None:
     """Add an event of a job, whose row the transaction must have created, changed or locked.
 
-    Transactions that add events of the same job therefore end one after another, in the order of the events' ids. A
-    reader that continues after the last id that it saw misses no event.
+    Transactions that add events of the same job therefore end one after another, in the order of the events' ids. So a
+    reader that continues after the last id that it has read misses no event.
     """
     time_s = clock(connection)
     connection.execute(

@@ -1,7 +1,7 @@
 """Whether the database answers, and calls that wait until it does.
 
 A server answers requests with an error while its database is away; a driver waits. Waiting is an option of SQLAlchemy's
-engine (`waiting`), so everything that is made from a waiting store waits, too.
+engine (`waiting`), so all objects that share a waiting store's engine wait, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Outage:
 
 
 class Availability:
-    """Observer of a database's connections, which knows whether the database answered when it was last used.
+    """Observer of a database's connections, which records whether the database answered when it was last used.
 
     A message is logged when the database stops answering and when it answers again. `place` names the database in
     messages. Thread-safe.
@@ -66,8 +66,8 @@ class Availability:
     def watch(self, engine: sa.Engine) -> sa.Engine:
         """Observe every connection of `engine`, and return the engine with this object among its execution options.
 
-        The function `availability_of` finds the object there. Connections to SQLite are not observed: a file always
-        answers.
+        The function `availability_of` finds the object there. Connections to SQLite are not observed, because a file
+        always answers.
         """
         if engine.dialect.name == "postgresql":
             event.listen(engine, "handle_error", self._on_error)
@@ -95,7 +95,7 @@ class Availability:
             return ended
 
     def put_back(self, outage: Outage) -> None:
-        """Let the next call of `take_ended` return `outage`, unless another outage has ended in the meantime."""
+        """Make the next call of `take_ended` return `outage`, unless another outage has ended in the meantime."""
         with self._lock:
             self._ended = self._ended or outage
 
@@ -129,7 +129,8 @@ def availability_of(engine: sa.Engine) -> Availability:
 def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
     """Return `engine` with the option that decides whether calls of stores that use it wait for the database.
 
-    If `waits`, a call waits while the database does not answer, and is then repeated. Otherwise it raises the error.
+    If `waits` is True, a call waits while the database does not answer, and is then repeated. Otherwise it raises the
+    error.
     """
     return engine.execution_options(**{WAITING: waits})
 
@@ -147,7 +148,8 @@ def is_away(error: BaseException) -> bool:
 def may_repeat(error: BaseException) -> bool:
     """Whether a transaction that failed with `error` may succeed later.
 
-    It may if the database did not answer, or if the database rolled the transaction back because of another one.
+    The result is True if the database did not answer, or if it rolled the transaction back because of another
+    transaction.
     """
     return is_away(error) or (isinstance(error, sa.exc.DBAPIError) and _code(error.orig).startswith(ROLLED_BACK_CODES))
 
@@ -168,10 +170,10 @@ def _code(error: BaseException | None) -> str:
 def repeated(cls: Class) -> Class:
     """Class decorator that repeats public methods while the database does not answer, if the object waits for it.
 
-    The object waits if `is_waiting` is true of its `_engine`. A method is called again, with growing pauses, as long as
-    its transaction fails for one of two reasons: the database does not answer, or it rolled the transaction back
+    The object waits if `is_waiting` is True for its `_engine`. A method is called again, with growing pauses, as long
+    as its transaction fails for one of two reasons: the database does not answer, or it rolled the transaction back
     because of another transaction. Each public method must therefore be one transaction. It may call other public
-    methods, which are repeated by themselves.
+    methods, each of which is repeated separately.
     """
     for name, method in list(vars(cls).items()):
         if isfunction(method) and not name.startswith("_"):

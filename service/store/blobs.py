@@ -1,6 +1,6 @@
-"""Files stored by their content: each is named by its sha256 (hex) and never changes.
+"""Files stored by their content: each file is named by its sha256 (hex) and never changes.
 
-A file appears under its name once it is complete. Storing the same content again stores nothing.
+A file appears under its name only when it is complete. Storing content that is stored already has no effect.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class BlobStore(Protocol):
         """Delete the files that are not in use, and return the number of bytes freed.
 
         `used` returns the digests of the files in use. Files that another process may be about to name in the database
-        are kept. A later call deletes them if they are not used. Without `deletes`, nothing is deleted, and the number
-        is that of the bytes that would be freed.
+        are kept. A later call deletes them if they are not used. If `deletes` is False, nothing is deleted, and the
+        result is the number of bytes that would be freed.
         """
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A stored file: its size in bytes, and the place that it is read from.
+    """A stored file: its size in bytes, and where its content is read from.
 
     `source` is a path, or an object store and the file's path in it.
     """
@@ -110,11 +110,11 @@ class StoredFile:
 
     @classmethod
     def of(cls, file: Path) -> StoredFile:
-        """The `StoredFile` that is read from `file` on this machine."""
+        """Make the `StoredFile` whose content is read from `file` on this machine."""
         return cls(file.stat().st_size, file)
 
     def open(self) -> BinaryIO:
-        """Open the file for reading from its beginning to its end."""
+        """Open the file for sequential reading."""
         if isinstance(self.source, Path):
             return self.source.open("rb")
         objects, path = self.source
@@ -153,7 +153,7 @@ def check_location(location: str | Path) -> None:
 
 
 class DirectoryBlobs:
-    """Store of files in a directory DIR of this machine, or of a file system that all machines share.
+    """Store of files in a directory DIR, on this machine or on a file system that all machines share.
 
     The file with the digest abcdef... is DIR/blobs/ab/cdef.... Processes lock the file DIR/.lock: shared while they
     store files, and exclusively while they delete unused files.
@@ -243,8 +243,8 @@ class ObjectBlobs:
     """Store of files in an object store. URL/blobs/ab/cdef... is the file with the digest abcdef....
 
     An object store has no locks. Unused files are therefore deleted only `GRACE_S` (24 h) after they were written. If a
-    process stores a file that is there already, and was written more than half of `GRACE_S` ago, the file is written
-    again. So it is not deleted before the process has named it in the database.
+    process stores a file that exists already and was written more than half of `GRACE_S` ago, the file is written
+    again, so that it is not deleted before the process has stored its digest in the database.
     """
 
     def __init__(self, objects: ObjectStore) -> None:

@@ -16,7 +16,7 @@ BIG_NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 def string(length: int) -> sa.String:
     """Column type for text of at most `length` characters that is sorted by code points.
 
-    PostgreSQL would otherwise sort it by the rules of a language.
+    Without this type, PostgreSQL would sort text by the rules of a language.
     """
     return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
 

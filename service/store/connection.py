@@ -41,7 +41,7 @@ RECYCLE_S = 1800
 
 
 def connect(url: sa.URL) -> sa.Engine:
-    """Create the SQLAlchemy engine for the database at `url`, which `parse_url` has returned; nothing is sent yet.
+    """Create the SQLAlchemy engine for the database at `url`, a result of `parse_url`, without connecting to it yet.
 
     Write transactions on SQLite take the write lock when they begin. NaN and infinite numbers in values of JSON columns
     are refused (ValueError).
@@ -83,9 +83,9 @@ def _check_encoding(place: str, connection: Any, _: Any) -> None:
 
 
 def reading(engine: sa.Engine) -> sa.Engine:
-    """The same engine with the options for transactions that only read.
+    """Return the engine with the options for transactions that only read.
 
-    All queries of such a transaction see the database at the same moment, and wait for no transaction that writes.
+    All queries of such a transaction see the same state of the database, and never wait for a transaction that writes.
     """
     if engine.dialect.name == "sqlite":
         return engine.execution_options(read_only=True)
@@ -94,10 +94,10 @@ def reading(engine: sa.Engine) -> sa.Engine:
 
 @contextmanager
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """A transaction that writes; it is committed at the end of the context.
+    """Context of a transaction that writes; the transaction is committed at the end.
 
-    On PostgreSQL the transaction also stores a token of its own. If the connection is lost during the commit, the
-    stored tokens tell whether the transaction was committed. An error therefore means that nothing was stored.
+    On PostgreSQL the transaction also stores a token that only it has. If the connection is lost during the commit, the
+    stored tokens show whether the transaction was committed. An error therefore means that nothing was stored.
     """
     with engine.connect() as connection, connection.begin() as begun:
         yield connection
@@ -136,8 +136,8 @@ NEXT_TOKEN = sa.text(_STORE_TOKEN.format(is_outdated="token = :before"))
 def _store_token(connection: sa.Connection) -> str | None:
     """Store a new token in the transaction that is open on `connection`, and delete the connection's previous one.
 
-    The first token of a connection replaces those of connections that are gone. Returns None, and stores nothing, on
-    SQLite and if the transaction has written nothing.
+    With the first token of a connection, old tokens of closed connections are deleted. On SQLite, and if the
+    transaction has written nothing, no token is stored and the result is None.
     """
     if connection.dialect.name == "sqlite":
         return None
@@ -152,8 +152,8 @@ def _store_token(connection: sa.Connection) -> str | None:
 def _is_committed(engine: sa.Engine, token: str) -> bool:
     """Whether PostgreSQL committed the transaction that stored `token`.
 
-    The token is inserted once more, which waits until the transaction that stored it has ended. The database is asked
-    again while it does not answer, if `is_waiting` is true of `engine`; otherwise the error is raised.
+    The token is inserted once more, which waits until the transaction that stored it has ended. While the database does
+    not answer, the query is repeated if `is_waiting` is True for `engine`; otherwise the error is raised.
     """
     query = sa.text("INSERT INTO commit_tokens (token, time) VALUES (:token, :now) ON CONFLICT DO NOTHING")
     while True:
@@ -167,10 +167,10 @@ def _is_committed(engine: sa.Engine, token: str) -> bool:
 
 
 def clock(connection: sa.Connection) -> Any:
-    """Present time in seconds since the epoch, by the clock of all stored times.
+    """Expression for the present time in seconds since the epoch, by the clock of all stored times.
 
-    The result is a number on SQLite, which only one machine uses. On PostgreSQL, which all machines share, it is an SQL
-    expression for the time of the database's clock.
+    On SQLite, which only one machine uses, the result is a number. On PostgreSQL, which all machines share, it is an
+    SQL expression for the time of the database's clock.
     """
     if connection.dialect.name == "sqlite":
         return time.time()

@@ -1,10 +1,9 @@
-"""URLs of databases: which are accepted, how they are shown without passwords, and how drivers find theirs.
+"""URLs of databases: which are accepted, how they are shown without passwords, and where processes look for them.
 
-A server that is not given a database, and a driver, which is never given one, look in the same places: the variable
-MERGESEARCH_DATABASE, then the file `URL_FILE` in the data directory, then SQLite in the data directory. A server writes
-`URL_FILE` when it starts. If it takes the URL from the variable, and Ray is not its own, the file only names the
-variable, because engines may read the data directory. A password is therefore never part of a driver's command line or
-of its Ray Job.
+A server that is not given a database, and every driver, look in the same places: the variable MERGESEARCH_DATABASE,
+then the file `URL_FILE` in the data directory, then an SQLite file in the data directory. A server writes `URL_FILE`
+when it starts. If it takes the URL from the variable, and Ray is not its own, the file only names the variable, because
+engines may read the data directory. A password is therefore never part of a driver's command line or of its Ray Job.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def parse_url(text: str | sa.URL) -> sa.URL:
     """Parse the URL of a database, SQLite or PostgreSQL, for SQLAlchemy. The path of an SQLite file becomes absolute.
 
     Raises:
-        Conflict: The URL is not one of a database that can be used. The message contains no part of the URL that may be
-            secret.
+        Conflict: The URL does not belong to a database that can be used. The message contains no part of the URL that
+            may be secret.
     """
     try:
         url = sa.make_url(text)
@@ -99,7 +98,7 @@ def has_password(url: sa.URL) -> bool:
 def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
     """URL of the database of the server with the data directory `data_dir`.
 
-    It is the first of these that is stated:
+    It is the first of these that exists:
 
     - `given`
     - the environment variable MERGESEARCH_DATABASE
@@ -107,14 +106,14 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
     - the URL of an SQLite file in the data directory
 
     Raises:
-        Conflict: What is given, or found, is not the URL of a database.
+        Conflict: The text that is given or found is not the URL of a database.
     """
     text = given or os.environ.get(VARIABLE)
     return parse_url(text) if text else remembered(data_dir)
 
 
 def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
-    """URL of the database of a server that exists, found as `database_url` finds it.
+    """URL of the database of an existing server; it is found in the same places as by `database_url`.
 
     Raises:
         Conflict: There is no such database: neither `given` nor this machine's environment names one, and `data_dir`
@@ -132,10 +131,10 @@ def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
 def remembered(data_dir: Path) -> sa.URL:
     """URL of the database of the last server with this data directory, which `remember` has stored there.
 
-    If none is stored, it is that of an SQLite file in the data directory.
+    If no URL is stored, the result is the URL of an SQLite file in the data directory.
 
     Raises:
-        Conflict: The server took the URL from MERGESEARCH_DATABASE, and it is not stored.
+        Conflict: The server took the URL from MERGESEARCH_DATABASE, so the URL is not stored.
     """
     text, place = _stored(data_dir)
     if text is None:
@@ -147,13 +146,20 @@ def remembered(data_dir: Path) -> sa.URL:
 
 
 def remembered_place(data_dir: Path) -> str:
-    """Database of the last server with this data directory, as messages show it, also if its URL is not stored."""
+    """Text without secrets that names the database of the last server with this data directory.
+
+    It is known even if the server took the database's URL from MERGESEARCH_DATABASE.
+    """
     text, place = _stored(data_dir)
     return place if text is None else shown(parse_url(text))
 
 
 def _stored(data_dir: Path) -> tuple[str | None, str]:
-    """URL that `remember` has stored or None, and the database of which only the place is stored or ""."""
+    """Read what `remember` has stored: a pair of the URL and of a text that names a database whose URL is not stored.
+
+    The URL is None if only the text is stored; otherwise the text is "". If nothing is stored, the URL is that of the
+    SQLite file in the data directory.
+    """
     try:
         text = (data_dir / URL_FILE).read_text().strip()
     except FileNotFoundError:
@@ -166,7 +172,7 @@ def named_url(text: str) -> sa.URL:
     """URL of the database that `text` names: by its URL, or by the data directory of the server that uses it.
 
     Raises:
-        Conflict: `text` is neither.
+        Conflict: `text` is neither of these.
     """
     if "://" not in text and Path(text).is_dir():
         return database_url(Path(text))
@@ -177,8 +183,8 @@ def remember(data_dir: Path, url: sa.URL, *, by_variable: bool = False) -> None:
     """Store the URL of a server's database in its data directory, for its drivers and for its next start.
 
     For the default database, an SQLite file in the data directory, no URL is stored, and an earlier one is removed.
-    With `by_variable`, drivers get the URL by MERGESEARCH_DATABASE: only the place of the database is stored, without
-    secrets, for messages to those who lack the variable.
+    With `by_variable`, drivers read the URL from MERGESEARCH_DATABASE: only a text without secrets that names the
+    database is stored, for error messages where the variable is not set.
     """
     place = data_dir / URL_FILE
     if url.get_backend_name() == "sqlite" and Path(str(url.database)) == (data_dir / DATABASE).absolute():

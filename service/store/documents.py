@@ -1,4 +1,4 @@
-"""Documents of a study, which the table `documents` has as JSON by name: how it began, and its closing stages.
+"""Documents of a study in the table `documents`, as JSON by name: about the study's start and its closing stages.
 
 A document is stored as the fields of its type (`dataclasses.asdict`).
 """
@@ -14,11 +14,13 @@ from pydantic import TypeAdapter
 from workers.types import VerificationReport
 
 __all__ = [
+    "ALIGNMENT_COST",
     "CANARIES",
     "POLICY_START",
     "RESPONSES",
     "VERIFICATION",
     "WARM_START",
+    "AlignmentCost",
     "Canaries",
     "PolicyStart",
     "RemovedResponses",
@@ -26,6 +28,7 @@ __all__ = [
     "TrialVerification",
     "Verification",
     "WarmStart",
+    "read_alignment_cost",
     "read_canaries",
     "read_policy_start",
     "read_removed_responses",
@@ -34,7 +37,14 @@ __all__ = [
 ]
 
 CANARIES, POLICY_START, VERIFICATION, WARM_START = "canaries", "policy_start", "verification", "warm_start"
-RESPONSES = "responses"
+RESPONSES, ALIGNMENT_COST = "responses", "alignment_cost"
+
+
+@dataclass(frozen=True)
+class AlignmentCost:
+    """Seconds that all attempts at a study took to learn its alignments; those from the cache take almost none."""
+
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """Policies, trained by another study, that a study begins with, in the order of the study's own policies.
+    """Policies of another study from which a study's own policies start, in the order of the study's own policies.
 
     `study` and `name` are the id and name of the study that trained them.
     """
@@ -65,7 +75,7 @@ class WarmStart:
     """Results of an earlier study that a study's searcher begins with.
 
     `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results at every rung are used, or
-    "full" if only those at the full budget are. `digest` is that of the artifact with the results.
+    "full" if only those at the full budget are. `digest` is the digest of the artifact that has the results.
     """
 
     study: str
@@ -78,7 +88,7 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RemovedResponses:
-    """Removal of the responses and tokens of a study's samples: when, in seconds since the epoch, and how much."""
+    """Removal of the responses and tokens of a study's samples: its time in seconds since the epoch, and its amount."""
 
     removed_at: float
     num_samples: int
@@ -87,9 +97,9 @@ class RemovedResponses:
 
 @dataclass(frozen=True)
 class Canaries:
-    """Results of the last canary that each engine of a study was given.
+    """Results of the last canary of each engine of a study.
 
-    `samples_not_checked` is the number of the study's samples that their engine scored after the last canary that it
+    `samples_not_checked` is the number of the study's samples that were scored after the last canary that their engine
     passed; None before the study's end. `skipped` has the reasons why canaries could not be run, by replica.
     """
 
@@ -112,18 +122,24 @@ class TrialVerification(VerificationReport):
 class Verification:
     """Result of a study's verification, with a report for each verified trial.
 
-    `reason` says why no trial was to be verified; None if trials were.
+    `reason` says why no trial was chosen for verification; None if trials were chosen.
     """
 
     reports: tuple[TrialVerification, ...] = ()
     reason: str | None = None
 
 
+_ALIGNMENT_COST = TypeAdapter(AlignmentCost)
 _CANARIES = TypeAdapter(Canaries)
 _POLICY_START = TypeAdapter(PolicyStart)
 _RESPONSES = TypeAdapter(RemovedResponses)
 _VERIFICATION = TypeAdapter(Verification)
 _WARM_START = TypeAdapter(WarmStart)
+
+
+def read_alignment_cost(document: Mapping[str, Any] | None) -> AlignmentCost:
+    """The stored `AlignmentCost` of a study, from its JSON document; of 0 seconds if `document` is None."""
+    return _ALIGNMENT_COST.validate_python(document or {})
 
 
 def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
@@ -137,7 +153,7 @@ def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
 def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
     """The stored `PolicyStart` of a study, from its JSON document.
 
-    Returns None if `document` is None, that is if nothing is stored.
+    Returns None if `document` is None, which means that nothing is stored.
     """
     return None if document is None else _POLICY_START.validate_python(document)
 
@@ -156,7 +172,7 @@ def read_verification(document: Mapping[str, Any] | None) -> Verification:
 def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedResponses | None:
     """The stored `RemovedResponses` of a study, from its JSON document.
 
-    Returns None if `document` is None, that is if the responses were not removed.
+    Returns None if `document` is None, which means that the responses were not removed.
     """
     return None if document is None else _RESPONSES.validate_python(document)
 
@@ -164,7 +180,7 @@ def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedRespons
 def read_warm_start(document: Mapping[str, Any] | None) -> WarmStart | None:
     """The stored `WarmStart` of a study, from its JSON document.
 
-    Returns None if `document` is None, that is if nothing is stored.
+    Returns None if `document` is None, which means that nothing is stored.
     """
     return None if document is None else _WARM_START.validate_python(document)
 

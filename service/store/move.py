@@ -1,4 +1,4 @@
-"""Copies everything that a database holds to another one, of the same kind or not."""
+"""Copies all data of a database to another one, of the same kind or not."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class MovedTable:
 def move(source: Store, target: Store, *, note: Callable[[str], None] = lambda _: None) -> list[MovedTable]:
     """Copy all tables of `source` to the empty `target`, in one transaction, and compare the copies with the originals.
 
-    The source is read at one moment, and stays as it is. Rows keep their ids. Ids of rows that were deleted in the
-    source are not given to new rows of the target. If this process ends early, the target is still empty. `note` is
-    called with messages about the progress.
+    All tables of the source are read at one moment, and the source is not changed. Rows keep their ids. Ids of rows
+    that were deleted in the source are not given to new rows of the target. If this process ends early, the target is
+    still empty. `note` is called with messages about the progress.
 
     Returns:
         The copied tables.

@@ -57,11 +57,11 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class EvidenceRecord:
-    """Evidence of one scored chunk: what the engine held meanwhile, and how long the parts of scoring took.
+    """Evidence of one scored chunk: the weights that the engine held, and how long the parts of scoring took.
 
-    `prompts` has hashes of the scored prompts. Its keys name them as "split objective[start:stop]", with the positions
-    of the first and after the last sample. `finished_at` is in seconds since the epoch. `canaries` is None if an
-    earlier version stored the chunk. The other fields are those of `workers.types.Evidence` and `ScoreResult`.
+    `prompts` has hashes of the scored prompts. Its keys are "split objective[start:stop]", with the position of the
+    first sample and the position after the last sample. `finished_at` is in seconds since the epoch. `canaries` is None
+    if an earlier version stored the chunk. The other fields are those of `workers.types.Evidence` and `ScoreResult`.
     """
 
     id: int
@@ -82,7 +82,7 @@ class EvidenceRecord:
     text_bytes: int | None = None
 
     def is_of(self, split: Split) -> bool:
-        """Whether the chunk's samples are of `split`, search or holdout data."""
+        """Whether the samples of the chunk belong to `split`, that is search data or holdout data."""
         return any(key.startswith(f"{split} ") for key in self.prompts)
 
 

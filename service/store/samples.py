@@ -1,13 +1,15 @@
-"""Samples in SQL: a row for adjacent samples of one objective that were scored together, not one for each sample.
+"""Samples in SQL: one row for adjacent samples of one objective that were scored together.
 
-    sample_chunks      values and flags, packed: float64 and a bit each, compressed by zlib
+    sample_chunks      values and flags, packed: float64 and one bit for each sample, compressed by zlib
     sample_documents   lists of documents; recipes that are scored on the same data share them
     sample_texts       responses and tokens, which are most of the bytes, as JSON compressed by zlib
 
 Earlier versions stored a row for each sample, in the table `samples`. This module can read these rows. The server moves
-them to the other tables, a recipe at a time; a driver moves those of a recipe to which it writes.
+them to the other tables, one recipe at a time. A driver moves the rows of a recipe before it writes samples of the
+recipe.
 
-All functions work inside the caller's transaction. Those that write need the lock of the job's row.
+All functions work inside the caller's transaction. Functions that write require that the transaction holds the lock of
+the job's row.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class SampleChunk:
 
 @dataclass(frozen=True)
 class VoidSample:
-    """A void sample: one that an engine scored after the last canary that it passed, before it failed a check.
+    """A void sample: a sample that an engine scored after the last canary that it passed, before it failed a check.
 
     `replica` is the engine's replica. `position` is the sample's index in the order in which the objective's samples
     are scored.
@@ -92,7 +94,7 @@ class VoidSample:
 
 
 def pack_values(values: Values, is_truncated: Flags) -> bytes:
-    """Pack the values of samples, and the flags whether their responses are truncated, into bytes.
+    """Pack the values of samples, and flags that mark truncated responses, into bytes.
 
     The function `_unpack_values` reads them.
     """
@@ -160,7 +162,7 @@ def read_chunks(
 def with_room(known: Values | None, stop: int) -> Values:
     """Make an array of sample values by position that has room for at least `stop` positions.
 
-    It begins with the values `known`; None means that no value is known. Positions without a value have NaN.
+    The array begins with the values `known`; None means that no value is known. Positions without a value contain NaN.
     """
     if known is None:
         return np.full(stop, np.nan)
@@ -175,7 +177,7 @@ def read_samples(connection: sa.Connection, study: str, digest: str, split: Spli
 
 
 def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split) -> Iterator[tuple[int, SampleResult]]:
-    """Yield (id of its evidence, sample) for each sample of a recipe, except those that an earlier version stored."""
+    """Yield each sample of a recipe with the id of its evidence, except samples that an earlier version stored."""
     table, texts, documents = schema.sample_chunks, schema.sample_texts, schema.sample_documents
     same = [texts.c[column.name] == column for column in table.primary_key]
     query = (
@@ -228,7 +230,7 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """Query that selects `columns` from the rows of `held`, a subquery of `holdings`, whose samples are void.
+    """Query for the given `columns` of those rows of `held`, a subquery of `holdings`, that count void samples.
 
     A sample is void if its engine failed a check after the last canary that it passed. `columns` may also be columns of
     the tables `evidence` and `engine_faults`, to which the rows are joined.
@@ -264,7 +266,7 @@ def not_stored(
 ) -> list[SampleResult]:
     """The samples among `samples` that are not stored yet for the recipe with the given digest.
 
-    Samples that only the table `samples` has, from earlier versions, count as not stored.
+    Samples that are only in the table `samples`, where earlier versions stored them, count as not stored.
     """
     table = schema.sample_chunks
     query = sa.select(table.c.objective, table.c.start, table.c.num_samples).where(_is_of(table, study, digest, split))
@@ -279,8 +281,8 @@ def store_samples(
 ) -> None:
     """Store samples of a recipe, which belong to the chunk whose evidence has the id `evidence`.
 
-    None of them may be stored already. `samples` must be all samples of the chunk that are to be stored, because this
-    function also sets the chunk's stored sizes: the bytes that its samples and their texts take.
+    No sample of `samples` may be stored already. `samples` must be all samples of the chunk that are to be stored,
+    because this function also sets the chunk's stored sizes: the bytes that its samples and their texts take.
     """
     chunks: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
@@ -326,7 +328,7 @@ def delete_texts(connection: sa.Connection, study: str, *, keep: Collection[str]
 def remove_samples(
     connection: sa.Connection, study: str, digest: str, split: Split, keys: Collection[tuple[str, int]]
 ) -> None:
-    """Remove the stored samples of a recipe whose (objective, position) are in `keys`; its other samples stay."""
+    """Remove the stored samples of a recipe at the pairs (objective, position) in `keys`; its other samples stay."""
     if not keys:
         return
     kept: dict[int, list[SampleResult]] = defaultdict(list)
@@ -341,7 +343,7 @@ def remove_samples(
 def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
     """For each study, the number of samples whose responses are stored, and the bytes that their responses take.
 
-    The keys are ids of studies. A study is left out as long as some of its samples are in the table of earlier
+    The keys are ids of studies. A study is left out while some of its samples are still in the table of earlier
     versions.
     """
     chunks, texts, old = schema.sample_chunks, schema.sample_texts, schema.samples
@@ -358,7 +360,7 @@ def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
 def remove_texts(connection: sa.Connection, study: str) -> int:
     """Remove the responses and tokens of one recipe of a study, and return the number of rows removed.
 
-    The recipe is any one that still has responses or tokens. The number is 0 if the study has none left.
+    The function chooses any recipe of the study that still has responses or tokens. It returns 0 if none is left.
     """
     texts = schema.sample_texts
     digest = sa.select(texts.c.recipe_digest).where(texts.c.study == study).limit(1).scalar_subquery()
@@ -375,10 +377,7 @@ def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
 
 
 def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -> int:
-    """Id of the stored list of the documents named `names`.
-
-    If the study does not have this list yet, it is stored first.
-    """
+    """Id of the stored list of documents with the names `names`. If the study lacks this list, it is stored first."""
     table = schema.sample_documents
     packed = pack_documents(names)
     digest = hashlib.sha256(packed).hexdigest()
@@ -408,7 +407,7 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 
 
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
-    """Move the samples of a recipe from the table of earlier versions to the present ones, and return their number."""
+    """Move the samples of a recipe from the table of earlier versions to the present tables; return their number."""
     by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
     for split, evidence, sample in _old_samples(connection, study, digest):
         by_chunk[split, evidence].append(sample)

@@ -1,4 +1,4 @@
-"""Tables for SQLite and PostgreSQL; everything else that the program knows can be rebuilt from their rows."""
+"""Tables of the database, for SQLite and PostgreSQL. All state that must survive a restart is in their rows."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ rungs = Table(
 
 
 def _of_samples() -> list[Column[Any]]:
-    """Key columns that the tables of samples share; their rows each have adjacent samples of one objective and recipe.
+    """Key columns of the tables of samples, in which a row has adjacent samples of one objective and recipe.
 
-    `start` is the position of the first sample. Rows name a recipe, not a trial: trials with equal recipes share
+    `start` is the position of the first sample. Rows name a recipe, not a trial, so trials with equal recipes share
     samples.
     """
     return [

@@ -1,7 +1,7 @@
 """Servers of one database: which of them is the leader, and how they learn of new events.
 
-Any number of servers may use a database of PostgreSQL. The leader starts and replaces drivers, and writes exports; all
-of them answer requests. SQLite has one server, which is the leader.
+Any number of servers may use a PostgreSQL database. All of them answer requests; only the leader starts and replaces
+drivers, and writes exports. An SQLite database has a single server, which is the leader.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ RETRY_S, LISTEN_S = 2.0, 1.0
 class Leadership:
     """This server's claim to be the leader of the servers that use its database.
 
-    On PostgreSQL the leader is the server whose session holds a lock. When the session ends, another server can take
-    the lock. A leader whose session has ended notices that at the next call of `is_held`. Until then two servers may
-    act as leader, which does no harm: Ray refuses to start a driver twice, because its Ray Job has a fixed id. On
-    SQLite the only server is the leader. Thread-safe.
+    On PostgreSQL the leader is the server whose database session holds a lock. When the session ends, another server
+    can take the lock. A leader whose session has ended detects this at the next call of `is_held`. Until then two
+    servers may act as leader. This does no harm, because a driver's Ray Job has a fixed id, and Ray refuses to start
+    the same id twice. On SQLite the only server is the leader. Thread-safe.
     """
 
     def __init__(self, store: Store) -> None:
@@ -49,7 +49,7 @@ class Leadership:
         return self._has_lock
 
     def is_held(self) -> bool:
-        """Become the leader if there is none, and return whether this server is the leader.
+        """Try to become the leader if there is no leader, and return whether this server is the leader.
 
         Raises:
             DBAPIError: The database does not answer; this server is not the leader.
@@ -83,7 +83,7 @@ class Leadership:
                 return False
 
     def release(self) -> None:
-        """Give up being the leader, so that another server can be it."""
+        """Stop being the leader, so that another server can become the leader."""
         with self._lock:
             if self._engine is not None:
                 self._close()
@@ -114,8 +114,9 @@ class Leadership:
 class Notifications:
     """Thread that calls `on_event` with the id of each job that has a new event, as soon as the event is stored.
 
-    Any server or driver may have stored it. On SQLite, and while the connection to the database is lost, `on_event` is
-    not called. `is_listening` is True while the thread receives the database's notifications of new events.
+    The event may come from any server or driver. On SQLite, and while the connection to the database is lost,
+    `on_event` is not called. `is_listening` is True while the thread receives the database's notifications of new
+    events.
     """
 
     def __init__(self, store: Store, on_event: Callable[[str], None]) -> None:
@@ -161,7 +162,7 @@ class Notifications:
 
 
 def _single(store: Store) -> sa.Engine | None:
-    """SQLAlchemy engine for one connection that is kept open, apart from the connections of `store`; None on SQLite."""
+    """Make an SQLAlchemy engine for one permanent connection besides the connections of `store`; None on SQLite."""
     if store.engine.dialect.name == "sqlite":
         return None
     settings = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}

@@ -1,7 +1,7 @@
-"""The store: jobs, trials, rungs, samples and events in SQL (SQLite or PostgreSQL, through SQLAlchemy).
+"""Store of jobs, trials, rungs, samples and events in SQL (SQLite or PostgreSQL, through SQLAlchemy).
 
 Every process may read. Only a job's driver writes its trials, rungs, samples and events, through a `JobWriter` that
-checks its attempt number inside every transaction: a driver that was replaced can no longer write.
+checks its attempt number in every transaction, so a driver that was replaced can no longer write.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Connections(Protocol):
 
 @dataclass(frozen=True)
 class _OneConnection:
-    """Opens the same connection for all reads of a store, so that they see the database at one moment.
+    """Opens the same connection for all reads of a store, so that all of them read the same state of the database.
 
     The transaction of this connection stays open.
     """
@@ -124,14 +124,14 @@ class _OneConnection:
 
 @repeated
 class Store:
-    """Store of all jobs, in one database; thread-safe, to be closed after use.
+    """Store of all jobs in one database. It is thread-safe, and must be closed after use.
 
     Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. If the store
     `waits`, its calls and those of its writers wait while the database does not answer, and are then repeated.
     Otherwise they raise the error.
 
     Raises:
-        Conflict: `url` is not a database, or one of a newer version, or one that this user may not use.
+        Conflict: `url` is not a database, is a database of a newer version, or may not be used by this user.
         DatabaseUnavailable: The database does not answer, and the store does not wait.
     """
 
@@ -165,7 +165,7 @@ class Store:
 
     @property
     def engine(self) -> sa.Engine:
-        """SQLAlchemy's engine of the database, for other stores there, such as `ArtifactStore`."""
+        """SQLAlchemy's engine of the database, for other stores in the same database, such as `ArtifactStore`."""
         return self._engine
 
     @property
@@ -181,7 +181,7 @@ class Store:
     def reading(self) -> AbstractContextManager[sa.Connection]:
         """Context with a connection whose transaction only reads, for other code that reads the database.
 
-        For a store that `snapshot` yields, it is the connection of the snapshot.
+        For a store that `snapshot` has yielded, it is the snapshot's connection.
         """
         return self._reads.connect()
 
@@ -195,11 +195,11 @@ class Store:
         return other
 
     def problem(self) -> str | None:
-        """Message that says since when the database does not answer; None if it answered when it was last used."""
+        """Message that the database does not answer, and since when; None if it answered when it was last used."""
         return availability_of(self._engine).problem()
 
     def now(self) -> float:
-        """Present time in seconds since the epoch, by the clock of all stored times: the database's."""
+        """Present time in seconds since the epoch, by the clock of all stored times, which is the database's clock."""
         with self._reads.connect() as connection:
             time_s = clock(connection)
             return time_s if isinstance(time_s, float) else float(connection.execute(sa.select(time_s)).scalar_one())
@@ -211,7 +211,7 @@ class Store:
 
     @contextmanager
     def snapshot(self) -> Iterator[Self]:
-        """Yield a copy of this store whose reads all see the database as it is now.
+        """Context with a copy of this store, all of whose reads see the same state of the database, the present one.
 
         The copy must not be used to write.
         """
@@ -271,15 +271,19 @@ class Store:
             raise NotFound(f"job {job_id!r}: no such job in {self.place}")
         return found[0]
 
-    def jobs(self, kind: str | None = None) -> tuple[JobRecord, ...]:
-        """All jobs, oldest first; only those of one kind if `kind` names one."""
-        return self._jobs(sa.true() if kind is None else schema.studies.c.kind == kind)
+    def jobs(
+        self, kind: str | None = None, *, state: JobState | None = None, name: str | None = None
+    ) -> tuple[JobRecord, ...]:
+        """All jobs, oldest first; only those of one kind, in one state or with one name if one is given."""
+        table = schema.studies.c
+        wanted = ((table.kind, kind), (table.state, None if state is None else state.value), (table.name, name))
+        return self._jobs(sa.and_(sa.true(), *(column == value for column, value in wanted if value is not None)))
 
     def unfinished_jobs(self, *, heard_since: float = math.inf) -> tuple[JobRecord, ...]:
-        """Jobs that have not ended, oldest first, and those that ended but were heard of since the time `heard_since`.
+        """Jobs that have not ended, and ended jobs with a sign of life since the time `heard_since`, oldest first.
 
-        A job is heard of when it is created, when a driver is submitted, and by a driver's heartbeats. The time is in
-        seconds since the epoch; by default, no job that has ended is returned.
+        Signs of life are the creation of the job, the submission of a driver, and a driver's heartbeats. `heard_since`
+        is in seconds since the epoch; by default, no job that has ended is returned.
         """
         table = schema.studies
         times = (table.c.heartbeat_at, table.c.submitted_at, table.c.created_at)
@@ -287,7 +291,7 @@ class Store:
         return self._jobs(table.c.state.not_in(FINISHED) | is_recent)
 
     def job_ids(self, state: JobState) -> tuple[str, ...]:
-        """Ids of all jobs in a state, oldest job first; nothing else of the jobs is read."""
+        """Ids of all jobs in a state, oldest job first; no other data of the jobs are read."""
         table = schema.studies
         query = sa.select(table.c.id).where(table.c.state == state.value).order_by(table.c.created_at, table.c.id)
         with self._reads.connect() as connection:
@@ -316,9 +320,10 @@ class Store:
             return _is_drained(connection)
 
     def set_drained(self, *, drained: bool) -> None:
-        """Drain the servers of this database, or end that.
+        """Drain the servers of this database, or end the drain.
 
-        When this returns, every driver that could begin before has begun, so that `JobRecord.has_driver` knows it.
+        When this method returns, every driver that could still begin has begun, so that `JobRecord.has_driver` is True
+        for its job.
         """
         with transaction(self._engine) as connection:
             _lock_drains(connection)
@@ -330,9 +335,9 @@ class Store:
     def open_attempt(self, job_id: str, *, because: str | None = None, as_driver: bool = False) -> JobWriter:
         """Start a new attempt at a job and return its writer, which alone may write to the job from now on.
 
-        `because` says why another attempt was needed; None gives no reason. With `as_driver`, the attempt counts as a
-        driver's heartbeat, and is refused while the servers are drained. Raises NotFound if there is no such job, and
-        StaleAttempt if the job was cancelled, or a driver may not begin now.
+        `because` says why another attempt was needed; None states no reason. With `as_driver`, the attempt counts as a
+        driver's heartbeat, and is refused while the servers are drained. Raises NotFound if there is no such job.
+        Raises StaleAttempt if the job was cancelled, or if a driver may not begin now.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -354,9 +359,10 @@ class Store:
         return JobWriter(self._engine, job_id, found.attempt)
 
     def delete_job(self, job_id: str, *, noun: str = "job") -> None:
-        """Delete a job that has ended, with everything that is stored of it.
+        """Delete a job that has ended, with all its stored data.
 
-        Messages call the job `noun`. Raises NotFound if there is no such job, and Conflict if the job has not ended.
+        `noun` is the word for the job in messages. Raises NotFound if there is no such job, and Conflict if the job has
+        not ended.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -394,7 +400,7 @@ class Store:
             insert_event(connection, job_id, EventKind.JOB_REFUSED, {"reason": reason})
 
     def refusal(self, job_id: str) -> str | None:
-        """Reason why the cluster refused the driver that was submitted last for the job; None if it did not."""
+        """Reason why the cluster refused the driver that was submitted last for the job; None if it was accepted."""
         events, jobs = schema.events, schema.studies
         query = (
             sa.select(events.c.payload)
@@ -452,16 +458,16 @@ class Store:
     def consecutive_waits(self, job_id: str) -> int:
         """Number of a job's drivers since its last result that ended to wait for something that was missing.
 
-        Results are those of `consecutive_failures`. The number is 0 if the last driver ended for another reason.
+        The method `consecutive_failures` defines results. The number is 0 if the last driver ended for another reason.
         """
         setbacks = self._setbacks(job_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, job_id: str) -> list[str]:
-        """Kinds of the events which say that a driver of a job ended or failed to start, since the job's last result.
+        """Kinds of the events, since a job's last result, that report the end or the failed start of a driver.
 
-        They are in the order of the events, oldest first. SETBACK_EVENTS lists these kinds. A result is an event of a
-        kind in RESULT_EVENTS, a stored chunk or a stored step.
+        The kinds are in the order of the events, oldest first. SETBACK_EVENTS lists these kinds. A result is an event
+        of a kind in RESULT_EVENTS, a stored chunk or a stored step.
         """
         events, evidence, steps = schema.events, schema.evidence, schema.search_steps
         of_job = events.c.study == job_id
@@ -497,7 +503,7 @@ class Store:
     # -- exports ---------------------------------------------------------------------------------------------------
 
     def add_export(self, record: ExportRecord) -> ExportRecord:
-        """Store an export and return it; an existing one with the same id stays as it is and is returned."""
+        """Store an export and return it. If an export with the same id exists, it is not changed, and is returned."""
         with transaction(self._engine) as connection:
             row = {**asdict(record), "state": record.state.value}
             connection.execute(insert(connection, schema.exports).on_conflict_do_nothing(), row)
@@ -547,8 +553,8 @@ class Store:
     ) -> tuple[TrialRecord, ...]:
         """Trials of a study by number, from `start` up to but not including `stop`; to the last if `stop` is None.
 
-        If `state` is not None, trials in other states are left out. At most `limit` trials are returned, the first
-        ones; all if `limit` is None.
+        If `state` is not None, trials in other states are left out. Only the first `limit` trials are returned, or all
+        if `limit` is None.
         """
         table = schema.trials
         query = sa.select(*TRIAL_COLUMNS).where((table.c.study == study_id) & (table.c.number >= start))
@@ -613,7 +619,7 @@ class Store:
         """Values of the scored samples of a study, by recipe digest and objective, as arrays [last position + 1].
 
         `recipes` has the digests of the recipes to read; None reads all. An array has the value of the sample at each
-        position, and NaN where none is stored. A position is a sample's index in the order in which the objective's
+        position, or NaN if no value is stored. A position is a sample's index in the order in which the objective's
         samples are scored.
         """
         found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
@@ -633,15 +639,15 @@ class Store:
             return num_tokens(connection, study_id, split)
 
     def samples(self, study_id: str, recipe_digest: str, split: Split) -> tuple[SampleResult, ...]:
-        """Scored samples of one recipe, search or holdout data by `split`, ordered by objective and position."""
+        """Scored samples of one recipe on `split` (search or holdout data), ordered by objective and position."""
         with self._reads.connect() as connection:
             return read_samples(connection, study_id, recipe_digest, split)
 
     def move_old_samples(self) -> int:
-        """Move the samples of one recipe that an earlier version stored to where this version stores samples.
+        """Move the samples of one recipe that an earlier version stored to the tables that this version uses.
 
-        Returns their number; 0 if none is left. Earlier versions stored a row for each sample, which takes ten times
-        the room. The study stays readable meanwhile, and its driver may write.
+        Returns the number of moved samples; 0 if none is left. Earlier versions stored a row for each sample, which
+        takes ten times the space. The study stays readable meanwhile, and its driver may write.
         """
         old = schema.samples
         with self._reads.connect() as connection:
@@ -666,8 +672,8 @@ class Store:
 
         The removal is stored first, with the number of samples and the bytes; from then on the study cannot be resumed.
         Responses are removed a recipe at a time, so that drivers of other jobs may write in between. An interrupted
-        removal is completed by the next call. Raises NotFound, and Conflict if the study is neither COMPLETE nor
-        CANCELLED.
+        removal is completed by the next call. Raises NotFound if there is no such study, and Conflict if the study is
+        neither COMPLETE nor CANCELLED.
         """
         table, documents = schema.studies, schema.documents
         removed = RemovedResponses(self.now(), num_samples, num_bytes)
@@ -705,7 +711,7 @@ class Store:
         return self.job(job_id).created_at if time is None else float(time)
 
     def evidence(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EvidenceRecord, ...]:
-        """Evidence of what a study's engines held: one record for each scored chunk, in the order of storing.
+        """Evidence of the weights that a study's engines held: one record for each scored chunk, in stored order.
 
         Only records with an id above `after` are returned, and at most `limit` (None: all).
         """
@@ -724,14 +730,14 @@ class Store:
             return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples that the steps of a study's searcher count as, in total, against the limit of samples."""
+        """Number of samples, in total, that the steps of a study's searcher count as towards the limit of samples."""
         table = schema.search_steps
         with self._reads.connect() as connection:
             charged = sa.select(sa.func.coalesce(sa.func.sum(table.c.charged), 0)).where(table.c.study == study_id)
             return int(connection.execute(charged).scalar_one())
 
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
-        """Records of engines' first failed checks, of all studies, with an id above `after`, in order of ids."""
+        """Records, with ids above `after`, of engines' first failed checks in all studies, in the order of ids."""
         table = schema.engine_faults
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.id > after).order_by(table.c.id))
@@ -750,8 +756,8 @@ class Store:
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
         """Number of a study's samples that were scored after the last canary that their engine passed.
 
-        How many canaries an engine has passed is stated in the stored evidence of all studies, and by replica in
-        `passed`; the larger number counts.
+        The number of canaries that an engine has passed is in the stored evidence of all studies, and in `passed` by
+        replica; the larger of the two numbers is used.
         """
         held, table = holdings(), schema.evidence
         scored = (
@@ -793,7 +799,7 @@ class Store:
         return dict(counts)
 
     def last_event_id(self, job_id: str) -> int:
-        """Id of a job's latest event; 0 before the first."""
+        """Id of a job's latest event; 0 if the job has no event yet."""
         table = schema.events
         with self._reads.connect() as connection:
             found: int | None = connection.execute(
@@ -814,9 +820,10 @@ class Store:
 
 
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
-    """Make the artifact with the given digest, of whichever job, also one of the job `job_id`, under `name`.
+    """Make the artifact with the given digest, which may belong to any job, an artifact of the job `job_id` too.
 
-    The other job cannot be deleted until the transaction ends. Raises Conflict if no job has the artifact.
+    Its name there is `name`. The other job cannot be deleted until the transaction ends. Raises Conflict if no job has
+    the artifact.
     """
     table = schema.artifacts
     query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)
@@ -834,10 +841,11 @@ DRAINS_LOCK = 0x6D65726A
 
 
 def _lock_drains(connection: sa.Connection, *, is_shared: bool = False) -> None:
-    """Keep other transactions from changing whether the servers are drained, until this one ends.
+    """Lock the state in which the servers are drained or not, until the transaction ends.
 
-    Unless it is shared, the lock also waits for those that rely on it. On SQLite, transactions that write wait for each
-    other anyway.
+    With `is_shared`, the transaction only relies on the state, and several transactions may hold the lock. Otherwise it
+    changes the state, and waits until no other transaction holds the lock. On SQLite no lock is needed, because
+    transactions that write wait for each other anyway.
     """
     if connection.dialect.name == "postgresql":
         name = "pg_advisory_xact_lock_shared" if is_shared else "pg_advisory_xact_lock"

@@ -1,16 +1,17 @@
 """Steps: computations that a searcher requests before it proposes a configuration, such as the gradient of a loss.
 
 A step is a request of the searcher and the result of computing it. It counts as a number of samples. It is stored
-before the searcher sees its result, and never computed again: a search that continues after a kill has the same steps.
-There are five kinds:
+before the searcher receives its result, and never computed again, so a search that continues after a kill has the same
+steps. There are five kinds:
 
-    losses        the loss of each objective at a point: a forward pass over reference answers
-    gradient      the losses, and the derivatives of their weighted sum for every parameter: with a backward pass
-    completions   which samples a source answered correctly; read from the stored samples
-    note          a decision of the searcher; nothing is computed
-    update        a policy learns from the trials of one iteration
+    losses the loss of each objective at a point: a forward pass over reference answers
+    gradient the losses, and the derivatives of their weighted sum for every parameter: with a backward pass
+    completions which samples a source answered correctly; read from the stored samples
+    note a decision of the searcher; nothing is computed
+    update a policy learns from the trials of one iteration
 
-A point has the values of all parameters of a space, in the space's order. Positions are sample positions by objective.
+A point has the values of all parameters of a search space, in the space's order. Positions are sample positions by
+objective.
 """
 
 from __future__ import annotations
@@ -58,17 +59,17 @@ class _Request:
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the step counts as against the study's limit of samples; 0 for most kinds of steps."""
+        """Number of samples that the step counts as towards the study's limit of samples; 0 for most kinds of steps."""
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Measurement(_Request):
-    """Request for losses of the merge at `point` on the samples at `positions`.
+    """Request for losses on reference answers: of the merge at `point`, on the samples at `positions`.
 
     `point` has the values of all parameters of the search space, in their order. `positions` has the positions of the
-    samples by objective. Losses are computed on reference answers. `completions` names the objectives whose references
-    are the sources' own correct completions.
+    samples by objective. `completions` names the objectives whose reference answers are the sources' own correct
+    completions.
     """
 
     point: tuple[float, ...]
@@ -95,8 +96,9 @@ class LossesRequest(_Measurement):
 class GradientRequest(_Measurement):
     """Request for the losses at a point, and for the derivatives of their sum weighted by `weights`.
 
-    The derivatives are with respect to all parameters. `descent` is the number of the descent that the gradient belongs
-    to, from 0. `preference` is the preference vector of that descent by objective; empty if the study has none.
+    The derivatives are with respect to all parameters. `descent` is the number, from 0, of the gradient descent to
+    which the step belongs. `preference` is the preference vector of this descent by objective; empty if the study has
+    none.
     """
 
     descent: int
@@ -121,7 +123,8 @@ class CompletionsRequest(_Request):
 class NoteRequest(_Request):
     """Request to store a decision of the searcher; nothing is computed.
 
-    `label` is its text for users. `decision` states it for the searcher, which reads it from the stored step.
+    `label` is a text about the decision for users. `decision` is its form for the searcher, which reads it from the
+    stored step.
     """
 
     decision: str
@@ -153,7 +156,7 @@ StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | Upd
 class LossesResult:
     """Mean losses by objective, of the merge at the requested point.
 
-    `failure` says why there are none; None if there are. `recipe` is the digest of the merge's recipe, `bank` the
+    `failure` is the reason why there are no losses, or None. `recipe` is the digest of the merge's recipe, `bank` the
     fingerprint of its sources.
     """
 
@@ -179,8 +182,8 @@ class GradientResult(LossesResult):
 class CompletionsResult:
     """Samples that sources answered correctly, by objective.
 
-    Each is a pair of the sample's position and the trial number of a source that answered it correctly; positions
-    ascend.
+    Each sample is given as a pair of its position and the trial number of a source that answered it correctly;
+    positions ascend.
     """
 
     completions: Mapping[str, tuple[tuple[int, int], ...]]
@@ -195,11 +198,13 @@ class NoteResult:
 class UpdateResult:
     """Result of an update of a policy: statistics by name, and the sha256 of the policy's new checkpoint.
 
-    `checkpoint` is "" if nothing was learned.
+    `checkpoint` is "" if the policy learned nothing. `seconds` is the time that computing the step took; it is 0 in
+    steps of versions that did not measure it.
     """
 
     statistics: Mapping[str, float] = field(default_factory=dict)
     checkpoint: str = ""
+    seconds: float = 0.0
 
 
 StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | NoteResult | UpdateResult
@@ -210,7 +215,7 @@ StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | Note
 
 @dataclass(frozen=True)
 class _Step:
-    """Place of a step (a gradient, for example) in its study.
+    """Base class of stored steps: a step's place in its study.
 
     `number` counts the study's steps from 0. `proposal` is the number of the trial that was proposed after the step.
     """
@@ -310,7 +315,7 @@ def step_document(step: Step) -> dict[str, Any]:
 def read_step(number: int, proposal: int, document: Mapping[str, Any]) -> Step:
     """The step whose request and result are in `document`.
 
-    The document is one that `step_document` of this or an earlier version returned.
+    The document must come from `step_document` of this or an earlier version.
     """
     request: dict[str, Any] = dict(document["request"])
     kind = request["kind"]

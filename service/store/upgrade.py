@@ -26,10 +26,10 @@ ADVISORY_LOCK = 0x6D657267
 
 @dataclass(frozen=True)
 class _Marks:
-    """Schema versions that a database states; None where it states none.
+    """Schema versions that a database states; each is None if it is not stated.
 
-    `revision` is that of Alembic. `version` is a number in the table `schema_version`, with which programs before
-    Alembic marked the database.
+    `revision` is Alembic's revision. `version` is a number in the table `schema_version`, which earlier versions of the
+    program wrote before they used Alembic.
     """
 
     revision: str | None
@@ -43,7 +43,7 @@ def upgrade(engine: sa.Engine) -> None:
 
     Raises:
         Conflict: The database has a schema that this program cannot migrate: a newer one, or an unknown or too old one.
-        DatabaseError: It is not a database (SQLAlchemy's error).
+        DatabaseError: The file is not a database (SQLAlchemy's error).
     """
     with reading(engine).connect() as connection:
         marks = _marks(connection)

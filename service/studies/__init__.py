@@ -4,5 +4,5 @@
 - `preflight`: every check that needs no engine
 - `export`: a trial's merged model
 - `warm_start`: results of an earlier study that a searcher knows from the start
-- `policies`: what trained policies are used for beyond their own study
+- `policies`: uses of trained policies beyond their own study
 """

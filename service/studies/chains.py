@@ -1,13 +1,14 @@
 """Chains of studies: merged models of one study as sources of another.
 
-A source that is a trial of another study is exported to a checkpoint in the data directory, as `export` writes it; from
-then on it is a directory like any other source. If artifacts are in an object store, the checkpoint is stored there as
-an artifact of the other study, and is a model at a URL from then on. The trial and its recipe are those of the time
-when the study was created, and the checkpoint's fingerprint is checked as that of all sources is.
+A source that is a trial of another study is exported to a checkpoint in the data directory, in the same way as by
+`service.studies.export`; from then on it is a directory like any other source. If artifacts are in an object store, the
+checkpoint is stored there as an artifact of the other study, and is a model at a URL from then on. The trial and its
+recipe are fixed when the study is created. The checkpoint's fingerprint is checked like the fingerprint of every
+source.
 
-The models of a study with `path_of` get the layers of a trial's path: for each model a checkpoint is written with its
-own layers in the path's order. Searchers of coefficients of whole models, gradients included, therefore refine the
-coefficients on the path.
+In a study with `path_of`, the models get the layers of a trial's path: for each model, a checkpoint is written with the
+model's own layers in the path's order. Searchers of coefficients of whole models, gradients included, can then improve
+the coefficients of merges along the path.
 """
 
 from __future__ import annotations
@@ -66,11 +67,12 @@ class _Places:
     artifacts_in: str | Path
 
     def written(self, store: Store, job_id: str, name: str, write: Callable[[Path], object]) -> str:
-        """Return the directory or URL of a checkpoint, which `write` writes unless it is there already.
+        """Return the directory or URL of a checkpoint. If the checkpoint does not exist yet, `write` writes it first.
 
-        `store` and `job_id` are the study that the checkpoint comes from. `name` is the same for the same content. On
-        its way to an object store, the checkpoint is in a hidden directory below `directory`, where an interrupted one
-        is continued. A directory with the name itself may be a source of studies from before there was an object store.
+        The checkpoint comes from the study `job_id` of `store`. `name` is the same for the same content. On its way to
+        an object store, the checkpoint is in a hidden directory below `directory`, so that an interrupted write can
+        continue. The hidden directory differs from the directory `name`, which studies may use that were created before
+        there was an object store.
         """
         root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):
@@ -103,10 +105,11 @@ def with_exported_sources(
     - `directory`: the directory below which merges are written
     - `artifacts_in`: the location of the server's artifacts; if it is an object store, the merges are stored there;
       None is a directory in `directory`
-    - `before`: what is stored about the sources, for a study that is resumed; None for a new study
+    - `before`: the stored records of the exported sources, for a study that is resumed; None for a new study
     - `note`: receives lines of progress
 
-    A merge that is there already is not written again. Raises InvalidStudy with every source that cannot be exported.
+    A merge that was exported before is not written again. Raises InvalidStudy with every source that cannot be
+    exported.
     """
     places = _Places(directory, artifacts_in or artifacts_dir(directory))
     found: dict[str, ChainedSource] = {}
@@ -135,9 +138,9 @@ def with_exported_sources(
 def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:
     """Add the artifacts of other jobs that a study merges to the study's own artifacts.
 
-    They then stay when the other jobs are deleted. `job_id` is the study. `models` are directories, hub ids and URLs of
-    its models; those that are no artifacts in the object store are left out. Raises Conflict if the files of an
-    artifact are gone.
+    The artifacts then stay when the other jobs are deleted. `job_id` is the study. `models` are directories, hub ids
+    and URLs of its models; models that are not artifacts in the object store are skipped. Raises Conflict if the files
+    of an artifact are gone.
     """
     for name, digest in artifacts.kept_names(models).items():
         artifacts.keep(job_id, name, digest)
@@ -175,15 +178,18 @@ def _name(recipe: Recipe, dtype: str) -> str:
 
 
 def _dtype_in(place: str) -> str:
-    """Dtype of the exported source in a directory that `_name` has named, whatever this machine's engines use."""
+    """Dtype of an exported source, read from the name that `_name` gave its directory.
+
+    It may differ from the dtype of this machine's engines.
+    """
     return place.rpartition("-")[2]
 
 
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
-    """Number and recipe of the trial that the source `source` names in the study `record`.
+    """Number and recipe of the trial that the source `source` refers to, in the study `record`.
 
-    `known` is the source as it was stored when the study that uses it was created, with the number of the trial; it is
-    None for a new study. Raises NotFound if there is no such trial, Conflict if its recipe has changed.
+    `known` is the record of the source from the time when the study that uses it was created; it has the number of the
+    trial. It is None for a new study. Raises NotFound if there is no such trial, Conflict if its recipe has changed.
     """
     trials = store.trials(record.id)
     if known is not None:
@@ -213,10 +219,10 @@ def _along_path(
 ) -> dict[str, ChainedSource]:
     """Export the base and the experts with their layers in the order of a trial's layer path.
 
-    `source` names the trial, and `open_study` opens its study. The models are written to `places`. `before` is what was
-    stored about the sources of `study`, if this study is resumed, else None; models that are there already are then not
-    written again. `note` receives lines of progress. Returns the exported models by alias. Experts that are merges of
-    other studies are left out. Raises NotFound, Conflict, InvalidModel and InvalidStudy.
+    `source` names the trial, and `open_study` opens its study. The models are written to `places`. `before` has the
+    stored records of the exported sources of `study`, if this study is resumed, else None; models that were exported
+    before are not written again. `note` receives lines of progress. Returns the exported models by alias. Experts that
+    are merges of other studies are left out. Raises NotFound, Conflict, InvalidModel and InvalidStudy.
     """
     experts = {alias: place for alias, place in study.models.experts.items() if isinstance(place, str)}
     written = {} if before is None else {alias: before.chained[alias] for alias in (BASE, *experts)}
@@ -286,15 +292,15 @@ def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints:
 def _dtype_of(config: Mapping[str, Any]) -> str:
     """Dtype in which a checkpoint's weights are written without loss.
 
-    It is the dtype that the checkpoint's configuration states, or float32 if it states none or one that engines do not
-    have.
+    It is the dtype that the checkpoint's configuration states, or float32 if the configuration states no dtype, or a
+    dtype that engines do not support.
     """
     stated = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return stated if stated in DTYPE_BYTES else "float32"
 
 
 def on_server(store: Store) -> OpenStudy:
-    """A function that opens a study of the server's store by the id that a study file gives."""
+    """Make a function that opens a study of the server's store by the id that a study file gives."""
 
     @contextmanager
     def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:

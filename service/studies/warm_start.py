@@ -1,8 +1,8 @@
-"""Warm starts: studies whose searcher knows the results of an earlier study from its first proposal on.
+"""Warm starts: studies whose searcher uses the results of an earlier study from its first proposal on.
 
-The observations are those that the earlier study has when the new one first runs. They are stored as an artifact of the
-new study, and their origin as one of its documents. So the new study can be resumed whatever happens to the earlier
-one. The observations are no trials: only what the new study scores itself is among its results.
+When the new study first runs, the observations that the earlier study has at that time are stored as an artifact of the
+new study, and their origin as one of its documents. So the new study can be resumed even if the earlier study has
+changed or was deleted. The observations are not trials of the new study, and are not among its results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ARTIFACT, FILE = "warm-start", "observations.json.gz"
 
 
 def check_warm_start(preflight: PreflightResult, *, open_study: OpenStudy) -> None:
-    """Check that the results with which a study's searcher begins exist and fit the study.
+    """Check that the earlier results which a study's searcher starts with exist and fit the study.
 
     Raises InvalidStudy if they do not. A study without a warm start always passes.
     """
@@ -60,8 +60,8 @@ def with_warm_start(
     """Add the observations of a study's warm start to the study's preflight result.
 
     The observations are copied to the study's own artifacts when it first runs. If the study has no warm start, the
-    result is unchanged. Raises StudyFailed if the observations cannot be used; the study's state is then FAILED, with
-    the reason.
+    preflight result is returned unchanged. Raises StudyFailed if the observations cannot be used; the study's state is
+    then FAILED, with the reason.
     """
     if preflight.study.search.warm_start is None:
         return preflight
@@ -87,8 +87,8 @@ def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Ob
     """The stored observations of a study's warm start, in the order of the earlier study's trials.
 
     `start` has the digest that the stored file must have. The earlier trials have negative numbers, so that they come
-    before the study's own. Raises NotFound if no observations are stored, Conflict if they are others than the study
-    began with.
+    before the study's own. Raises NotFound if no observations are stored, Conflict if they differ from those that the
+    study began with.
     """
     record = artifacts.get(study_id, ARTIFACT)
     if record.digest != start.digest:
@@ -115,9 +115,9 @@ def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Ob
 def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: OpenStudy) -> tuple[WarmStart, bytes]:
     """The results of the study that `search.warm_start` in the study file names, and the content of their file.
 
-    `resolved` is what is stored with the new study. The digest of the artifact is left empty, because the artifact is
-    not stored yet. Raises NotFound if there is no such study, Conflict if it is not of the same merges and objectives
-    or has no results.
+    `resolved` is the record that is stored with the new study. The digest of the artifact is left empty, because the
+    artifact is not stored yet. Raises NotFound if there is no such study, Conflict if it has no results, or if its
+    models, search space or objectives differ.
     """
     given = preflight.study.search.warm_start
     assert given is not None
@@ -140,7 +140,7 @@ def _results(
 ) -> list[dict[str, Any]]:
     """Configurations and results of the earlier study's searched trials, as JSON.
 
-    `record` is the earlier study's job in `store`. `plan` is the new study's: costs and constraints are those of its
+    `record` is the earlier study's job in `store`. `plan` is the new study's plan: costs and constraints refer to its
     objectives, and fidelities are shares of its full budget. With `is_full_only`, results at lower rungs are left out.
     Raises Conflict if a configuration is outside the new study's search space.
     """
@@ -203,7 +203,7 @@ def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, re
 
 
 def _check_same(preflight: PreflightResult, record: JobRecord) -> None:
-    """Check that the results of the study `record` are results of this study's merges on its objectives.
+    """Check that the results of the study `record` can be used in this study.
 
     Models, search space, preference vectors and objectives must be the same. Raises Conflict with all differences.
     """
@@ -233,9 +233,9 @@ def _check_same(preflight: PreflightResult, record: JobRecord) -> None:
 
 
 def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """The names whose values differ between another study (`theirs`) and this one (`ours`).
+    """Names of the entries in which another study (`theirs`) differs from this study (`ours`).
 
-    Each has `what` before it, such as "model math". A name that only one of the studies has is followed by "(only
+    Each name follows the word `what`, as in "model math". A name that only one of the studies has is followed by "(only
     there)" or "(only here)".
     """
     lacks = dict.fromkeys(theirs.keys() - ours, " (only there)") | dict.fromkeys(ours.keys() - theirs, " (only here)")
@@ -244,17 +244,18 @@ def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) ->
 
 
 def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
-    """The meaning of a value of the objective: its metric, direction, range, cost of the recipe and task.
+    """All properties of an objective on which the meaning of its values depends.
 
-    Two objectives with equal results of this function have comparable values. `tasks` has the digest of each task by
-    the objective's name. Constraints are left out, because they are evaluated anew.
+    They are metric, direction, range, cost of the recipe, and task. Two objectives with equal results of this function
+    have comparable values. `tasks` has the digest of each task by the objective's name. Constraints are left out,
+    because they are evaluated anew.
     """
     o = objective
     return o.metric, o.direction, o.bounds, o.cost_of_recipe, tasks.get(o.name)
 
 
 def _weights(study: Study) -> tuple[tuple[float, ...], ...] | None:
-    """The preference vectors of a study, which some search spaces have as choices; None if it has none."""
+    """The preference vectors of a study; None if it has none. Some search spaces have them as values of a parameter."""
     given = study.search.preferences
     names = tuple(spec.name for spec in study.scored_objectives.values())
     return None if given is None else given.weights(names, seed=study.search.seed)

@@ -1,16 +1,16 @@
 """The search of one study.
 
-- `schedulers`: which trial is evaluated at which rung, and which are promoted
+- `schedulers`: decide which trial is evaluated at which rung, and which trials are promoted
 - `searchers`: propose configurations
 - `proposing`: proposals and the steps computed for them, on Ray
-- `samples`: scored samples, and the checks before new ones are stored
-- `plan`: what a study evaluates, fixed for all its attempts
+- `samples`: scored samples, and the checks before new samples are stored
+- `plan`: the plan of a study's evaluations, which is the same in all attempts
 - `coordinator`: hands out evaluations and stores their results
 - `ask_and_tell`: what is proposed and evaluated next, and what follows from each evaluated rung
 - `sample_limit`: the limit of a study's samples: how many are used, and what may still start
 - `holdout_stage`: after the search, finalists and baselines on the holdout data
 - `trials`: the trials of one study, in memory and in the store
-- `crashes`: how often engines crashed with a chunk of samples, and when the merge is the cause
+- `crashes`: counts engine crashes by chunk of samples, and decides whether the merge is the cause
 - `feasibility`: whether trials satisfy the constraints, rung by rung
 - `evaluation`: the unit of work
 - `ray_tune`: runs evaluations on Ray Tune

@@ -1,7 +1,8 @@
 """The search of one study: what is proposed and evaluated next, and what follows from each evaluated rung.
 
-Decisions follow from the stored trials alone, so that a resumed search makes those of an uninterrupted one. This module
-knows neither engines nor chunks: its caller reports when a rung of a trial is complete, and when a trial has failed.
+Decisions depend only on the stored trials, so a resumed search makes the same decisions as an uninterrupted one. This
+module does not handle engines and chunks: its caller reports when a rung of a trial is complete, and when a trial has
+failed.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ class AskAndTell:
     """The search of one study: its rung table, which promotes trials, and its searcher, which proposes them.
 
     - `brackets`: the brackets that earlier attempts have stored
-    - `observer`: called with a word for what has just happened or follows next ("ask", "rung", "promotion"), so that
-      tests can stop the process there
+    - `observer`: called with a word for the event that has just happened or follows next ("ask", "rung", "promotion"),
+      so that tests can stop the process at this event
     - `is_out_of_budget`: called before a new trial starts; returns the study's limit that is exhausted as a text, or
       None
     - `num_charged`: the number of samples that the searcher's stored steps, such as gradients, count as
+    - `num_steps`: the number of stored gradient steps and policy updates
 
-    The constructor makes all decisions on promotion again, from the brackets and the stored trials. Decisions that a
-    crash kept from being stored are stored then.
+    The constructor makes all decisions on promotion again, from the brackets and the stored trials. Decisions that were
+    not stored because of a crash are stored then.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class AskAndTell:
         observer: Callable[[str], None],
         is_out_of_budget: Callable[[], str | None],
         num_charged: int,
+        num_steps: int,
     ) -> None:
         self.end_reason: str | None = None
         self._plan = plan
@@ -67,7 +70,7 @@ class AskAndTell:
         self._is_out_of_budget = is_out_of_budget
         # A study that an earlier version began keeps the format of its recipes.
         self._keeps_equal = any(trial.recipe.keeps_equal for trial in trials.values())
-        self._asking = Asking(proposer, writer, may_compute=self._may_compute)
+        self._asking = Asking(proposer, writer, may_compute=self._may_compute, num_steps=num_steps)
         self._feasibility = Feasibility(plan.objectives, trials)
         self._observations = Observations(space, plan, self._feasibility)
         differences = samples.differences_of(trials)
@@ -79,6 +82,11 @@ class AskAndTell:
     def num_samples_used(self) -> int:
         return self._limit.num_used
 
+    @property
+    def num_steps(self) -> int:
+        """The number of gradient steps and policy updates computed in all attempts."""
+        return self._asking.num_steps
+
     # -- evaluations -----------------------------------------------------------------------------------------------
 
     def ready(self) -> list[tuple[int, int]]:
@@ -88,7 +96,7 @@ class AskAndTell:
     def finish(self, number: int, rung: int) -> None:
         """Finish a rung of a trial whose samples are all stored.
 
-        Trials are promoted or pruned if this result allows a decision.
+        Trials are promoted or pruned if the rung's result allows a decision.
         """
         record = self._samples.rung_record(self._trials[number].recipe, rung)
         try:
@@ -102,7 +110,7 @@ class AskAndTell:
         self._apply(self.table.record(number, rung, costs))
 
     def fail(self, number: int, reason: str) -> None:
-        """Record that trial `number` cannot be scored, with the reason."""
+        """Record that trial `number` cannot be scored, for the given reason."""
         self._trials.finish([number], TrialState.FAIL, reason)
         self._apply(self.table.fail(number))
 
@@ -115,7 +123,7 @@ class AskAndTell:
                 self._trials.finish(pruned, TrialState.PRUNED, reason)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
-        """Tell the rung table the costs of a baseline at the rungs below the last.
+        """Add a baseline's costs at the rungs below the last to the rung table.
 
         A baseline is scored once, at the last rung, whose samples include those of the lower rungs. Nothing happens if
         the trial is not a baseline, or has not been scored at the last rung.
@@ -129,7 +137,7 @@ class AskAndTell:
     # -- proposals -------------------------------------------------------------------------------------------------
 
     def ask(self, *, timeout_s: float) -> bool:
-        """Take the searcher's next proposal if it is ready, else request one.
+        """Add the searcher's next proposal as a trial if it is ready; start to compute it if that has not happened yet.
 
         Waits for the proposal up to `timeout_s` seconds. Returns True if a trial was added.
         """
@@ -184,7 +192,7 @@ class AskAndTell:
     def _may_start(self, proposal: Proposal, *, num_charged: int = 0) -> bool:
         """Whether a trial, or a step that its proposal needs, may start within the study's limit of samples.
 
-        With `num_charged` above 0, the question is about a step, which counts as this number of samples. If the limit
+        If `num_charged` is above 0, it is a step that may start, which counts as this number of samples. If the limit
         would be exceeded, this method ends the search and returns False. It also returns False as long as the answer
         depends on running evaluations.
         """
@@ -220,8 +228,8 @@ class AskAndTell:
     def _replay(self, brackets: tuple[BracketRecord, ...]) -> None:
         """Rebuild the rung table from the `brackets` and trials that earlier attempts stored.
 
-        Baselines that are not stored yet are added as trials. Decisions that a crash kept from being stored are stored
-        now.
+        Baselines that are not stored yet are added as trials. Decisions that were not stored because of a crash are
+        stored now.
         """
         for bracket in brackets:
             self.table.open_bracket(bracket.bracket, first_rung=bracket.first_rung, size=bracket.size)

@@ -1,8 +1,8 @@
 """The coordinator of one study: hands out evaluations and stores their results.
 
-It knows the evaluations in flight, and handles those that fail. `ask_and_tell` decides what is evaluated, `trials`
-keeps the trials, `samples` checks and stores results, `holdout_stage` follows the search. The coordinator does not know
-Ray: `ray_tune` runs its evaluations.
+It keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides which trial is evaluated at
+which rung, `trials` keeps the trials, `samples` checks and stores results, `holdout_stage` is used after the search.
+The coordinator does not use Ray itself: `ray_tune` runs its evaluations.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
 from service.store import JobWriter, Store
+from service.store.steps import GradientStep, UpdateStep
 from service.tune.ask_and_tell import AskAndTell
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
@@ -29,20 +30,22 @@ from service.types import EventKind, Origin, TrialRecord
 from workers.errors import EngineFault
 from workers.types import ScoreResult, Split
 
-__all__ = ["Coordinator"]
+__all__ = ["MAX_LOST_ACTORS", "Coordinator"]
 
 logger = logging.getLogger(__name__)
 
-# A trial fails when its actor has died this often: an actor only sends requests, so the trial is the likely cause.
-MAX_LOST_ACTORS = 3
+# A trial fails when its actor has died this often without a chunk being stored. Most deaths come from outside (a lost
+# node, a lack of memory), and the same chunk is scored first afterwards: a few deaths are no sign against the trial.
+MAX_LOST_ACTORS = 6
 
 
 class Coordinator:
     """The coordinator of one study, which hands out evaluations and stores their results.
 
-    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for what has just
-    happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop the process
-    there. `is_out_of_budget` is called before a new trial starts and returns the limit that is exhausted, or None.
+    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for the event
+    that has just happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop
+    the process at this event. `is_out_of_budget` is called before a new trial starts and returns the limit that is
+    exhausted, or None.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Coordinator:
             observer=observer,
             is_out_of_budget=is_out_of_budget,
             num_charged=store.num_charged(plan.study_id),
+            num_steps=sum(isinstance(step, (GradientStep, UpdateStep)) for step in store.steps(plan.study_id)),
         )
         self._holdout = HoldoutStage(plan, trials=self._trials, samples=self._samples, writer=writer)
         self.look_for_faults()
@@ -112,9 +116,14 @@ class Coordinator:
     def num_samples_used(self) -> int:
         """Number of samples that the search has used in all attempts.
 
-        They are the samples scored for the search, and those that the searcher's steps count as.
+        The samples scored for the search and the samples that the searcher's steps count as are added up.
         """
         return self._ask_and_tell.num_samples_used
+
+    @property
+    def num_steps(self) -> int:
+        """The number of gradient steps and policy updates that the searcher has made in all attempts."""
+        return self._ask_and_tell.num_steps
 
     @property
     def num_in_flight(self) -> int:
@@ -132,7 +141,7 @@ class Coordinator:
         """The next evaluation to run, or None if no evaluation can start before a running one has finished.
 
         Waits up to `timeout_s` for the searcher if there is nothing else to do. Samples of an engine that failed a
-        check are scored again first; nothing new starts before.
+        check are scored again first; no other evaluation starts before that.
         """
         self.look_for_faults(at_once=False)
         if self._chunks.is_rescoring:
@@ -158,7 +167,7 @@ class Coordinator:
     def ask_ahead(self, *, timeout_s: float = 0.0) -> bool:
         """Take proposals for at most `timeout_s` seconds, until `Plan.proposals_ahead` trials wait to be evaluated.
 
-        Engines then need not wait for the searcher. Returns True if a trial was added.
+        This keeps engines from waiting for the searcher. Returns True if a trial was added.
         """
         deadline, num_before = time.monotonic() + timeout_s, len(self._trials)
         while not self._chunks.is_rescoring and self._num_unstarted() < self.plan.proposals_ahead:
@@ -198,12 +207,13 @@ class Coordinator:
     # -- what comes back -------------------------------------------------------------------------------------------
 
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
-        """Store what a trial actor reported about a chunk of samples.
+        """Store a trial actor's report about a chunk of samples.
 
         Returns True if the evaluation is finished. Errors that end the study or this attempt at it are raised.
 
         Raises:
-            EvidenceMismatch: The result is not of the requested recipe, sources or prompts; the study ends.
+            EvidenceMismatch: The result belongs to another recipe, other sources or other prompts than requested; the
+                study ends.
             StudyFailed: A metric fails on the base model, or samples that were scored again after an engine failed a
                 check have other values; the study ends.
             StudyUnusable: An engine cannot use its models or a task; the attempt ends.
@@ -214,6 +224,8 @@ class Coordinator:
             return self._on_failure(evaluation, outcome)
         self._observer("chunk")
         is_stored = self._chunks.add(evaluation, outcome)
+        if is_stored:
+            self._num_lost_actors.pop(evaluation.trial, None)
         if is_stored and self._chunks.are_complete(evaluation):
             self._finish(evaluation)
         elif is_stored and not evaluation.ends_with(outcome):
@@ -225,7 +237,7 @@ class Coordinator:
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
         """Restart an evaluation whose trial actor died, at the first chunk that is not stored.
 
-        After MAX_LOST_ACTORS deaths the trial fails.
+        After MAX_LOST_ACTORS deaths with no chunk stored between them the trial fails.
         """
         number = evaluation.trial
         if number not in self._in_flight:
@@ -233,7 +245,8 @@ class Coordinator:
         self._num_lost_actors[number] = self._num_lost_actors.get(number, 0) + 1
         logger.warning("trial %d: its actor died (%s)", number, reason)
         if self._num_lost_actors[number] >= MAX_LOST_ACTORS:
-            self._fail(evaluation, f"its trial actor died {MAX_LOST_ACTORS} times; the last time: {reason}")
+            deaths = f"its trial actor died {MAX_LOST_ACTORS} times with the same samples"
+            self._fail(evaluation, f"{deaths}; the last time: {reason}")
         else:
             self._release(evaluation)
 
@@ -244,7 +257,7 @@ class Coordinator:
     def on_engine_fault(self, fault: EngineFault) -> None:
         """Record that an engine failed a check.
 
-        The samples that it scored since its last passed check are to be scored again. Raises StudyFailed if too many
+        The samples that it scored since its last passed check must be scored again. Raises StudyFailed if too many
         engines have failed a check.
         """
         logger.warning("%s", fault)
@@ -280,15 +293,15 @@ class Coordinator:
     def _release(self, evaluation: Evaluation) -> None:
         """Remove an evaluation from those that are running.
 
-        The next evaluation of the same trial then has the samples that are still missing.
+        After that, the next evaluation of the same trial has the samples that are still missing.
         """
         self._in_flight.pop(evaluation.trial, None)
 
     def _finish(self, evaluation: Evaluation) -> None:
         """Finish an evaluation whose samples are all stored.
 
-        An evaluation on holdout data finishes the trial in the held-out stage, one on search data the trial's rung in
-        the search. If void samples were scored again (`is_again`), only the evaluation ends.
+        An evaluation on holdout data finishes the trial in the held-out stage. An evaluation on search data finishes
+        the trial's rung in the search. If void samples were scored again (`is_again`), only the evaluation ends.
         """
         self._release(evaluation)
         if evaluation.is_again:

@@ -1,9 +1,10 @@
 """Crashes of engines, counted by chunk of samples, and the decision whether a trial's merge is their cause.
 
 The merge is the cause if an engine raises an error (or dies of a fatal signal such as SIGSEGV) twice with the same
-chunk, the second time after another recipe was scored. Other crashes are weaker evidence, so more are needed: three if
-the engine made no progress; six if its process ended without a trace, because a kill from outside looks the same. A
-chunk whose replica was killed is scored again first, so random kills do hit the same chunk several times.
+chunk, the second time after another recipe was scored. Other crashes are weaker evidence, so more of them are needed:
+three if the engine made no progress; six if its process ended without an error, because a kill from outside looks the
+same. A chunk whose replica was killed is the next to be scored again, so random kills may well hit the same chunk
+several times.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Crashes:
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
         """Count a crash of an engine, and return the event to store and the failure to report for the evaluation.
 
-        The failure says that the trial failed, because its merge crashes engines, or that there is no engine. It is
-        None if the chunk is scored again.
+        The failure means that the trial failed, because its merge crashes engines, or that there is no engine. The
+        failure is None if the chunk is scored again.
         """
         crash = failed.crash
         assert crash is not None

@@ -1,4 +1,4 @@
-"""The unit of work that the coordinator hands to Ray Tune: a trial, a rung, and the samples to score there."""
+"""The unit of work that the coordinator gives to Ray Tune: a trial, a rung, and the samples to score at the rung."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
 class Evaluation:
     """A unit of work: the missing samples of one trial at one rung, or on all holdout data, in chunks.
 
-    `crashes` is the largest number of engine crashes with one of the chunks. With `is_again`, the samples were scored
-    by an engine that failed a check, and are scored again; the trial's rungs stay as they are.
+    `crashes` is the largest number of engine crashes with one of the chunks. With `is_again`, the samples are scored
+    again, because the engine that scored them failed a check; the trial's rungs do not change.
     """
 
     study: str
@@ -53,7 +53,7 @@ class FailureKind(StrEnum):
     - ENGINE: no engine is available
     - STUDY: an engine cannot use the study's models or a task
     - EVIDENCE: an engine held another merge than the requested one
-    - FAULT: an engine failed a check of itself, such as a canary
+    - FAULT: an engine failed a check, such as a canary
     """
 
     TRIAL = "trial"
@@ -83,7 +83,8 @@ class Crash:
 class ChunkFailed:
     """A chunk that was not scored, with the reason.
 
-    `crash` is set if the engine crashed with the chunk, `fault` if the engine failed a check.
+    `crash` describes the crash if the engine crashed with the chunk, and `fault` the failed check if the engine failed
+    one.
     """
 
     kind: FailureKind

@@ -1,7 +1,8 @@
 """The constraints of a study while its search runs: whether trials satisfy them, rung by rung.
 
-A bound relative to a source model is compared on the samples of the rung. The source's values there are known once the
-source was scored in full. Nothing is proposed before that, so that no decision depends on the order of results.
+For a bound relative to a source model, trial and source are compared on the samples of the rung. The source's values at
+every rung are known once the source has been scored in full. Nothing is proposed before that, so that no decision
+depends on the order of results.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Feasibility:
         self._is_known = False
 
     def know(self, number: int, values: Mapping[int, Values]) -> None:
-        """Add the values that a trial has at lower rungs, by rung.
+        """Record the values of a trial at the rungs below the last, by rung.
 
-        The trial is one that is evaluated only at the last rung, such as a baseline.
+        It is needed for trials that are evaluated only at the last rung, such as baselines.
         """
         self._at_looks[number] = dict(values)
 
@@ -50,8 +51,8 @@ class Feasibility:
     def values(self, number: int, rung: int) -> tuple[float, ...]:
         """The amount by which a trial violates each constraint at a rung, in the order of the objectives.
 
-        Each is a share of its objective's range, and at most 0 if the constraint holds. The trial must have a result at
-        the rung.
+        Each amount is a share of its objective's range, and at most 0 if the constraint holds. The trial must have a
+        result at the rung.
         """
         found = self._excesses(number, rung)
         widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in self._objectives}
@@ -83,7 +84,7 @@ class Feasibility:
     def _references(self) -> dict[Constraint, int]:
         """The number of the source model's trial to which each constraint's bound is relative.
 
-        If the bound is relative to the best expert, that is the trial of the expert with the best value. The mapping
+        If the bound is relative to the best expert, this is the trial of the expert with the best value. The mapping
         may be read only once all source models are scored. Constraints with a number as bound are not in it.
         """
         found = {}

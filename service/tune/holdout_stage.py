@@ -16,7 +16,7 @@ __all__ = ["HoldoutStage"]
 class HoldoutStage:
     """The held-out stage: the trials that are still to be scored on the holdout data.
 
-    A study without holdout data has no stage, and is finished at once.
+    In a study without holdout data, the stage is finished at once.
     """
 
     def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, writer: JobWriter) -> None:
@@ -39,7 +39,7 @@ class HoldoutStage:
     def start(self) -> None:
         """Choose the trials that are scored on holdout data.
 
-        It is called once the search has finished. A second call changes nothing.
+        The method is called when the search has finished. A second call changes nothing.
         """
         if self.is_started or not self._plan.holdout_samples:
             return

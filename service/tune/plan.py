@@ -1,4 +1,4 @@
-"""The plan of one study: what its driver evaluates, as plain data."""
+"""Plan of one study: all settings that determine which samples its driver evaluates, as plain data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Baseline: TypeAlias = tuple[Origin, str, Recipe]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the driver of a study evaluates, the same in all attempts at the study.
+    """Plan of everything that the driver of a study evaluates; it is the same in all attempts at the study.
 
     - `rung_samples`: for each rung, the number of samples to score by objective
     - `holdout_samples`: the number of holdout samples by objective
@@ -32,11 +32,11 @@ class Plan:
     - `cycle`: the brackets that the scheduler repeats
     - `waits_for_baselines`: the searcher is asked for its first proposal once all `baselines` have ended
     - `max_staleness`: how many trials proposals may run ahead of evaluations
-    - `batch`: how many proposals in a row are made from the same results
+    - `batch`: how many consecutive proposals are made from the same results
     - `open_brackets`: how many brackets of Hyperband may be open at a time
-    - `error_rate`: racing stops trials by a bound with this error rate; with None it stops them as soon as they are
-      behind
-    - `max_duplicates`: the search ends after this number of proposals in a row with recipes of earlier trials
+    - `error_rate`: racing stops trials by a bound with this error rate; if it is None, racing stops a trial as soon as
+      it is behind
+    - `max_duplicates`: the search ends after this number of consecutive proposals with recipes of earlier trials
     - `max_samples`: the search ends at this number of samples; None is no limit
     - `size`: sizes of models, from which costs of recipes in parameters are computed; None if all merges have the same
       number of layers
@@ -104,8 +104,8 @@ def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, ha
     """The baselines of a study that has the stored `trials`, in the order of their trial numbers.
 
     `known` are the baselines that a new study would have. A study whose search has begun (`has_begun`) keeps the
-    baselines that it began with, because the numbers of all other trials follow from the number of baselines. So a
-    version of this program with other baselines does not change such a study.
+    baselines that it began with, because the numbers of all other trials depend on the number of baselines. So a
+    program version with other baselines does not change such a study.
     """
     stored = sorted((t for t in trials if t.origin in (Origin.SOURCE, Origin.PUBLISHED)), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)

@@ -61,7 +61,7 @@ TUNE_SNAPSHOT_LOGGERS = ("ray.tune.execution.experiment_state", "ray.train._inte
 class _NotPickled:
     """Base class of objects that are pickled without their attributes.
 
-    Tune pickles the objects that it is given, to restore them after a crash. This project does not restore them.
+    Tune pickles the objects that it receives, to restore them after a crash. This project does not use this feature.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class _Interrupt:
     """A context manager that defers Ctrl-C and SIGTERM until the chunks that are being scored are stored.
 
     A second signal is raised immediately. `note` is called with a message for the user after the first one. `held` are
-    the ids of Tune's trials that wait for no chunk any more.
+    the ids of Tune's trials that do not wait for a chunk any more.
 
     Python raises KeyboardInterrupt at the main thread's current line. If that line is in one of Ray's callbacks, Ray
     only prints the error.
@@ -106,7 +106,7 @@ class _Interrupt:
     def check(self, trials: Iterable[Any]) -> None:
         """Raise KeyboardInterrupt after a signal, once none of Tune's `trials` waits for a chunk of samples.
 
-        It is raised in any case CHUNK_GRACE_S seconds after the signal.
+        CHUNK_GRACE_S seconds after the signal, it is raised in any case.
         """
         if self._requested_at is None:
             return
@@ -119,7 +119,7 @@ class _Interrupt:
 
 
 class _Raised:
-    """Keeps the error that the coordinator raised while Tune handled a result, so that it can be raised again later.
+    """Holder of the error that the coordinator raised while Tune handled a result, so that it can be raised again.
 
     Tune itself raises a TuneError, which has only the text of the traceback.
     """
@@ -184,11 +184,11 @@ class _EvaluationSource(_NotPickled, Searcher):
 class _ChunkScheduler(_NotPickled, FIFOScheduler):
     """A scheduler for Tune that hands every result of a chunk to the coordinator.
 
-    An evaluation stops when the coordinator has all its samples. The scheduler also prevents that Tune starts and kills
-    a process for almost every evaluation. By itself, Tune ends an idle actor unless a trial waits for one. It also
-    gives an idle actor to a trial whose own actor is still starting, and then kills the starting one. Therefore the
-    scheduler keeps idle actors. It lets chunks wait until all actors run, or until no further actor can be expected
-    soon: on a busy cluster, an actor may never start.
+    An evaluation stops when the coordinator has all its samples. The scheduler also keeps Tune from starting and
+    killing a process for almost every evaluation. Without it, Tune ends an idle actor unless a trial waits for one.
+    Tune also gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor.
+    Therefore the scheduler keeps idle actors. It lets chunks wait until all actors run, or until no further actor is
+    expected soon, because on a busy cluster an actor may never start.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
         return str(FIFOScheduler.STOP) if done else self._next(trial)
 
     def _next(self, trial: Any) -> str:
-        """Tune's action that lets `trial` score its next chunk, or wait if the run is to end."""
+        """The action for Tune that lets `trial` score its next chunk, or makes it wait if the run must end."""
         if not self._interrupt.is_requested:
             return str(FIFOScheduler.CONTINUE)
         self._interrupt.held.add(trial.trial_id)
@@ -272,10 +272,10 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
 
 def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
-    """Make Tune replace a trial actor that Ray's memory monitor ended, as it does after any other death of an actor.
+    """Make Tune replace a trial actor that Ray's memory monitor ended, as after any other death of an actor.
 
-    Ray reports that end to Tune as OutOfMemoryError, not as RayActorError, and Tune's actor manager would then end the
-    whole run of Tune (Ray 2.60). So the error is replaced by a RayActorError with the same text.
+    Ray reports such an end to Tune as OutOfMemoryError, not as RayActorError, after which Tune's actor manager would
+    end the whole run of Tune (Ray 2.60). So the error is replaced by a RayActorError with the same text.
     """
     task_failed = actor_manager._actor_task_failed
 
@@ -289,9 +289,10 @@ def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
 
 
 def _is_late(waited_s: float) -> bool:
-    """Whether the next trial actor cannot be expected soon, after a wait of `waited_s` seconds.
+    """Whether the next trial actor cannot be expected soon, after it has been awaited for `waited_s` seconds.
 
-    It is late after ACTOR_START_S seconds, or after CPU_WAIT_S seconds if the cluster has too few free CPUs for it.
+    This is the case after ACTOR_START_S seconds, or after CPU_WAIT_S seconds if the cluster has too few free CPUs for
+    the actor.
     """
     if waited_s < CPU_WAIT_S:
         return False
@@ -335,7 +336,7 @@ def run_evaluations(
     """Run a study's evaluations on Ray Tune until the coordinator is finished. Ray must be connected.
 
     At most `concurrency` evaluations run at a time. `tick` is called several times a second, `note` with messages for
-    the user. Raises what the coordinator raises: EvidenceMismatch, EngineUnavailable, StudyFailed, StudyUnusable,
+    the user. Raises the errors of the coordinator: EvidenceMismatch, EngineUnavailable, StudyFailed, StudyUnusable,
     StaleAttempt. Raises KeyboardInterrupt after Ctrl-C or SIGTERM, when the chunks that were being scored are stored.
     """
     for variable, value in TUNE_ENVIRONMENT.items():

@@ -1,11 +1,12 @@
-"""The limit of a study's samples, `limits.max_samples`: how many are used, and what may still start.
+"""The limit of a study's samples, `limits.max_samples`: how many are used, and which trials and steps may still start.
 
-Each sample that is scored in the search uses one, baselines included. A step of the searcher, such as a gradient, uses
-as many samples as it counts as. Samples of the held-out stage and of the verification are not counted.
+Each sample that is scored in the search, also for a baseline, counts as one. A step of the searcher, such as a
+gradient, counts as a stated number of samples. Samples of the held-out stage and of the verification are not counted.
 
-Nothing starts that could exceed the limit. Whether a trial starts depends on the samples that the trials before it have
-used when all of them have ended. So the answer is the same with any number of replicas and after any interruption. It
-is known earlier if the trial fits even when each trial before it takes as many samples as it possibly can.
+No trial or step starts that could exceed the limit. Whether a trial starts depends on the samples that the trials
+before it have used when all of them have ended. So the decision is the same with any number of replicas and after any
+interruption. It is made earlier if the trial is within the limit even when each trial before it takes as many samples
+as it possibly can.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class SampleLimit:
 
     @property
     def num_used(self) -> int:
-        """Number of samples that the study has used."""
+        """Number of samples that the study has used, which counts towards the limit."""
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
-        """Whether the trial of `proposal` may start, or a step for it that counts as `num_charged` samples.
+        """Whether the trial of `proposal` may start; if `num_charged` is above 0, whether a step for it may start.
 
-        The worst case is the sum of three numbers: the samples used so far, the most that the trials in the rung table
-        can still take, and the most that the new trial or step can take. The result is True if this sum is within the
-        limit. Otherwise it is None while evaluations are left, because these may use fewer samples than expected. It is
-        False if none are left.
+        The step counts as `num_charged` samples. The worst case is the sum of three numbers: the samples used so far,
+        the most that the trials in the rung table can still take, and the most that the new trial or step can take. The
+        result is True if this sum is within the limit. Otherwise it is None while evaluations are left, because they
+        may use fewer samples than in the worst case, and False if no evaluations are left.
         """
         if self._max_samples is None:
             return True
@@ -51,7 +52,7 @@ class SampleLimit:
         return None if next(self._table.ready(), None) is not None else False
 
     def reason(self, proposal: Proposal, *, num_charged: int = 0) -> str:
-        """Why the search ends, after `admits` has returned False."""
+        """Reason why the search ends, after `admits` has returned False."""
         needed = self._needed(proposal, num_charged) + self._table.most_samples_left(self._totals)
         return (
             f"limits.max_samples: {self.num_used:,} of {self._max_samples:,} samples are used, and what would start "

@@ -36,7 +36,7 @@ class EvaluationTrainable(tune.Trainable):
     """The trial actor: it sends the chunks of one evaluation to the scorer, one chunk per step.
 
     Each step reports {"outcome": ScoreResult | ChunkFailed}. Only the first step of an actor reports {"outcome": None},
-    which says that the actor runs.
+    which means that the actor runs.
     """
 
     @classmethod
@@ -89,4 +89,4 @@ class EvaluationTrainable(tune.Trainable):
         """Do nothing, because scored samples are in SQL."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Do nothing, because an evaluation starts from the samples that SQL lacks."""
+        """Do nothing, because an evaluation consists of the samples that are not in SQL yet."""

@@ -14,7 +14,7 @@ __all__ = ["Trials"]
 class Trials(Mapping[int, TrialRecord]):
     """The trials of one study in their present state, in the ascending order of their numbers.
 
-    `stored` are the trials of earlier attempts. A change is stored before it is visible here.
+    `stored` are the trials of earlier attempts. A change is stored in the database before this object shows it.
     """
 
     def __init__(self, stored: Sequence[TrialRecord], writer: JobWriter) -> None:
@@ -38,7 +38,7 @@ class Trials(Mapping[int, TrialRecord]):
         return self._trials[self._first[digest]]
 
     def num_duplicates_in_a_row(self) -> int:
-        """The number of newest trials in a row that are proposals with the recipe of an earlier trial."""
+        """The number of consecutive newest trials that are proposals with the recipe of an earlier trial."""
         count = 0
         for trial in reversed(self._trials.values()):
             if trial.origin is not Origin.SEARCH or self._first[trial.recipe.digest] == trial.number:

@@ -193,9 +193,9 @@ def specs(variant: Variant, rate: float, scale: float, seed: int) -> dict[str, F
     return found
 
 
-def trained(spec: FinetuneSpec) -> Path:
+def trained(spec: FinetuneSpec, cache: Path = CACHE) -> Path:
     """The directory of an expert, trained first if it is not there; training continues from its last checkpoint."""
-    place = CACHE / "experts" / digest_of(spec.canonical())[:24]
+    place = cache / "experts" / digest_of(spec.canonical())[:24]
     if not (place / "seconds.json").exists():
         place.mkdir(parents=True, exist_ok=True)
         started = time.process_time()
@@ -295,15 +295,19 @@ def arm(
 
 
 class Fleet:
-    """Trained experts and the answers of their merges."""
+    """Trained experts and the answers of their merges, of the family in a directory, with its base and tasks."""
 
-    def __init__(self, experts: Mapping[str, FinetuneSpec]) -> None:
-        self.places = {alias: trained(spec) for alias, spec in experts.items()}
+    def __init__(self, experts: Mapping[str, FinetuneSpec], directory: Path | None = None, cache: Path = CACHE) -> None:
+        directory = family_dir() if directory is None else directory
+        self.places = {alias: trained(spec, cache) for alias, spec in experts.items()}
         self.seconds = sum(json.loads((place / "seconds.json").read_text()) for place in self.places.values())
-        family = open_family(family_dir() / "base", {alias: place / EXPERT for alias, place in self.places.items()})
-        self._scorer = OnePass(family, EngineOptions(max_model_len=64), memory=CACHE / "scores")
+        family = open_family(directory / "base", {alias: place / EXPERT for alias, place in self.places.items()})
+        self._scorer = OnePass(family, EngineOptions(max_model_len=64), memory=cache / "scores")
         self._fingerprints = {model.alias: model.fingerprint for model in family.models}
-        self._tasks = {split: {alias: task(alias, split) for alias in self.places} for split in ("search", "holdout")}
+        self._tasks = {
+            split: {alias: task(experts[alias].name, split, directory) for alias in self.places}
+            for split in ("search", "holdout")
+        }
 
     def own(self, alias: str, split: str, num_items: int | None = None) -> NDArray[np.bool_]:
         return self._answers(Merge("passthrough", (Source(alias),)), self._tasks[split][alias], num_items)
@@ -328,9 +332,9 @@ class Fleet:
         return self._scorer.exact_matches(recipe, of, 0, num_items or self._scorer.num_samples(of))
 
 
-def task(skill: str, split: str) -> TaskSpec:
-    file = str(family_dir() / "tasks" / f"{skill}_{split}.jsonl")
-    document = {"name": skill, "task": {"file": file, "max_tokens": 8}, "metric": "exact_match"}
+def task(skill: str, split: str, directory: Path) -> TaskSpec:
+    file = str(directory / "tasks" / f"{skill}_{split}.jsonl")
+    document = {"name": skill, "task": {"file": file, "max_tokens": 9}, "metric": "exact_match"}
     return task_of(ObjectiveSpec.model_validate_json(json.dumps(document)), seed=0)
 
 

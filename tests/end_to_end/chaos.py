@@ -26,7 +26,7 @@ from search_spaces.study.file import load_study
 from service.disk import DATABASE
 from service.resolved_study import ResolvedStudy
 from service.store import Store
-from service.store.steps import GradientStep, Step
+from service.store.steps import GradientStep, Step, UpdateStep
 from service.types import JobState
 from tests.end_to_end.memory_group import MemoryGroup, memory_group
 from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
@@ -192,7 +192,11 @@ def results_of(store: Store, study: str) -> Results:
     """What a study that was disturbed must share with another one."""
 
     def without_seconds(step: Step) -> Step:
-        return replace(step, result=replace(step.result, seconds=0.0)) if isinstance(step, GradientStep) else step
+        if isinstance(step, GradientStep):
+            return replace(step, result=replace(step.result, seconds=0.0))
+        if isinstance(step, UpdateStep):
+            return replace(step, result=replace(step.result, seconds=0.0))
+        return step
 
     steps = [(without_seconds(step), "a step") for step in store.steps(study)]
     return [*trial_list(store, study), *steps]

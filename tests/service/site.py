@@ -151,6 +151,8 @@ PROGRESS = {
     "samples_planned": 900,
     "samples_used": 360,
     "max_samples": 5000,
+    "steps": 0,
+    "steps_planned": 0,
 }
 
 

@@ -1,7 +1,7 @@
 """The input of each layer of a model, recorded while the model reads prompts.
 
-The first token of each text is left out. In trained models its activations are larger than all others by orders of
-magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so that they would dominate the alignment.
+The first token of each text is kept apart. In trained models its activations are larger than all others by orders of
+magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so they would dominate the alignment.
 
 Axes: L layers, N tokens, D channels of the residual stream.
 """
@@ -31,12 +31,14 @@ MAX_ROWS, MAX_TOKENS = 4096, 16_384
 class Activations:
     """Activations of a model with L layers: the residual stream before each layer and after the last, in float32.
 
-    `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer. `is_held_out`
-    [N] is true for the tokens of held-out texts: alignments are not learned from these, but their quality is measured
-    on them.
+    `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer, without
+    the first token of each text. `first` [L + 1, texts, D] has the same of these first tokens. `is_held_out` [N] is
+    true for the tokens of held-out texts: alignments are not learned from these tokens, but the quality of alignments
+    is measured on them.
     """
 
     before: Tensor
+    first: Tensor
     is_held_out: Tensor
 
     def after(self, layer: int) -> Tensor:
@@ -47,9 +49,8 @@ class Activations:
 def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activations:
     """Run a transformers model on prompts, and return the activations of its layers.
 
-    `prompts` are lists of token ids. At most about MAX_ROWS tokens are used, spread evenly over all prompts, and never
-    the first token of a prompt. Every fifth prompt is held out. Raises InvalidModel if the model has no list of decoder
-    layers.
+    `prompts` are lists of token ids. At most about MAX_ROWS tokens are used beside the first ones, spread evenly over
+    all prompts. Every fifth prompt is held out. Raises InvalidModel if the model has no list of decoder layers.
     """
     layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
     if layers is None or len(layers) != model.config.num_hidden_layers:
@@ -58,6 +59,7 @@ def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activation
     num_rows = sum(len(prompts[index]) - 1 for index in texts)
     step = max(1, math.ceil(num_rows / MAX_ROWS))
     parts: list[Tensor] = []
+    first: list[Tensor] = []
     held_out: list[bool] = []
     with _Recorder(layers) as recorder, torch.no_grad():
         for batch in _batches(texts, prompts):
@@ -67,18 +69,19 @@ def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activation
                 tokens[row, : len(prompts[index])] = torch.tensor(prompts[index])
             model(input_ids=tokens.to(model.device), use_cache=False, logits_to_keep=1)
             before = recorder.take()
+            first.append(before[:, :, 0].cpu())
             for row, index in enumerate(batch):
                 chosen = range(1 + index % step, len(prompts[index]), step)
                 parts.append(before[:, row, list(chosen)].cpu())
                 held_out += [index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1] * len(chosen)
-    return Activations(torch.cat(parts, dim=1), torch.tensor(held_out))
+    return Activations(torch.cat(parts, dim=1), torch.cat(first, dim=1), torch.tensor(held_out))
 
 
 def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     """Yield batches of prompts of similar length; a batch is a list of indices of prompts.
 
     Only the prompts with the indices `texts` are used. A batch has at most MAX_TOKENS tokens after all its prompts are
-    padded to the longest one. A prompt that is longer than MAX_TOKENS is a batch of its own.
+    padded to the longest one. A prompt that is longer than MAX_TOKENS is the only one in its batch.
     """
     batch: list[int] = []
     for index in sorted(texts, key=lambda each: (len(prompts[each]), each)):

@@ -1,9 +1,9 @@
-"""The tensors of one alignment, and what it computes.
+"""The tensors of one alignment, and the function that they define.
 
 The output of layer t, h, is mapped to the input of layer t + 1:
 
-    projection    W h + b,      W [hidden, hidden], b [hidden]
-    moments       a * h + b,    a, b [hidden], for each channel
+    projection W h + b, W [hidden, hidden], b [hidden]
+    moments a * h + b, a, b [hidden], for each channel
 
 b is optional. The paper "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" fits such modules
 between layers of different models.
@@ -12,7 +12,7 @@ If layers have scales, engines and transformers compute with g = h / c (`workers
 projection is W g + b / c: its shift is divided by c, as the branches of the next layer are. The weights of an ordinary
 checkpoint cannot contain an alignment. A norm divides by the length of its input, and both `W` and `a` change this
 length in a way that depends on h. Therefore `residual_scales.branch_factors` refuses alignments, and exports contain a
-model class of their own (`workers.alignments.export`).
+separate model class (`workers.alignments.export`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Alignment:
     """Map of the residual stream between two layers: a linear map or a scale for each channel, and optionally a shift.
 
     An alignment has either a `projection` [hidden, hidden] or a `scale` [hidden]; the `shift` [hidden] is optional.
-    Raises ValueError for other tensors or shapes, and for values that are NaN or infinite.
+    Raises ValueError if the tensors or shapes differ from this, or if values are NaN or infinite.
     """
 
     projection: torch.Tensor | None = None

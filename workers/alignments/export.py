@@ -26,10 +26,10 @@ CLASSES = {"llama": "AlignedLlama", "mistral": "AlignedMistral", "qwen2": "Align
 
 
 class AlignedParts:
-    """The tensors of alignments, and the entries in config.json, that an export with alignments has in addition.
+    """Additional parts of an export with alignments: the tensors of the alignments, and entries in config.json.
 
     `placed` has the alignments, in the dtype of the export, by the index of the layer that follows each of them.
-    `model_type` is that of the base model in transformers, such as "llama".
+    `model_type` is the base model's type in transformers, such as "llama".
     """
 
     def __init__(self, placed: Mapping[int, PlacedAlignment], model_type: str) -> None:
@@ -45,10 +45,10 @@ class AlignedParts:
         }
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of the export with alignments, made from `config`, that of the same model without alignments.
+        """The config.json of the export with alignments, made from `config`, the same model's without alignments.
 
-        The result has other values for architectures and model_type, and also auto_map and alignments. The model class
-        with alignments needs these.
+        The result has other values of `architectures` and `model_type`, and the additional keys `auto_map` and
+        `alignments`. The model class with alignments needs these.
         """
         name = CLASSES[self._model_type]
         module = MODELING_FILE.stem
@@ -71,8 +71,8 @@ def aligned_parts(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> AlignedPart
     """The tensors and configuration that a recipe's alignments add to a checkpoint; None if it has no alignments.
 
     The alignments are read from the bank's directory of alignments and rounded to `dtype`. Raises InvalidRecipe if an
-    alignment does not fit the models, if its file is missing, and for model types whose merges with alignments cannot
-    be exported (those not in `CLASSES`).
+    alignment does not fit the models, if its file is missing, or if merges of this model type cannot be exported with
+    alignments (types not in `CLASSES`).
     """
     if not any(alignments_before(recipe)):
         return None

@@ -1,8 +1,8 @@
 """Alignments as safetensors files that are named by their digests.
 
 A layer of a recipe names the alignment behind it by the sha256 of its file, `DIGEST.safetensors` in
-`Family.alignments_dir`. Therefore a recipe's digest covers the alignment's numbers too. Where `Family.alignments_dir`
-is the URL of an object store, the file is among the store's artifacts, and each machine downloads it once.
+`Family.alignments_dir`. Therefore a recipe's digest covers the alignment's numbers too. If `Family.alignments_dir` is
+the URL of an object store, the file is among the store's artifacts, and each machine downloads it once.
 """
 
 from __future__ import annotations

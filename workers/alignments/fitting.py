@@ -1,14 +1,19 @@
 """The alignment of a pair of layers, fitted to their activations.
 
 A pair is (the layer before the alignment, the layer after it). X [N, D] is the output of the first in its own model, Y
-[N, D] the input of the second in its own model, over the same texts. The map gives X the distribution of Y;
-activations are not compared token by token.
+[N, D] the input of the second in its own model, over the same texts. The map gives X the distribution of Y; activations
+are not compared token by token.
 
 - `moments`: y = scale * x + shift for each channel, so that mean and variance are equal.
 - `mlp`: y = P x + shift, where P = diag(scale) + U V^T is the output of a light network with two hidden layers, given
   the statistics of every channel in X and Y. It starts as `moments`. Training minimises the loss of HM3's authors:
   squared errors of mean and variance, and CORAL of the covariances. Training stops early, and the epoch with the least
-  loss on held-out rows is kept: there an `mlp` is never worse than `moments`.
+  loss on held-out rows is kept, so an `mlp` is never worse than `moments` on these rows.
+
+A map is fitted to all tokens but the first of each text, and applied to that one too. In trained models the first
+token has values in a few channels that are larger than all others by orders of magnitude, from an early layer on. In
+such a channel, the slope of the map is that between the means of the other tokens and of the first ones, and `mlp`
+neither changes the channel nor carries it into others. So the first token keeps the values that the next layer knows.
 
 The authors give the losses, two hidden layers and 5 to 15 epochs. The form of P, the statistics that the network
 receives and all other numbers were chosen here. A dense D x D output would have more weights than the two layers.
@@ -47,13 +52,16 @@ KINDS: tuple[Kind, ...] = ("moments", "mlp")
 # Channels whose standard deviation is a smaller share of the root mean square over all channels are only shifted.
 SMALLEST_DEVIATION = 1e-3
 
+# Standard deviations of a channel by which the first tokens are beyond the others in a model with massive activations.
+OUTLIER = 20.0
+
 
 @dataclass(frozen=True)
 class FittedAlignment:
     """An alignment, and how well it matches the activations of held-out texts.
 
-    - `before`, `moments`, `after`: the `discrepancy` of held-out rows of activations without an alignment, with an
-      alignment of kind `moments`, and with this alignment; 0 is best
+    - `before`, `moments`, `after`: the `discrepancy` on held-out rows of activations without an alignment, with an
+      alignment of kind `moments`, and with this alignment, respectively; 0 is best
     - `epochs`: the number of epochs of training; 0 for an alignment of kind `moments`
     """
 
@@ -91,8 +99,9 @@ class MlpOptions:
     """Options for training the network that computes an alignment of kind `mlp`.
 
     The alignment's projection is diagonal plus a part of rank `rank`. `hidden_size` is the width of the network's two
-    hidden layers, and `learning_rate` that of Adam. An epoch uses all rows of activations once, `batch` rows at a time;
-    there are at most `epochs`. Training ends after `patience` epochs without improvement on held-out rows.
+    hidden layers, and `learning_rate` is Adam's learning rate. An epoch uses all rows of activations once, `batch` rows
+    at a time; there are at most `epochs` epochs. Training ends after `patience` epochs without improvement on held-out
+    rows.
     """
 
     rank: int = 8
@@ -117,34 +126,46 @@ def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
     return means + variances + coral
 
 
-def fit_moments(x_ND: Tensor, y_ND: Tensor) -> Alignment:
+def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | None = None) -> Alignment:
     """Fit an alignment that gives each channel of rows x the mean and the variance of this channel in rows y.
 
     Rows are tokens, columns are the channels of the residual stream. A channel of x that is nearly constant is only
-    shifted.
+    shifted. `first` has the first tokens of texts, [texts, channels] in x and in y, which are not among the rows. A
+    channel in which they are outliers in both has the slope that maps their mean to their mean, not the one that gives
+    the variance.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
     std_x, std_y = x.std(dim=0), y.std(dim=0)
     floor = SMALLEST_DEVIATION * std_x.square().mean().sqrt()
     scale = torch.where(std_x > floor, std_y / std_x.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    if first is not None:
+        slope = (first[1].float().mean(dim=0) - y.mean(dim=0)) / (first[0].float().mean(dim=0) - x.mean(dim=0))
+        are_outliers = _are_outliers(first[0], x) & _are_outliers(first[1], y)
+        scale = torch.where(are_outliers & (slope > 0), slope, scale)
     return Alignment(scale=scale, shift=y.mean(dim=0) - scale * x.mean(dim=0))
 
 
 def fit_alignment(
-    kind: Kind, x_ND: Tensor, y_ND: Tensor, is_held_out: Tensor, *, options: MlpOptions | None = None
+    kind: Kind,
+    x_ND: Tensor,
+    y_ND: Tensor,
+    is_held_out: Tensor,
+    *,
+    first: tuple[Tensor, Tensor] | None = None,
+    options: MlpOptions | None = None,
 ) -> FittedAlignment:
     """Fit an alignment of kind `kind` from the output of one layer, rows x, to the input of another layer, rows y.
 
     Rows are tokens, columns are channels; row n of x and of y is the same token. `is_held_out` [N] is true for the rows
     of held-out texts, which are not used for fitting, only to measure the `discrepancy` and, for the kind `mlp`, to
-    choose the epoch. `options` are for the kind `mlp`.
+    choose the epoch. `first` has the texts' first tokens as in `fit_moments`. `options` are for the kind `mlp`.
     """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])
     if kind == "mlp":
-        return fit_mlp(train, out, seed=0, options=options)
-    alignment = fit_moments(*train)
+        return fit_mlp(train, out, seed=0, first=first, options=options)
+    alignment = fit_moments(*train, first=first)
     after = float(discrepancy(alignment(out[0]), out[1]))
     return FittedAlignment(alignment, float(discrepancy(*out)), after, after)
 
@@ -154,27 +175,30 @@ def fit_mlp(
     held_out: tuple[Tensor, Tensor],
     *,
     seed: int,
+    first: tuple[Tensor, Tensor] | None = None,
     options: MlpOptions | None = None,
 ) -> FittedAlignment:
     """Train a small network that maps rows x to the distribution of rows y, and return the alignment that it computes.
 
     `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
-    and the input of the layer that follows the alignment. The epoch with the smallest `discrepancy` on the held-out
-    rows is kept. `seed` fixes the initial weights and the order of rows. Equal arguments give equal bits on one machine
-    with one number of threads.
+    and the input of the layer that follows the alignment. `first` has the texts' first tokens as in `fit_moments`; in
+    channels in which those of x are outliers, the alignment stays that of `fit_moments`. The epoch with the smallest
+    `discrepancy` on the held-out rows is kept. `seed` fixes the initial weights and the order of rows. Equal arguments
+    give equal bits on one machine with one number of threads.
     """
     _check(*train)
     chosen = options or MlpOptions()
     x, y = train[0].float(), train[1].float()
-    moments = fit_moments(x, y)
+    moments = fit_moments(x, y, first=first)
+    is_free = torch.ones(x.shape[1], dtype=torch.bool) if first is None else ~_are_outliers(first[0], x)
     out_x, out_y = held_out[0].float(), held_out[1].float()
-    before, first = float(discrepancy(out_x, out_y)), float(discrepancy(moments(out_x), out_y))
+    before, plain = float(discrepancy(out_x, out_y)), float(discrepancy(moments(out_x), out_y))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        projection = _Projection(moments, _statistics(x, y, chosen.rank), chosen)
+        projection = _Projection(moments, _statistics(x, y, chosen.rank), is_free, chosen)
     optimizer = torch.optim.Adam(projection.parameters(), lr=chosen.learning_rate)
     order = torch.Generator().manual_seed(seed)
-    best, best_state, waited, epoch = first, copy.deepcopy(projection.state_dict()), 0, 0
+    best, best_state, waited, epoch = plain, copy.deepcopy(projection.state_dict()), 0, 0
     while epoch < chosen.epochs and waited < chosen.patience:
         epoch += 1
         for rows in _batches(len(x), chosen.batch, order):
@@ -189,25 +213,27 @@ def fit_mlp(
         else:
             waited += 1
     projection.load_state_dict(best_state)
-    return FittedAlignment(projection.alignment(), before, first, best, epoch)
+    return FittedAlignment(projection.alignment(), before, plain, best, epoch)
 
 
 class _Projection(nn.Module):
     """Network that computes a projection [D, D] and a shift [D] from `statistics` [D, F] of the D channels.
 
     The projection is diag(scale) + U V^T with U and V of low rank. Before training, projection and shift equal those of
-    `moments`, an alignment of kind `moments`.
+    `moments`, an alignment of kind `moments`. Channels that `is_free` [D] leaves out stay so.
     """
 
-    def __init__(self, moments: Alignment, statistics: Tensor, options: MlpOptions) -> None:
+    def __init__(self, moments: Alignment, statistics: Tensor, is_free: Tensor, options: MlpOptions) -> None:
         super().__init__()
         hidden, rank = options.hidden_size, options.rank
         self.scale: Tensor
         self.shift: Tensor
         self.statistics: Tensor
+        self.is_free: Tensor
         self.register_buffer("scale", moments.tensors()["scale"], persistent=False)
         self.register_buffer("shift", moments.tensors()["shift"], persistent=False)
         self.register_buffer("statistics", statistics, persistent=False)
+        self.register_buffer("is_free", is_free, persistent=False)
         last = nn.Linear(hidden, 2 * rank + 2)
         # Initially V is random and all else is 0, so that P is diag(scale) and U has a gradient.
         nn.init.zeros_(last.weight[: rank + 2])
@@ -227,6 +253,7 @@ class _Projection(nn.Module):
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         found = self.network(self.statistics)
+        found = found * self.is_free[:, None]
         stretch, move = found[:, 0], found[:, 1]
         u, v = found[:, 2 : 2 + self.rank], found[:, 2 + self.rank :]
         typical = self.scale.abs().mean()
@@ -262,6 +289,12 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
     found = torch.zeros(rows.shape[1], rank)
     found[:, :size] = torch.pca_lowrank(rows, q=size)[2]
     return found
+
+
+def _are_outliers(first_TD: Tensor, rows_ND: Tensor) -> Tensor:
+    """Channels [D] in which the mean of T first tokens is more than OUTLIER deviations from the mean of other rows."""
+    beyond = (first_TD.float().mean(dim=0) - rows_ND.mean(dim=0)).abs()
+    return beyond > OUTLIER * rows_ND.std(dim=0)
 
 
 def _batches(num: int, size: int, order: torch.Generator) -> list[Tensor]:

@@ -8,7 +8,7 @@ The alignment before layer t maps the layer's input, h, to W h + b (a projection
 channel); b is optional. `alignments` in the configuration has, by the number of the layer, the names of the tensors and
 the `factor` of b, which is 1 unless the layers' outputs have scales.
 
-A configuration has its own model type, so that it is not loaded as a model without alignments.
+The configuration has a separate model type, so that transformers does not load it as a model without alignments.
 """
 
 from __future__ import annotations

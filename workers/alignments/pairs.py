@@ -1,7 +1,7 @@
 """The alignment of a pair of layers, learned once and kept in the cache.
 
-An alignment is a function of the two layers' weights, the texts and the kind. Therefore every study and every path that
-needs it uses the same one. It is named, in recipes too, by the sha256 of its file.
+An alignment is a function of the two layers' weights, the texts and the kind. Therefore all studies and paths that need
+the alignment of a pair use the same one. Recipes name it by the sha256 of its file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.types import Family, TaskSpec
 __all__ = ["AlignmentInputs", "alignment_file", "find_alignment", "keep_alignment"]
 
 # Part of every key; increased when alignments are learned in another way.
-VERSION = 2
+VERSION = 3
 
 # Engine options that prompts depend on.
 PROMPT_OPTIONS = ("add_bos_token", "chat_template", "max_model_len")
@@ -31,7 +31,7 @@ PROMPT_OPTIONS = ("add_bos_token", "chat_template", "max_model_len")
 
 @dataclass(frozen=True)
 class AlignmentInputs:
-    """What alignments are learned from: models, texts, and the kind of alignment.
+    """Inputs from which alignments are learned: models, texts, and the kind of alignment.
 
     - `family`: the models that are merged
     - `pool`: the recipe of each model that a pair of layers may name, by the name used there; all are merges of
@@ -93,8 +93,8 @@ def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, Fitte
 def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> str:
     """Store the alignment of a pair of layers in the cache, and return its digest, by which recipes name it.
 
-    `inputs` and `pair` determine the key under which `find_alignment` finds it. `content` is what
-    `FittedAlignment.to_bytes` returned. Raises OSError if the cache cannot be written.
+    `inputs` and `pair` determine the key under which `find_alignment` finds it. `content` is the result of
+    `FittedAlignment.to_bytes`. Raises OSError if the cache cannot be written.
     """
     digest = store_alignment(_directory(), content)
     cached(inputs.key(pair), digest)

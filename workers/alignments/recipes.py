@@ -56,8 +56,8 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
     """Whether two layers of a recipe follow each other in the models that they are merged from.
 
-    This is the case if `after` has the merges of `layer`, except that each source and base is the next layer of its
-    model.
+    This is the case if `after` has the same merges as `layer`, except that each source and base is the next layer of
+    its model.
     """
 
     def next_to(source: Source) -> Source:
@@ -86,8 +86,8 @@ def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[i
     """Read the alignments of a recipe, rounded to `dtype`, by the index of the layer after each of them.
 
     The files are in the bank's directory of alignments (`Family.alignments_dir`). Raises InvalidRecipe if the recipe
-    has an alignment where none may be, if an alignment's file is missing, damaged or of another size, and if the
-    recipe's layer scales cannot be folded into weights.
+    has an alignment at a place where none is allowed, if an alignment's file is missing, damaged or of another size,
+    and if the recipe's layer scales cannot be folded into weights.
     """
     before, config = alignments_before(recipe), bank.base.config
     factors = branch_factors(unaligned(recipe).layers, model_type=str(config.get("model_type")))

@@ -1,4 +1,4 @@
-"""The search samples that alignments are learned from, and their prompts.
+"""The search samples from which alignments are learned, and their prompts.
 
 They are the first tenth of the search samples, as in HM3.
 """
@@ -22,7 +22,7 @@ MIN_SAMPLES = 10
 
 
 def positions_of(num_samples: Mapping[str, int]) -> dict[str, range]:
-    """The positions of the search samples that alignments are learned from, by objective: the first tenth.
+    """The positions of the search samples from which alignments are learned, by objective: the first tenth.
 
     `num_samples` is each objective's number of search samples.
     """
@@ -51,9 +51,9 @@ def prompts_of(
 ) -> tuple[tuple[int, ...], ...]:
     """The token ids of one prompt for each sample of every objective.
 
-    `tasks` has the task, and `positions` the samples, of each objective. `family_dir` is the directory with the
-    tokenizer, `options` has the settings that prompts depend on, such as the chat template. For multiple choice the
-    prompt is that of the first option. Raises InvalidTask if a task cannot be built.
+    `tasks` has the task of each objective, and `positions` the positions of its samples. `family_dir` is the directory
+    with the tokenizer, `options` has the settings that prompts depend on, such as the chat template. For multiple
+    choice the prompt is that of the first option. Raises InvalidTask if a task cannot be built.
     """
     evaluator = TaskEvaluator(None, Prompts(family_dir, options))
     return tuple(evaluator.requests(tasks[name], at)[0].tokens for name, each in positions.items() for at in each)

@@ -1,7 +1,7 @@
 """Backends that compute with merged weights.
 
 - `vllm`: scores one merge after another in an engine that does not restart
-- `transformers`: checks what vLLM scored
+- `transformers`: checks the scores of vLLM
 - `source_recipes`: recipes whose merge is a source model itself
 - `host_memory`: free host memory
 - `logits`: logits that are NaN or infinite

@@ -1,6 +1,6 @@
 """Export of a merge as a Hugging Face checkpoint.
 
 - `checkpoint`: the directory with tensors, configuration, tokenizer and recipe
-- `shards`: the files of tensors, continued after a kill
+- `shards`: the files of tensors, whose writing continues after a kill
 - `model_card`: the README.md: sources, recipe, scores, licences
 """

@@ -1,7 +1,7 @@
 """Export of a recipe as a Hugging Face checkpoint with exactly the tensors that the engine scored.
 
-The directory has its name only once it is complete. Until then its files are in a hidden directory next to it, together
-with the checksums of the finished files. An export that was killed continues from them.
+The directory gets its name only when it is complete. Until then its files are in a hidden directory next to it,
+together with the checksums of the finished files. An export that was killed continues from these files.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ def export(
 ) -> Path:
     """Write the merge of a recipe as a Hugging Face checkpoint to the directory `out_dir`, and return the directory.
 
-    The files are tensors, config.json, tokenizer, README.md, recipe.json and, where mergekit can express the recipe,
+    The files are tensors, config.json, tokenizer, README.md, recipe.json and, if mergekit can express the recipe,
     mergekit_config.yml. A merge with alignments also has their tensors and the file of the model class that computes
     them, which transformers loads with trust_remote_code.
 
-    The tensors are bit for bit those of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`; the
-    tokenizer is that of the source models' family. `scores` maps an objective to its held-out value, and `study` is the
-    name of the study; both are shown in the model card, README.md. `chat_template` replaces that of the tokenizer.
-    `progress` is called for every tensor. An existing export of the same recipe, dtype and template is left unchanged.
-    If an earlier export was killed or interrupted, its complete files of tensors are checked and kept.
+    The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`; the
+    tokenizer is the tokenizer of the source models' family. `scores` maps an objective to its held-out value, and
+    `study` is the name of the study; both are shown in the model card, README.md. `chat_template` replaces the
+    tokenizer's chat template. `progress` is called for every tensor. An existing export of the same recipe, dtype and
+    template is left unchanged. If an earlier export was killed or interrupted, its complete files of tensors are
+    checked and kept.
 
     Raises FileExistsError if `out_dir` has other content, and while another process writes to it. Raises
     PermissionError if the directory cannot be created, InvalidRecipe and InvalidModel if the merge cannot be computed,
@@ -119,8 +120,8 @@ def export(
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_template: str | None = None) -> bool:
     """Whether `out_dir` is a complete export of this recipe, dtype and chat template.
 
-    Returns False if `out_dir` is missing or empty. Raises FileExistsError if it contains anything else, also an
-    incomplete export or one of another recipe, and PermissionError if it cannot be created.
+    Returns False if `out_dir` is missing or empty. Raises FileExistsError if it contains anything else, such as an
+    incomplete export or an export of another recipe, and PermissionError if it cannot be created.
     """
     out = Path(out_dir).resolve()
     wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"
@@ -138,9 +139,9 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
 
 def _check_weights(out: Path, recipe: Recipe) -> None:
-    """Check that an export has all files from which a model is loaded, and that its files of tensors are whole.
+    """Check that an export has all files from which a model is loaded, and that its files of tensors are complete.
 
-    For a recipe with alignments these include the file of the model class. Raises OSError or ValueError if a file is
+    For a recipe with alignments, the file of the model class is required too. Raises OSError or ValueError if a file is
     missing or damaged.
     """
     if all(layer.alignment is None for layer in recipe.layers):
@@ -162,9 +163,9 @@ def _check_weights(out: Path, recipe: Recipe) -> None:
 
 
 def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
-    """Whether `out_dir` may be an export, because it has a recipe.json; False if it is missing or an empty directory.
+    """Check whether `out_dir` may be an export: it has a recipe.json. False if it is missing or an empty directory.
 
-    Raises FileExistsError if anything else is there; the message says that `expected` was expected. Raises
+    Raises FileExistsError if the path contains anything else; the message says that `expected` was expected. Raises
     PermissionError if the directory is missing and cannot be created.
     """
     out = Path(out_dir).resolve()
@@ -181,7 +182,7 @@ def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
 
 
 def left_behind_bytes(out_dir: str | Path) -> int:
-    """Bytes on disk in the hidden directories that killed exports to `out_dir` left.
+    """Bytes on disk in the hidden directories that killed exports to `out_dir` left behind.
 
     The next export to `out_dir` reuses or removes these files.
     """
@@ -190,10 +191,10 @@ def left_behind_bytes(out_dir: str | Path) -> int:
 
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
-    """The content of the mergekit_config.yml that computes the recipe, or as a string the reason why there is none.
+    """The content of the mergekit_config.yml that computes the recipe, or a string with the reason why there is none.
 
-    `dtype` is the one in which mergekit stores the merge. Models are named by hub ids where they have one, else by
-    directories.
+    `dtype` is the dtype in which mergekit stores the merge. Models are named by their hub ids, or by directories if
+    they have no hub id.
     """
     held = {}
     for alias, checkpoint in bank.sources.checkpoints.items():
@@ -225,7 +226,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
 def _content_key(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
     """A key that is equal for two exports if one can continue from the incomplete files of the other.
 
-    It depends on the recipe, the sources, the dtype, the size of the files and the version of mergesearch.
+    The key depends on the recipe, the sources, the dtype, the size of the files and the version of mergesearch.
     """
     return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
 

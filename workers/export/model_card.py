@@ -47,8 +47,9 @@ def model_card(
 ) -> str:
     """The text of an export's README.md: its sources, recipe, held-out scores and licences.
 
-    `dtype` is that of the tensors. `scores` maps an objective to its held-out value. `study` is the name of the study,
-    or None if the export is not of a study. `mergekit` is the mergekit configuration, or the reason why there is none.
+    `dtype` is the dtype of the tensors. `scores` maps an objective to its held-out value. `study` is the name of the
+    study, or None if the export is not of a study. `mergekit` is the mergekit configuration, or the reason why there is
+    none.
     """
     held = {model.fingerprint: model for model in family.models}
     sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]
@@ -105,8 +106,8 @@ def model_card(
 def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
     """The rows of a table that describes a recipe: (layers, component, method, sources, coefficients).
 
-    Adjacent layers with equal merges form one group, with a row for each component, and one for each scale that is
-    not 1. Merges of single tensors come last.
+    Adjacent layers with equal merges form one group. A group has a row for each component, and a row for each scale
+    that is not 1. Merges of single tensors come last.
     """
     recipe = recipe.canonical()
     rows = [("embedding", "embedding", *_described(recipe.embedding))]
@@ -132,7 +133,7 @@ def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
 def licence(directory: Path) -> str | None:
     """The licences of a source, as the README.md in its directory states them; None if it states none.
 
-    They are the value of `license` in the front matter, separated by commas.
+    The licences are the value of `license` in the front matter, separated by commas.
     """
     try:
         parts = (directory / "README.md").read_text().split("---", 2)
@@ -144,7 +145,7 @@ def licence(directory: Path) -> str | None:
 
 
 def source_name(directory: Path) -> str:
-    """The name of a source in a model card: ID@COMMIT for a model from the hub, else its directory.
+    """The name of a source in a model card: ID@COMMIT for a model from the hub, or its directory for other models.
 
     Hub names are preferred because they are valid on any machine.
     """
@@ -153,7 +154,7 @@ def source_name(directory: Path) -> str:
 
 
 def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
-    """What recipe.json says of sources that are merges themselves: {"lineage": {alias: recipe of the source}}.
+    """Recipes of the sources that are merges themselves, as an entry for recipe.json: {"lineage": {alias: recipe}}.
 
     The result is empty if no source is an export of mergesearch.
     """
@@ -189,7 +190,7 @@ def _merge_name(directory: Path) -> str | None:
 def _relative(merge: Merge, index: int) -> object:
     """A form of a merge that is equal for adjacent layers which merge their sources in the same way.
 
-    Layers of sources are counted from `index`, the index of the merged layer.
+    In this form, layers of sources are numbered relative to `index`, the index of the merged layer.
     """
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
     base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)
@@ -200,8 +201,8 @@ def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple
     """The method, sources and coefficients of a merge, each as text for a row of a table.
 
     The row is for `length` adjacent layers from index `index` on that have this merge, each with the corresponding
-    layers of the sources. `index` is None outside layers. A source's layers are named only if they differ from the
-    merged ones.
+    layers of the sources. `index` is None outside layers. The text names a source's layers only if their numbers differ
+    from those of the merged layers.
     """
 
     def described(source: Source) -> str:

@@ -37,9 +37,9 @@ CHECKSUM = xxhash.xxh3_128
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an export is: `written` of `total` bytes of tensors are written.
+    """Progress of an export: `written` of `total` bytes of tensors are written.
 
-    `kept` of the written bytes are from an earlier export that was killed.
+    `kept` is the number of written bytes that are from an earlier, killed export.
     """
 
     written: int
@@ -58,7 +58,7 @@ def plan_shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes:
     """Distribute tensors over safetensors files of at most `max_bytes` of tensors, in order.
 
     `shapes` has the shape of each tensor by name. `itemsize` is the number of bytes of an element. A tensor larger than
-    `max_bytes` gets a file of its own.
+    `max_bytes` is the only one in its file.
     """
     parts: list[dict[str, tuple[int, ...]]] = [{}]
     sizes = [0]
@@ -90,9 +90,9 @@ def write_shards(
     """Write the tensors of a merge to the safetensors files `shards` in `directory`, and then the index of these files.
 
     A file's checksum is recorded, in a state file beside `directory`, once the file is on disk. Files that an earlier,
-    killed export completed are kept if they still have the recorded checksum. The tensors in `added`, such as those of
-    alignments, come after those of the merge. `progress` is called at the beginning and for every tensor. A single file
-    gets no index.
+    killed export completed are kept if they still have the recorded checksum. The tensors in `added`, such as the
+    tensors of alignments, come after the tensors of the merge. `progress` is called at the beginning and for every
+    tensor. A single file has no index.
     """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)
@@ -127,8 +127,8 @@ def write_shards(
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
     """The checksums, by file name, of the files that an earlier, killed export completed.
 
-    The file `state` lists checksums. A file counts as complete if its checksum in `directory` is still the listed one.
-    The result is empty if `state` is missing or damaged.
+    The file `state` lists checksums. A file in `directory` counts as complete if it still has the listed checksum. The
+    result is empty if `state` is missing or damaged.
     """
     try:
         checksums = dict(json.loads(state.read_text()))

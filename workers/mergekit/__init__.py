@@ -1,8 +1,8 @@
 """mergekit's configurations: read as recipes, and recipes written as configurations.
 
-- `methods`: its merge methods, as the declared methods that are their counterparts
-- `config`: its files as validated documents
-- `reader`: reading of its files: reports what is wrong in them, and what mergekit would ignore
+- `methods`: mergekit's merge methods, with the declared methods that are their counterparts
+- `config`: mergekit's files as validated documents
+- `reader`: reads mergekit's files, and reports errors in them and settings that mergekit would ignore
 - `importer`: configurations as recipes
-- `exporter`: recipes as configurations, where mergekit computes the same tensors
+- `exporter`: recipes as configurations, if mergekit computes the same tensors
 """

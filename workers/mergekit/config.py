@@ -1,6 +1,6 @@
 """mergekit's configurations as validated documents.
 
-Models are neither located nor opened here.
+This module neither locates nor opens models.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Condition:
     def at(self, t: float) -> Scalar | None:
         """The parameter's value at the fraction t of the way through the layers; None if `values` is empty.
 
-        t is from 0, the first layer, to 1, the last. Numbers are interpolated linearly; of flags, the one at or before
-        t is taken.
+        t is from 0, the first layer, to 1, the last. Numbers are interpolated linearly; for flags, the result is the
+        value at t or at the last place before t.
         """
         if not self.values:
             return None
@@ -82,11 +82,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Where the embedding row of a token comes from.
+    """Source of the embedding row of a token.
 
     It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
-    None, the row is zero. With `force`, the row also replaces those of models that have the token; without, only models
-    that lack the token get it.
+    None, the row is zero. With `force`, the row is used for all models, even for models that have a row for the token;
+    without `force`, only for models that lack the token.
     """
 
     model: str | None
@@ -107,7 +107,7 @@ class MergekitConfig:
     - `tokenizer_source`: "base", "union", a model, or None for the base
     - `tokenizer_place`: the key in the file that names the source of the tokenizer
     - `tokens`: the tokens whose embedding rows the file chooses
-    - `own_tokens`: tokens listed without a source; every model has a row of its own for them
+    - `own_tokens`: tokens listed without a source; the file requires that every model has a row for them
     - `pad_to_multiple_of`: the vocabulary is padded to a multiple of this number, unless it is None
     - `stacks_experts`: whether the experts of a layer's mixture of experts are merged as one tensor
     """
@@ -130,8 +130,8 @@ class MergekitConfig:
     def base(self) -> str:
         """The model that gives the merge its configuration and tokenizer, and that task vectors are relative to.
 
-        It is `base_model`, else the base of the first slice, else the first model of the first slice. It is "" if no
-        model could be read.
+        It is `base_model`, or the base of the first slice, or the first model of the first slice, whichever exists
+        first. It is "" if no model could be read.
         """
         bases = (slice_.base for slice_ in self.slices[:1])
         inputs = (source.model for slice_ in self.slices[:1] for source in slice_.inputs)

@@ -1,9 +1,9 @@
-"""Recipes as mergekit configurations, where mergekit computes the same tensors up to float32 rounding.
+"""Converts recipes to mergekit configurations, if mergekit computes the same tensors up to float32 rounding.
 
 A configuration has one merge method, so the merges of a recipe must share a method: a weighted sum of models
 (passthrough, linear, task_arithmetic, in any mixture), SLERP (with passthrough), or another method that has a
-counterpart in mergekit. What mergekit computes differently is never written: masks among equal magnitudes, random
-masks, differing corner cases. The functions here know mergekit's configuration format, not its code.
+counterpart in mergekit. Recipes that mergekit would compute differently are refused, because of masks among equal
+magnitudes, random masks or corner cases. The functions use mergekit's configuration format, but not its code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SUMS = ("passthrough", "linear", "task_arithmetic")
 
 
 class Inexpressible(ValueError):
-    """No mergekit configuration computes the same tensors as the recipe; the message has the reason."""
+    """Raised if no mergekit configuration computes the same tensors as the recipe; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def mergekit_config(
 
 
 def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
-    """The recipe with the scales of MLPs as merges of single tensors, the last ones of these MLPs.
+    """The recipe in which the scales of MLPs are expressed as merges of single tensors, the last tensors of these MLPs.
 
     Raises Inexpressible for an MLP that is merged from several models.
     """
@@ -135,9 +135,9 @@ def _always_differs(method: MergeMethod) -> bool:
 def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """The mergekit configuration of a recipe whose merges all have the method `method`, which mergekit has too.
+    """The mergekit configuration of a recipe whose merges all have the method `method`, which also exists in mergekit.
 
-    mergekit's name of the method may be another one. `layout` has the names of the models' tensors, `directories` a
+    The method may have another name in mergekit. `layout` has the names of the models' tensors, `directories` a
     directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises Inexpressible if
     mergekit would compute other tensors.
     """
@@ -189,8 +189,8 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
     """The merges that a slice must state in a mergekit file, by piece; `index` is the slice's merged layer.
 
-    A piece is a component; if single tensors of the recipe have merges of their own, it is a tensor by its name within
-    the layer. The first layer also has the embedding and the last layer the head, because mergekit takes their
+    A piece is a component; if single tensors of the recipe have separate merges, a piece is a tensor, by its name
+    within the layer. The first layer also has the embedding and the last layer the head, because mergekit takes their
     parameters from the first and the last slice.
     """
     parts: dict[str, tuple[Merge, int | None]] = {
@@ -223,8 +223,8 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
     """The layer of each of `models` that the merged layer `index` uses.
 
-    `merges` are the merges of this layer. A model that none of them uses gets an arbitrary layer, because a slice must
-    name a layer of every model. Raises Inexpressible if several layers of one model are used.
+    `merges` are the merges of this layer. A model that no merge uses gets an arbitrary layer, because a slice must name
+    a layer of every model. Raises Inexpressible if several layers of one model are used.
     """
     used: dict[str, int] = {}
     for merge in merges.values():
@@ -273,8 +273,8 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
     """The slices, one per layer, of a recipe that copies whole layers, some of them moved or repeated.
 
-    Returns None for any other recipe. It also returns None unless the embedding is that of the first layer's model and
-    the head is that of the last layer's model, because mergekit takes them from these models.
+    Returns None for any other recipe. mergekit takes the embedding from the first layer's model, and the head from the
+    last layer's model; if the recipe takes them from other models, the result is None too.
     """
     merges = [layer.component(name) for layer in recipe.layers for name in COMPONENTS]
     is_copy = all(each.method == "passthrough" and each.number("scale") == 1 for each in recipe.merges())
@@ -314,7 +314,8 @@ def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
 def _joined(slices: list[_Slice]) -> list[_Slice]:
     """Join adjacent slices of the same models with consecutive layers, if their settings do not differ.
 
-    Settings may differ in which pieces (components or single tensors) they have; a joined slice has the pieces of all.
+    Slices may have settings for different pieces (components or single tensors); a joined slice has the settings of all
+    of its slices.
     """
     joined = slices[:1]
     for slice_ in slices[1:]:
@@ -348,9 +349,9 @@ def _compatible(
 def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
     """The (piece, filter) pairs by which a mergekit file selects each piece's tensors, in order of precedence.
 
-    A piece is a component, or a single tensor if the recipe has merges of single tensors. A filter fits the tensors
-    whose names contain it; the first that fits a tensor counts. Raises Inexpressible if, with the tensor names of
-    `layout`, a filter would select tensors of another piece.
+    A piece is a component, or a single tensor if the recipe has merges of single tensors. A filter matches the tensors
+    whose names contain it; the first filter that matches a tensor is used. Raises Inexpressible if, with the tensor
+    names of `layout`, a filter would select tensors of another piece.
     """
     by_tensor = bool(recipe.tensors)
     pieces = {name: place.suffix if by_tensor else place.component for name, place in layout.places.items()}

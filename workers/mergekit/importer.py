@@ -1,9 +1,9 @@
-"""mergekit's configurations as recipes that give the same tensors.
+"""Converts mergekit's configurations to recipes that give the same tensors.
 
-Slices of layers, gradients over them and filters on tensor names have mergekit's meaning. Models are not located here.
-There are differences from mergekit:
+Slices of layers, gradients over them and filters on tensor names have mergekit's meaning. This module does not locate
+models. Results differ from mergekit's in three ways:
 
-- Arithmetic is in float32 whatever `dtype` says, and rounded once, to `out_dtype` or `dtype`.
+- All arithmetic is in float32, and results are rounded once, to `out_dtype` or `dtype`.
 - Random masks are drawn by tensor name from one seed.
 - Embeddings are aligned by token even without `tokenizer_source`, and rows that represent no token are kept.
 """
@@ -39,13 +39,13 @@ def to_recipe(
     seed: int = 0,
     warn: Callable[[str], None] = log.warning,
 ) -> Recipe:
-    """The recipe that computes what a mergekit configuration describes.
+    """The recipe that computes the merge of a mergekit configuration.
 
     `layout` has the tensor names of the base. Models with another number of layers have their layout in `layouts`, by
     alias. `aliases` maps the names of models in the configuration to their aliases in the recipe, `fingerprints` maps
     aliases to content fingerprints. `seed` is for methods with random masks. `warn` is called with one line, which
     names the place in the file, for each setting that mergekit ignores, such as filters that match no tensor. Raises
-    InvalidRecipe, with a line for everything that is wrong.
+    InvalidRecipe, with a line for every problem.
     """
     layouts = layouts or {}
     stacks = configuration.stacks_experts and bool(layout.stacks)
@@ -68,9 +68,9 @@ Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]
 class _Builder:
     """Builds the parts of a recipe from a mergekit configuration.
 
-    It computes the merge of every tensor. The merge that most tensors of a component have becomes the component's;
-    tensors with another merge are listed one by one. `problems` maps a place in the file to what is wrong there, so
-    that what is wrong in every layer is reported once. `warnings` are lines about settings without effect.
+    It determines the merge of every tensor. The merge that most tensors of a component have becomes the component's
+    merge; tensors with another merge are listed one by one. `problems` maps a place in the file to the problem there,
+    so that a problem that occurs in every layer is reported once. `warnings` are lines about settings without effect.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class _Builder:
     def parts(self) -> Parts:
         """The recipe's layers, embedding, head, and merges of single tensors by name.
 
-        Single tensors are those whose merge differs from that of their component. Problems are added to `problems`; the
-        result is then not usable.
+        Single tensors are the tensors whose merge differs from the merge of their component. Problems are added to
+        `problems`; the result is then not usable.
         """
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:
@@ -119,9 +119,9 @@ class _Builder:
     def _with_all_inputs(self, slice_: Slice) -> Slice:
         """A copy of the slice with its base model, which becomes an input of the merge if the file lists `models`.
 
-        The base is that of the slice, else that of the file. If the file lists `slices`, the base is not added: with a
-        method that uses a base, each slice must have it among its sources. Problems with the slice's models and layer
-        ranges are added to `problems`.
+        The base is the base of the slice or, if the slice names none, of the file. If the file lists `slices`, the base
+        is not added: with a method that uses a base, each slice must have it among its sources. Problems with the
+        slice's models and layer ranges are added to `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
@@ -172,9 +172,9 @@ class _Builder:
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
         """The merge that most tensors of the component `name` of a merged layer have.
 
-        `index` is the index of the merged layer, `offset` its index within the slice, and `t` the fraction of the way
-        through the slice, at which gradients are read. `index` and `offset` are None for the embedding and the head.
-        The component's tensors with other merges are added to the recipe's merges of single tensors.
+        `index` is the index of the merged layer, `offset` its index within the slice, and `t` its relative place in the
+        slice from 0 to 1, at which gradients are evaluated. `index` and `offset` are None for the embedding and the
+        head. The component's tensors with other merges are added to the recipe's merges of single tensors.
         """
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {
@@ -233,8 +233,8 @@ class _Builder:
 
         `t` is the place of the tensor's layer in its slice: 0 for the first layer, 1 for the last. `scopes` are the
         settings from the narrowest scope to the widest: of the model, the slice, the module, the whole file. The first
-        value that fits the tensor is taken, else the parameter's default. If there is none, the problem is reported at
-        `place`, the key of the slice or model, and the result is 0.
+        value whose filter matches the tensor is used, or the parameter's default if none matches. If there is no
+        default either, the problem is reported at `place`, the key of the slice or model, and the result is 0.
         """
         for settings in scopes:
             fitting = (c for c in settings.get(parameter.name, ()) if c.filter in name)
@@ -269,7 +269,7 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """A merge in place of one whose description has a problem, so that reading goes on; it is never computed."""
+    """A merge that replaces one whose description has a problem, so that the import continues; it is never computed."""
     return Merge("passthrough", (Source(""),))
 
 

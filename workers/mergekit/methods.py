@@ -1,4 +1,4 @@
-"""mergekit's merge methods with the declared methods that are their counterparts, and the merges that they become.
+"""mergekit's merge methods with the declared methods that are their counterparts, and the conversion of merges.
 
 Several declared methods can share one counterpart: its flags, and whether there is a base model, decide between them.
 """
@@ -20,7 +20,7 @@ __all__ = ["MERGEKIT_METHODS", "WITHOUT_EFFECT", "Inputs", "MergekitMethod"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of one tensor's merge in mergekit's terms: sources, base model, and the values of the parameters.
+    """Inputs of one tensor's merge as mergekit defines them: sources, base model, and the values of the parameters.
 
     `sources` does not contain the base, except for methods that treat the base like any other model. `base` is None if
     there is no base model. A parameter with a value for each source has its values in the order of `sources`. `seed` is
@@ -35,10 +35,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class MergekitMethod:
-    """One of mergekit's merge methods, with the methods of this project that compute the same.
+    """One of mergekit's merge methods, with the methods of this project that compute the same tensors.
 
-    `variants` has each of these, with the settings of mergekit's method for which both compute the same. The properties
-    `parameters` and `base` list the parameters of mergekit's method, and say how it uses a base model.
+    `variants` has each of these methods, with the settings of mergekit's method under which both compute the same
+    tensors. The properties `parameters` and `base` list the parameters of mergekit's method, and say how it uses a base
+    model.
     """
 
     variants: tuple[tuple[MergeMethod, Counterpart], ...]
@@ -55,10 +56,10 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """The merge of one tensor by the method of this project that computes the same as mergekit's with these inputs.
+        """The merge of one tensor by the method of this project that gives the same result as mergekit's method.
 
         If there are no sources, a method that adds task vectors to a base gives the base itself. Raises InvalidRecipe
-        if no method of this project computes the same.
+        if no method of this project gives the same result.
         """
         method, counterpart = self._variant(inputs)
         sources = inputs.sources

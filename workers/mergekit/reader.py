@@ -1,7 +1,7 @@
-"""Reading of mergekit's configurations: reports what is wrong, and warns of what mergekit would ignore.
+"""Reads mergekit's configurations, reports errors in them, and warns of settings that mergekit would ignore.
 
-Each message has its place in the file. Nothing is said of `int8_mask`, which has long had no effect and is in many
-files.
+Each message states its place in the file. There is no warning about `int8_mask`, which has long had no effect and is in
+many files.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def read_configuration(
 ) -> MergekitConfig:
     """Read a mergekit file from `document`, its content as parsed from YAML.
 
-    `warn` is called with one line, which names the place in the file, for everything that mergekit would ignore without
-    a message. Raises InvalidRecipe, with a line for everything that is wrong or not supported. If `problems` is given,
-    these lines are added to it instead, and the configuration contains what could be read.
+    `warn` is called with one line, which names the place in the file, for every setting that mergekit would ignore
+    without a message. Raises InvalidRecipe, with a line for every error and every unsupported setting. If `problems` is
+    given, these lines are added to it instead, and the returned configuration contains the parts that could be read.
     """
     reader = _Reader()
     configuration = reader.configuration(document)
@@ -113,7 +113,7 @@ def shown(value: Any) -> str:
 
 
 class _Reader:
-    """Reads a mergekit file, and collects its errors (`problems`) and what mergekit would ignore (`warnings`)."""
+    """Reader of a mergekit file. It collects errors (`problems`) and settings that mergekit ignores (`warnings`)."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -178,8 +178,8 @@ class _Reader:
     def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
         """Read the slices of `node`, a part of the file that must have either `models` or `slices`.
 
-        `models` are one slice with all layers. If both or none are present, the problem is reported, and the result is
-        empty. `place` is the key of the part in the file, "" for the whole file.
+        A part with `models` is one slice with all layers. If both or none are present, the problem is reported, and the
+        result is empty. `place` is the key of the part in the file, "" for the whole file.
         """
         given = [name for name in ("models", "slices") if name in node]
         if len(given) > 1:
@@ -198,8 +198,8 @@ class _Reader:
     def _check_depth(self, slices: Sequence[Slice], place: str) -> None:
         """Report slices without layers: an error if no slice has layers, a warning for a slice in the middle.
 
-        A slice without layers has a meaning at the beginning and at the end, where it says which models the embedding
-        and the head come from. `place` is the key of the slices in the file.
+        A slice without layers has a meaning only at the beginning and at the end, as the source of the embedding and of
+        the head. `place` is the key of the slices in the file.
         """
         ranges = [source.layers for slice_ in slices for source in slice_.inputs if source.layers]
         if ranges and all(start == stop for start, stop in ranges):
@@ -356,7 +356,7 @@ class _Reader:
         return {str(token): self._token(entry, f"{place}.{token}") for token, entry in node.items()}
 
     def _token(self, node: Any, place: str) -> TokenSource | None:
-        """Read where the embedding row of a token comes from; None if the file names no source for it.
+        """Read the source of a token's embedding row; None if the file names no source for it.
 
         `node` is the token's entry in the file, and `place` the key of the entry.
         """
@@ -396,8 +396,8 @@ class _Reader:
     def _stacks_experts(self, node: Any) -> bool:
         """Whether the key `experts` asks for the experts of a layer's mixture of experts to be merged as one tensor.
 
-        The key is an addition to mergekit's format, and `node` its value. If the value is what the program mergekit-moe
-        would read, it is ignored with a warning.
+        The key is this project's addition to mergekit's format, and `node` is its value. A value in the format of the
+        program mergekit-moe is ignored with a warning.
         """
         if isinstance(node, list | Mapping):
             self._warn("experts", node, EXPLAINED["experts"])
@@ -438,7 +438,7 @@ class _Reader:
 
 
 def _number(node: Any) -> float | None:
-    """Convert a value of a YAML file to a number as pydantic does; None if it is not a number.
+    """Convert a value of a YAML file to a number by the rules of pydantic; None if it is not a number.
 
     Texts of numbers are accepted, because YAML reads 1e-5 as a text. True counts as 1.
     """

@@ -5,11 +5,11 @@ Each module imports only modules below it:
 - `materialize`: the merged model of a recipe, as one stream of tensors.
 - `plan`: the merged model's tensors with their merges, from a recipe that is checked against a bank.
 - `bank`: the source weights of a family, held once, with the statistics computed from them.
-- `precompile`: compilation, at install, of the kernels that most merges need.
+- `precompile`: compiles the kernels that most merges need, at installation.
 - `statistics`: statistics that depend on the sources alone, computed by the kernels.
 - `whole_models`: statistics of whole task vectors: thresholds over all tensors of a model, and the majority sign.
 - `kernels`: fused kernels for CPU (Numba) and CUDA (Triton), bit for bit the plain methods.
-- `methods`: the merge methods in plain torch, the reference for the kernels.
+- `methods`: the merge methods in plain torch, which define the results of the kernels.
 - `merged_tensor`: one tensor to merge, and the stacks of experts.
 - `residual_scales`: scales of layers and of their MLPs, folded into weights.
 - `recent`: a cache for statistics of several sources.

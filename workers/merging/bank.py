@@ -1,6 +1,7 @@
 """The bank: the source weights of one family, held once per engine in their stored dtype.
 
-It maps names to tensors, and caches statistics that depend on the sources alone (`statistics`). It does not merge.
+The bank maps names to tensors, and caches statistics that depend only on the sources (`statistics`). It computes no
+merges.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Bank:
     no GPU memory to other processes.
 
     Statistics of the sources, such as tables of magnitudes, are cached once computed. Statistics of several sources
-    together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. That
-    is right for a single merge, which needs each statistic once.
+    together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
+    saves memory for a single merge, which needs each statistic once.
 
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
     have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content.
@@ -145,12 +146,12 @@ class Bank:
     def view(self, alias: str) -> Checkpoint:
         """The model `alias`, with its embedding and output head for the family's vocabulary.
 
-        Their rows are in the order of this vocabulary, as merges need them.
+        The rows of both are in the order of this vocabulary, which merges require.
         """
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """The models of a recipe that the bank has, by the recipe's aliases, as the method `view` returns them.
+        """Views of those models of a recipe that the bank has, by the recipe's aliases (see the method `view`).
 
         `models` maps the recipe's aliases to content fingerprints. Models that the bank does not have are left out.
         """
@@ -170,8 +171,8 @@ class Bank:
     def get(self, alias: str, name: str) -> torch.Tensor:
         """The tensor `name` of the model `alias`, on the bank's device.
 
-        It may share memory with the bank and must not be written to. A tensor of an adapter is computed at every call.
-        Raises InvalidModel if the bank has no such tensor.
+        The result may share memory with the bank and must not be written to. A tensor of an adapter is computed at
+        every call. Raises InvalidModel if the bank has no such tensor.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -191,8 +192,8 @@ class Bank:
     def products(self, sources: Sequence[Key], base: Key | None) -> Products:
         """The inner products of all pairs of the N tensors `sources`, [N, N].
 
-        With `base`, each tensor's difference from the base takes the place of the tensor. Each product is computed once
-        and then cached. Tensors are given as (alias, name).
+        With `base`, each tensor is replaced by its difference from the base. Each product is computed once and then
+        cached. Tensors are given as (alias, name).
         """
         keys = [[(frozenset((first, second)), base) for second in sources] for first in sources]
         known = [[self._products.get(key) for key in row] for row in keys]
@@ -207,7 +208,7 @@ class Bank:
         return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """The criterion by which Arcee Fusion takes elements of the tensor `second` instead of those of `first`.
+        """The criterion by which Arcee Fusion chooses elements of the tensor `second` instead of elements of `first`.
 
         Returns None for empty tensors. The result is cached while it is recently used. Tensors are given as (alias,
         name).
@@ -224,9 +225,9 @@ class Bank:
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
         """The variances of elements between the task vectors of `sources`, in an object that gives the n-th largest.
 
-        Tensors are given as (alias, name). The object is a table, which is cached while it is recently used. With
-        `keeps_statistics=False` of the bank there is no table, and the n-th largest is selected when needed. Returns
-        None for empty tensors.
+        Tensors are given as (alias, name). The object is a table, which is cached while it is recently used. If the
+        bank has `keeps_statistics=False`, there is no table, and the n-th largest is selected when it is needed.
+        Returns None for empty tensors.
         """
 
         def made() -> MagnitudeTable:
@@ -243,9 +244,9 @@ class Bank:
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
         """The magnitudes |source - base| of each source, in objects that give the n-th largest.
 
-        Tensors are given as (alias, name). The objects are tables, each computed once and then cached. With
-        `keeps_statistics=False` of the bank there are no tables, and the n-th largest is selected when needed. For
-        empty tensors the result has None for each source.
+        Tensors are given as (alias, name). The objects are tables, each computed once and then cached. If the bank has
+        `keeps_statistics=False`, there are no tables, and the n-th largest is selected when it is needed. For empty
+        tensors the result has None for each source.
         """
         if 0 in self._source(*base).shape:
             return (None,) * len(sources)
@@ -267,7 +268,7 @@ class Bank:
     def num_elements(self, *, stacks_experts: bool = False) -> int:
         """The number of elements of all merged tensors together.
 
-        With `stacks_experts` the experts of a mixture count as one tensor, which changes nothing but the names.
+        With `stacks_experts` the experts of a mixture count as one tensor; the number of elements is the same.
         """
         return self._merged_names(stacks_experts)[1]
 
@@ -281,12 +282,13 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> tuple[ModelMagnitudes, ...]:
-        """For each source, the thresholds of its tensor at which its model's whole task vector is cut at ranks.
+        """For each source, the thresholds that cut the whole task vector of its model at given ranks, for its tensor.
 
         Tensors are given as (alias, name). `ranks` has the ranks for each source: rank n is the n-th largest magnitude
-        of all tensors of the source's model, minus those of the model of `base`. `masks` has for each source the
-        density and the seed of a random mask of the task vector, or None. With `stacks_experts`, all experts of a layer
-        of a mixture are one tensor. A threshold is found once, in a few passes over both models, and then cached.
+        in the difference between all tensors of the source's model and of the model of `base`. `masks` has for each
+        source the density and the seed of a random mask of the task vector, or None. With `stacks_experts`, all experts
+        of a layer of a mixture are one tensor. A threshold is found once, in a few passes over both models, and then
+        cached.
         """
         found = []
         for source, of_source, mask in zip(sources, ranks, masks, strict=True):
@@ -304,11 +306,12 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> int:
-        """By how many elements of the whole model a positive sign is elected more often than a negative one.
+        """Number of elements of the whole model with a positive elected sign, minus the number with a negative one.
 
-        Signs are elected among the task vectors of the models of `sources`, trimmed to `shares` of the whole model, as
-        if all tensors were merged alike. The other arguments are those of `whole_magnitudes`. It is computed by plain
-        torch, tensor by tensor on `device`, once for each combination, and then cached.
+        The sign of an element is elected among the task vectors of the models of `sources`. These are trimmed to
+        `shares` of the whole model, as if all tensors were merged in the same way. The other arguments are those of
+        `whole_magnitudes`. The result is computed by plain torch, tensor by tensor on `device`, once for each
+        combination of arguments, and then cached.
         """
         aliases = tuple(alias for alias, _ in sources)
         key = aliases, base[0], tuple(shares), tuple(masks), stacks_experts
@@ -357,7 +360,7 @@ class Bank:
         return self._of_model[stacks_experts]
 
     def _mask_of(self, key: Key, mask: Mask | None) -> tuple[float, int] | None:
-        """The density and the key of a source's random mask, of which `mask` has the density and the seed."""
+        """The density and the key of a source's random mask, from the density and the seed in `mask`; or None."""
         return None if mask is None else (mask[0], mask_key(mask[1], self.sources.fingerprints[key[0]], key[1]))
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
@@ -376,8 +379,8 @@ class Bank:
     def order(self, key: Key) -> TieOrder:
         """The order of elements of equal magnitude in a tensor's task vector.
 
-        For a tensor of the base, it is the order of elements of equal variance between task vectors. `key` is (alias,
-        name). The order depends on the model's content and on the tensor's name.
+        For a tensor of the base, the result is the order of elements of equal variance between task vectors. `key` is
+        (alias, name). The order depends on the model's content and on the tensor's name.
         """
         order = self._orders.get(key)
         if order is None:
@@ -386,7 +389,7 @@ class Bank:
         return order
 
     def merge_on(self, device: torch.device | str) -> None:
-        """Compute merges on `device` from now on; the sources stay in the memory where they are.
+        """Compute merges on `device` from now on; the sources are not moved.
 
         Cached statistics that are stored on a device, or whose bits depend on it, are dropped.
         """
@@ -400,8 +403,8 @@ class Bank:
     def summary(self) -> dict[str, Any]:
         """Placement and size of the sources, as a document for the statistics of engines.
 
-        Its keys are placement, bytes (of the sources), statistics_bytes (of cached statistics), models (their number)
-        and fingerprint (that of the family).
+        The keys are placement, bytes (size of the sources), statistics_bytes (size of cached statistics), models
+        (number of models) and fingerprint (of the family).
         """
         return {
             "placement": self.placement.value,
@@ -414,8 +417,8 @@ class Bank:
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
         """For each source, the rank of each magnitude |source - base| within its row of the tensor.
 
-        Rank 0 is that of the smallest. Tensors are given as (alias, name). Ranks are computed at every call unless
-        `keep_ranks` was called before.
+        Rank 0 is the rank of the smallest magnitude. Tensors are given as (alias, name). Ranks are computed at every
+        call unless `keep_ranks` was called before.
         """
         known = []
         for source in sources:
@@ -431,7 +434,7 @@ class Bank:
     def keep_ranks(self) -> None:
         """From now on, cache the ranks that the method `ranks` computes, in host memory.
 
-        They take two bytes for each element of a source, or four in rows longer than 65536.
+        Ranks take two bytes for each element of a source, or four bytes in rows longer than 65536.
         """
         self._keeps_ranks = True
 
@@ -463,7 +466,7 @@ class Bank:
 
 
 def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:
-    """What is wrong with the content of the models: changed files, or values such as NaN; one line per problem.
+    """Problems with the content of the models, one line each: changed files, or values such as NaN.
 
     A model has changed if its fingerprint in `sources` is not the one that `stated` has for it.
     """
@@ -482,7 +485,7 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make the function that copies a stored tensor to its placement.
 
-    For mapped files the function returns the tensor as it is. Otherwise the function copies the tensor to host memory,
+    For mapped files the function returns the tensor itself. Otherwise the function copies the tensor to host memory,
     pinned if `device` is a GPU, or to `device`. `num_bytes` is the size of all tensors together.
     """
     if placement is Placement.MAPPED:

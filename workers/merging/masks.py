@@ -98,8 +98,8 @@ def keep(
 def keep_each(key: int, probabilities: torch.Tensor) -> torch.Tensor:
     """A random mask (bool) in which each element has its own probability of being True.
 
-    An element is True if its hash by `key` is less than floor(probability * 2^32). `probabilities` is float64, so that
-    the product is exact, and has the shape of the mask.
+    An element is True if its hash by `key` is less than floor(probability * 2^32). `probabilities` has the shape of the
+    mask; it is float64, so that the product is exact.
     """
     kept = torch.empty(probabilities.shape, dtype=torch.bool, device=probabilities.device)
     flat, chances = kept.view(-1), probabilities.reshape(-1)

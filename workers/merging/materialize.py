@@ -1,6 +1,6 @@
 """The merged tensors of a recipe, as one stream for the live engine and for exports.
 
-Names are those of the merged model in Hugging Face form.
+Names of tensors are those of the merged model in Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Scratch:
     """Memory that is reused for one merged tensor after another.
 
     The method `tensor` can be passed to `merged_tensors` as `into` if each tensor is copied before the next one is
-    taken. The memory is on the device of `bank`.
+    computed. The memory is on the device of `bank`.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
@@ -73,8 +73,8 @@ def merged_tensors(
     memory takes longer than filling it. If the destinations exist already, `merge_into` is faster.
 
     With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
-    but do not load Numba, which is right for small merges (`is_small`). Raises as `plan_tensors` does, before the first
-    tensor.
+    but do not load Numba, which saves time for small merges (`is_small`). Raises the errors of `plan_tensors`, before
+    the first tensor.
     """
     plan = plan_tensors(recipe, bank)
 
@@ -92,7 +92,7 @@ def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     """Whether a process that computes only this merge is faster without loading the compiled kernels.
 
     This is the case on the CPU if all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the
-    method is a weighted sum. Raises as `plan_tensors` does.
+    method is a weighted sum. Raises the errors of `plan_tensors`.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
@@ -105,7 +105,7 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
     """Compute the merged tensors named in `destinations`, and write them to the memory given there.
 
     This is the fastest way to merge, because several tensors are computed at a time. The memory is contiguous, of one
-    dtype, and on the same device as the source weights (`bank`). Raises as `plan_tensors` does.
+    dtype, and on the same device as the source weights (`bank`). Raises the errors of `plan_tensors`.
     """
     plan = plan_tensors(recipe, bank)
     together = []
@@ -135,9 +135,9 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
 def sources_of(
     tensor: MergedTensor, plan: TensorPlan, bank: Bank
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The tensors that a merged tensor is computed from: (one of each source, that of the base).
+    """The tensors from which a merged tensor is computed: (the tensors of the sources, the tensor of the base).
 
-    The second is None if the method needs no base. The tensors have their stored dtypes.
+    The base's tensor is None if the method needs no base. The tensors have their stored dtypes.
     """
 
     def get(source: Source) -> torch.Tensor:
@@ -159,7 +159,7 @@ class _Computation:
 
     `sources` and `base` are (alias, name); `base` is None if the method needs no base. `keys` are the keys of random
     masks, one per source, or None. The fields from `cosine` to `variances` are statistics of the sources, as in
-    `Operands`; a statistic that the method does not use is None. `keeps_equal` says that elements of equal magnitude
+    `Operands`; a statistic that the method does not use is None. If `keeps_equal` is True, elements of equal magnitude
     have the same rank, as in recipes of format 1. `compiles` says whether a compiled kernel may compute the tensor.
     """
 
@@ -233,8 +233,8 @@ class _Computation:
         """Compute the merged tensor, rounded to `dtype`.
 
         `into` is a function that returns memory for a tensor of a name and shape, or None. If a kernel writes the
-        result directly, it is in this memory; otherwise it is in memory of its own or, for a copy of a source, of the
-        bank.
+        result directly, it is in this memory. Otherwise it is in newly allocated memory or, for a copy of a source, in
+        the bank's memory.
         """
         merge, shape = self.tensor.merge, self.tensor.shape
         if self.is_copy:
@@ -289,9 +289,9 @@ class _Computation:
 def _of_whole_models(
     tensor: MergedTensor, recipe: Recipe, bank: Bank, sources: Sequence[Key], base: Key, *, compiles: bool
 ) -> tuple[tuple[Ranked, ...], int | None]:
-    """The statistics of whole models for a merge with `trim: model`: (thresholds for each source, majority).
+    """Statistics of whole models for a merge with `trim: model`: (thresholds for each source, majority).
 
-    The second is None if the method uses no majority sign. Tensors are given as (alias, name).
+    The majority is None if the method uses no majority sign. Tensors are given as (alias, name).
     """
     merge = tensor.merge
     masks: list[Mask | None] = [None] * len(sources)

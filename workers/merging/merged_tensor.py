@@ -18,9 +18,9 @@ __all__ = ["MergedTensor", "Piece", "pieces_of"]
 class Piece:
     """One tensor of the merged model that is a part of a stack.
 
-    A stack joins the matrices of all experts of a layer's mixture of experts in one tensor. The piece is rows `start`
-    to `stop` - 1 of the matrix of one of them, the one with the index `expert`. `name` is the tensor's name in the
-    merged model.
+    A stack joins the matrices of all experts of a layer's mixture of experts in one tensor. The piece consists of the
+    rows `start` to `stop` - 1 of one expert's matrix, where `expert` is the index of the expert. `name` is the tensor's
+    name in the merged model.
     """
 
     name: str
@@ -33,10 +33,10 @@ class Piece:
 class MergedTensor:
     """Description of one tensor of the merged model before it is computed.
 
-    `merge` says how it is computed. `suffix` is its name within merged layer `layer`; outside layers, `layer` is None
-    and `suffix` is the whole name. The result is multiplied by `factor`, which folds scales of layers into weights
-    (`residual_scales`). The tensor may be a stack: the matrices of all experts of a layer's mixture of experts.
-    The merged model does not have the stack itself but its `pieces`.
+    `merge` is the merge that computes it. `suffix` is its name within merged layer `layer`; outside layers, `layer` is
+    None and `suffix` is the whole name. The result is multiplied by `factor`, which folds scales of layers into weights
+    (`residual_scales`). The tensor may be a stack: the matrices of all experts of a layer's mixture of experts. The
+    merged model does not have the stack itself but its `pieces`.
     """
 
     name: str
@@ -48,10 +48,10 @@ class MergedTensor:
     pieces: tuple[Piece, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes, by name, of the tensors of the merged model that this one is split into.
+        """Shapes, by name, of the tensors of the merged model that the result of this merge is split into.
 
         A stack (the matrices of all experts of a layer's mixture of experts) is split into its pieces. Any other tensor
-        is not split, and the result has its own name and shape.
+        is not split, and its own name and shape are returned.
         """
         if not self.pieces:
             return {self.name: self.shape}

@@ -1,13 +1,15 @@
 """Order statistics of a task vector's magnitudes: a small table that narrows any rank to a few elements.
 
 Elements are ordered by magnitude. Equal magnitudes are ordered by a tie-breaking number, the mark: the hash of the
-element's index (`workers.merging.masks`, with the key 0) times an odd factor of the source's own, modulo 2^32. Below
-index 2^32 no two marks are equal, so there are no ties: a rank keeps exactly its number of elements, and no position is
-preferred. In bfloat16 equal magnitudes are common: a tenth of all elements may have the magnitude at a threshold.
+element's index (`workers.merging.masks`, with the key 0) times an odd factor that differs between sources, modulo 2^32.
+Below index 2^32 no two marks are equal, so there are no ties: a rank keeps exactly its number of elements, and no
+position is preferred. In bfloat16 equal magnitudes are common: a tenth of all elements may have the magnitude at a
+threshold.
 
 A table is computed once from the sources. Merges with a table do not sort: they find the exact threshold of a rank
-among the few elements that the table leaves undecided. A single merge needs only a rank or two, and selects them
-without a table (`Selection`), which takes less time than sorting. `workers.merging.statistics` computes both.
+among the few elements that the table leaves undecided. A single merge needs only one or two ranks, and finds their
+elements by selection without a table (`Selection`), which takes less time than sorting. `workers.merging.statistics`
+computes both.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class Threshold:
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
         """Which elements of a tensor are at the threshold or above, as bool in the shape of `magnitudes`.
 
-        `magnitudes` are those of all its elements. `order` gives the marks of elements with the threshold's magnitude.
+        `magnitudes` are the magnitudes of all elements of the tensor. `order` gives the marks of elements with the
+        threshold's magnitude.
         """
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
@@ -82,7 +85,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class TieOrder:
-    """The order of elements of equal magnitude in a tensor: by their marks, numbers that depend on index and `key`.
+    """The order of elements of equal magnitude in a tensor: by their marks, which depend on index and `key`.
 
     With `keeps_equal`, elements of equal magnitude are not ordered but have the same rank, as in recipes of format 1.
     """
@@ -105,15 +108,15 @@ class TieOrder:
     def lowest(self, threshold: Threshold) -> Threshold:
         """The lowest threshold at which the same elements are kept as at `threshold`.
 
-        It is `threshold` itself. With `keeps_equal`, where all elements of equal magnitude have the same rank, it is
-        the magnitude of `threshold` with the tie-breaking mark 0, the lowest one.
+        Usually it is `threshold` itself. With `keeps_equal`, when all elements of equal magnitude have the same rank,
+        it is the magnitude of `threshold` with the lowest tie-breaking mark, 0.
         """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that excludes the element at `threshold` and all smaller ones.
+        """The lowest threshold that excludes the element at `threshold` and all smaller elements.
 
-        Usually it has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, where elements of
+        Usually it has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, when elements of
         equal magnitude have the same rank, it has the next larger magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
@@ -123,12 +126,12 @@ class TieOrder:
 
 @dataclass(frozen=True)
 class Trim:
-    """What is known of the threshold of a rank: two bounds, `low` and `high`, between which it is.
+    """Two bounds, `low` and `high`, of the threshold of a rank.
 
     The threshold of rank n is the magnitude and mark of the n-th largest element. If the bounds are equal, they are the
-    threshold. Otherwise it is at an element strictly between them; fewer than `SPACING` elements are there, of which
-    `num_smaller` precede it in ascending order. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes
-    from that of `low` to that of `high`.
+    threshold. Otherwise the threshold is at an element strictly between the bounds. Fewer than `SPACING` elements are
+    between the bounds; `num_smaller` of them precede this element in ascending order. `is_tied` is true if more than
+    `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`.
     """
 
     low: Threshold
@@ -141,8 +144,8 @@ class Trim:
         """Two float32 magnitudes that decide for most elements whether they are below the threshold.
 
         Elements up to the first magnitude are below the threshold; elements from the second on are at the threshold or
-        above. Elements between the two have a magnitude from that of `low` to that of `high`, and need their
-        tie-breaking marks compared. The second is NaN if no element reaches `high`.
+        above. Elements between the two have a magnitude from that of `low` to that of `high`, and can only be decided
+        by their tie-breaking marks. The second magnitude is NaN if no element reaches `high`.
         """
         if self == NOTHING:
             return float("inf"), float("nan")
@@ -164,7 +167,8 @@ NOTHING = Trim.at(Threshold(float("inf"), LARGEST_MARK))
 class Ranked(Protocol):
     """Interface of objects that give the n-th largest magnitude of a tensor, from a table or by selection.
 
-    `num_elements` is the number of elements that have ranks: those of the tensor, or of all tensors of its model.
+    `num_elements` is the number of elements that are ranked: the elements of the tensor, or of all tensors of its
+    model.
     """
 
     @property
@@ -183,7 +187,7 @@ class Ranked(Protocol):
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
         """The threshold of the `rank`-th largest magnitude: the magnitude and the tie-breaking mark of this element.
 
-        `sizes` are the magnitudes themselves (float32), `order` orders equal ones. Ranks begin with 1.
+        `sizes` are the magnitudes (float32), and `order` orders equal magnitudes. Ranks begin with 1.
         """
         ...
 
@@ -192,7 +196,7 @@ class Ranked(Protocol):
 class Selection:
     """The magnitudes of a tensor, of which the n-th largest is found by selection, without a table.
 
-    `select(n)` finds the element that comes after n others in ascending order. `num_zeros` counts the elements that are
+    `select(n)` finds the element that follows n others in ascending order. `num_zeros` counts the elements that are
     zero.
     """
 
@@ -217,8 +221,8 @@ class Selection:
 class MagnitudeTable:
     """Table of a tensor's magnitudes, which narrows the search for the n-th largest to a few elements.
 
-    It has the `magnitudes` and the tie-breaking `marks` of every 128th element in ascending order, and of the largest.
-    The tensor has `num_elements` elements, of which `num_zeros` are zero.
+    It has the `magnitudes` and the tie-breaking `marks` of every 128th element in ascending order, and of the largest
+    element. The tensor has `num_elements` elements, of which `num_zeros` are zero.
     """
 
     def __init__(
@@ -238,9 +242,9 @@ class MagnitudeTable:
     def of_ascending(cls, ascending: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
         """Make the table from all magnitudes of a tensor, which are given in ascending order.
 
-        They are given in pieces: pairs of arrays (magnitudes in float32, tie-breaking marks in uint32). Equal
-        magnitudes are in one piece. There is at least one piece, and none is empty. A piece is not used after the next
-        one is taken.
+        The magnitudes are given in pieces: pairs of arrays (magnitudes in float32, tie-breaking marks in uint32). Equal
+        magnitudes are in the same piece. There is at least one piece, and no piece is empty. A piece is not used after
+        the next piece is taken.
         """
         columns: list[tuple[np.ndarray, np.ndarray]] = []
         total = num_zeros = 0
@@ -274,8 +278,8 @@ class MagnitudeTable:
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
         """The exact threshold of the `rank`-th largest magnitude: its element's magnitude and tie-breaking mark.
 
-        `sizes` are the magnitudes (float32) that the table was made from, `order` orders equal ones. Ranks begin with
-        1.
+        `sizes` are the magnitudes (float32) from which the table was made, and `order` orders equal magnitudes. Ranks
+        begin with 1.
         """
         trim = self.trim(rank)
         if trim.low == trim.high:
@@ -288,7 +292,8 @@ class MagnitudeTable:
     def _is_tied(self, first: int, last: int) -> bool:
         """Whether many elements may have the magnitude of the table's entry `first` or `last`, indices of entries.
 
-        It is true if the entry before `first` has the magnitude of `first`, or the entry after `last` that of `last`.
+        The result is True if the entry before `first` has the same magnitude as `first`, or the entry after `last` the
+        same magnitude as `last`.
         """
         sizes = self._magnitudes
         return bool(
@@ -301,7 +306,7 @@ class MagnitudeTable:
 
 
 class Words(Protocol):
-    """Interface of a tensor's elements as words of 64 bits: the bits of the magnitude above those of the mark.
+    """Interface of a tensor's elements as words of 64 bits: the bits of the magnitude, followed by those of the mark.
 
     The magnitude is a float32, and the mark orders equal magnitudes. A prefix is the bits of a word above the last
     `shift` bits.
@@ -310,7 +315,7 @@ class Words(Protocol):
     def counts(self, prefix: int, shift: int) -> np.ndarray:
         """The number of words with each value of the 16 bits above the last `shift` bits, int64 [65536].
 
-        Only words count whose bits above these are `prefix`.
+        Only words whose bits above these 16 bits are `prefix` are counted.
         """
         ...
 
@@ -323,7 +328,7 @@ class Words(Protocol):
 class Selected:
     """The element that a selection found: its threshold, and the index of its tensor.
 
-    `num_equal` is the number of elements of all tensors that have its magnitude.
+    `num_equal` is the number of elements of all tensors that have the same magnitude.
     """
 
     threshold: Threshold
@@ -335,8 +340,8 @@ def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | 
     """Find the element that exactly `num_smaller` elements of all tensors precede in ascending order.
 
     Elements are ordered by magnitude, then by tie-breaking mark, then by the index of their tensor. Each step is a pass
-    over all tensors, and needs the memory of one. `first` are the counts of the first pass (prefix 0, shift 48), summed
-    over the tensors, if known.
+    over all tensors, and needs the memory of one tensor. `first` are the counts of the first pass (prefix 0, shift 48),
+    summed over the tensors, if known.
     """
     prefix, shift, count, num_equal = 0, 64, 0, 0
     while shift == 64 or (count > FEW and shift > 0):
@@ -364,8 +369,8 @@ def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | 
 def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Threshold:
     """The threshold of the `rank`-th largest of `sizes`: its magnitude and tie-breaking mark; ranks begin with 1.
 
-    `sizes` are magnitudes in float32, and `order` orders equal ones. `table` is an object that gives their n-th
-    largest, if there is one; otherwise the element is searched for among `sizes`.
+    `sizes` are magnitudes in float32, and `order` orders equal magnitudes. `table` is an object that gives their n-th
+    largest, or None; without a table, the element is searched for among `sizes`.
     """
     if table is not None:
         return table.threshold(rank, sizes, order)

@@ -1,6 +1,6 @@
 """Plans of merges: a recipe checked against a bank, as the list of the merged model's tensors to compute.
 
-Nothing is computed here. Names are those of the merged model in Hugging Face form.
+This module computes no tensors. Names of tensors are those of the merged model in Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 class TensorPlan:
     """A recipe that was checked against the source models, with the list of all tensors to compute, in order.
 
-    Functions that take a recipe also take its plan for the same bank of source weights, so that a swap of several steps
-    makes the plan once. `aliases` maps the recipe's aliases to those of the bank.
+    Functions that accept a recipe also accept its plan for the same bank of source weights, so that a swap of several
+    steps makes the plan only once. `aliases` maps the recipe's aliases to those of the bank.
     """
 
     recipe: Recipe
@@ -45,7 +45,7 @@ class TensorPlan:
 def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int, ...]]:
     """The name and shape of every merged tensor, in the order of `materialize.merged_tensors`.
 
-    Raises as `plan_tensors` does.
+    Raises the errors of `plan_tensors`.
     """
     return {name: shape for tensor in plan_tensors(recipe, bank).tensors for name, shape in tensor.shapes().items()}
 
@@ -64,7 +64,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
     """Check that a recipe can be merged from the source models in `bank`.
 
-    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot be merged, as `plan_tensors` does.
+    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot, as described at `plan_tensors`.
     """
     plan_tensors(recipe, bank)
 
@@ -82,9 +82,9 @@ def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
 def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
     """Plan a recipe as it is stated, including sources that have no influence, such as those with weight 0.
 
-    It is for gradients, which are derivatives with respect to the coefficients of these sources too. The merged model
-    is the same as with `plan_tensors`, up to rounding, because sums may have another order. Raises as `plan_tensors`
-    does.
+    Gradients need this plan, because they also have derivatives with respect to the coefficients of these sources. The
+    merged model is the same as with `plan_tensors`, up to rounding, because sums may have another order. Raises the
+    errors of `plan_tensors`.
     """
     recipe.check()
     return _plan(recipe, recipe, bank)
@@ -116,8 +116,8 @@ def _part(
     """Plan the tensors of one component of a merged layer, or of the embedding or head.
 
     `index` is the index of the merged layer, or None outside layers. `merge` is the component's merge in `recipe`;
-    single tensors may have others. `aliases` maps the recipe's aliases to those of the bank. Raises InvalidRecipe if
-    the models do not have the tensors, or have them in different shapes.
+    single tensors may have other merges. `aliases` maps the recipe's aliases to those of the bank. Raises InvalidRecipe
+    if the models do not have the tensors, or have them in different shapes.
     """
     where = component if index is None else f"layer {index}, {component}"
     _check_merge(merge, recipe, where, index, bank, aliases)
@@ -151,7 +151,7 @@ def _part(
 
 
 def named_sources(merge: Merge) -> tuple[Source, ...]:
-    """The sources of a merge, and its base if the merge names a base of its own."""
+    """The sources of a merge, and its base if the merge names its own base."""
     return merge.sources if merge.base is None else (*merge.sources, merge.base)
 
 

@@ -1,8 +1,8 @@
 """Compilation of the CPU kernels of the most used methods: `python -m workers.merging.precompile`.
 
 `make install` runs it. A kernel is compiled for a rule, a number of sources and a dtype, at its first use, which takes
-seconds; the code is kept on disk (`kernels.compilation`). The command saves no time where the code cannot be kept, or
-is on disk already.
+seconds; the code is kept on disk (`kernels.compilation`). The command saves no time if the code cannot be kept on disk,
+or is on disk already.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPE = (64, 512)
 class Usual:
     """A merge whose kernel is compiled in advance, with the `dtype` of its operands and its result.
 
-    `is_tied` says that many elements have the magnitude of a threshold; another kernel handles this case.
+    If `is_tied` is True, many elements have the magnitude of a threshold; another kernel handles this case.
     """
 
     merge: Merge
@@ -52,7 +52,7 @@ class Usual:
 
 
 def usual() -> Iterator[Usual]:
-    """Yield the merges whose kernels most users need: of two and three sources, in bfloat16 and in float32."""
+    """Yield the merges whose kernels most users need: merges of two and three sources, in bfloat16 and in float32."""
     for name, numbers in COEFFICIENTS.items():
         uses = PLAIN[name].uses
         for count in NUM_SOURCES:
@@ -92,7 +92,7 @@ def operands(case: Usual) -> Operands:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels of the merges in `usual`, and those that compute their statistics.
+    """Compile the kernels of the merges in `usual`, and the kernels that compute their statistics.
 
     Code that is on disk already is not compiled again.
     """

@@ -1,4 +1,4 @@
-"""A cache for statistics of several sources: those used last, within a share of memory.
+"""A cache for statistics of several sources, which keeps the statistics used last, within a share of memory.
 
 A search may use any subset of its experts; the tables of all subsets would be larger than the models.
 """
@@ -64,7 +64,7 @@ class Recent:
 def recent_bytes(sources: ResolvedFamily) -> int:
     """Bytes of host memory for cached statistics of several sources: an eighth of the size of the family's models.
 
-    Each model is counted whole, in the base's dtypes.
+    The size of each model is that of a whole model in the base's dtypes.
     """
     base = sources.base.tensors.values()
     stored = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in base)

@@ -1,31 +1,33 @@
 """Scales of layers, folded into the weights of an ordinary checkpoint.
 
-A layer has two kinds of scales: of the residual stream after it, and of what its MLP adds to the stream.
+A layer has two kinds of scales: of the residual stream after the layer, and of the MLP's output, which is added to the
+stream.
 
 A recipe's scale s_t multiplies the residual stream after layer t. A layer has two branches, A (attention) and M (MLP),
-each preceded by a norm of its own, so that the stream h is
+each preceded by its own norm, so that the stream h is
 
-    u_t = h_t + A_t(norm(h_t)),    h_t+1 = s_t (u_t + M_t(norm(u_t))).
+    u_t = h_t + A_t(norm(h_t)), h_t+1 = s_t (u_t + M_t(norm(u_t))).
 
-Let c_t = s_0 s_1 ... s_t-1, and divide the stream by it: g_t = h_t / c_t. An RMSNorm gives the same for h and for c h
-with c > 0, up to its eps, so that
+Let c_t = s_0 s_1 ... s_t-1, and divide the stream by it: g_t = h_t / c_t. An RMSNorm gives the same result for h and
+for c h with c > 0, up to its eps, so that
 
-    v_t = g_t + A_t(norm(g_t)) / c_t,    g_t+1 = v_t + M_t(norm(v_t)) / c_t,
+    v_t = g_t + A_t(norm(g_t)) / c_t, g_t+1 = v_t + M_t(norm(v_t)) / c_t,
 
 which is the model without scales whose branches end in weights and biases divided by c_t (`o_proj`, `down_proj`). The
 final norm absorbs the last c, and the embedding is unchanged, as c_0 = 1.
 
-This folded form is what a scale means here: engines, transformers and exports all compute it. A model that multiplies
-its stream differs from it through eps, where the mean square of the stream is not far above eps. Differences measured
-over eight layers, in log-probability: 9e-6 on the shipped family; 0.007 on a Llama with random weights of 0.02, an eps
-of 1e-5 and scales of 0.5; with an eps of 1e-12 at most 1e-6, which is rounding.
+This folded form defines scales in this project: engines, transformers and exports all compute it. A model that
+multiplies its stream gives other results because of eps, if the mean square of the stream is not far above eps.
+Differences measured over eight layers, in log-probability: 9e-6 on the shipped family; 0.007 on a Llama with random
+weights of 0.02, an eps of 1e-5 and scales of 0.5; with an eps of 1e-12 at most 1e-6, which is rounding.
 
-There is no such form for models that normalise what a branch adds (Gemma-2, OLMo-2), nor for scales of zero or below.
+There is no such form for models that normalise the output of a branch (Gemma-2, OLMo-2), nor for scales of zero or
+below.
 
-A recipe's MLP scale m_t multiplies only what layer t's MLP adds: u_t + m_t M_t(norm(u_t)). The MLP's last weight and
-bias are multiplied by it. This is exact up to rounding, needs nothing of the norms before or after, and holds for all
-numbers, 0 too. It is possible wherever the MLP ends in a linear map whose output reaches the stream without a norm, in
-a mixture of experts if those of all experts are multiplied. With scales of the stream, m_t / c_t multiplies them.
+A recipe's MLP scale m_t multiplies only the output of layer t's MLP: u_t + m_t M_t(norm(u_t)). The MLP's last weight
+and bias are multiplied by m_t, or by m_t / c_t if the stream has scales. This is exact up to rounding, does not depend
+on the norms, and holds for all numbers, including 0. It requires that the MLP ends in a linear map whose output reaches
+the stream without a norm. In a mixture of experts, the last weights and biases of all experts are multiplied.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ MLP_END = re.compile(
 class BranchFactors:
     """The factors by which the scales of layers change one layer of a merge.
 
-    `stream` is one over the product of the scales of all earlier layers: the residual stream before the layer, and what
-    its attention adds, are multiplied by it. `mlp` multiplies what its MLP adds.
+    `stream` is one over the product of the scales of all earlier layers: it multiplies the residual stream before the
+    layer, and the output of the layer's attention. `mlp` multiplies the output of the layer's MLP.
     """
 
     stream: float = 1.0
@@ -77,7 +79,7 @@ UNSCALED = BranchFactors()
 
 
 def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[BranchFactors, ...]:
-    """For each layer, the factors that its branches (attention, MLP) are multiplied by to fold scales into the weights.
+    """For each layer, the factors by which its branches (attention, MLP) are multiplied to fold scales into weights.
 
     A layer's scale multiplies the residual stream after the layer. It divides the last weights of the branches of all
     later layers. A layer's MLP scale multiplies the last weights of its own MLP. Raises InvalidRecipe, with the layer,

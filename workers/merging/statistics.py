@@ -35,9 +35,9 @@ __all__ = [
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
-    """The inner products of all pairs of the N tensors, [N, N], or with `base` of their differences from the base.
+    """Inner products of all pairs of N tensors or, with `base`, of their differences from the base, [N, N].
 
-    On CPU they are computed by a kernel, with the bits of `methods.arithmetic.inner_products`.
+    On CPU, a kernel computes them with the bits of `methods.arithmetic.inner_products`.
     """
     if tensors[0].device.type != "cpu" or tensors[0].numel() == 0:
         return plain_inner_products(tensors, base)
@@ -52,9 +52,10 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """The criterion by which Arcee Fusion takes elements of `second` instead of those of `first`.
+    """The criterion by which Arcee Fusion chooses elements of `second` instead of elements of `first`.
 
-    It is `fusions.importance_of`, computed with little memory. The tensors are on CPU and have at least one element.
+    The result is that of `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU
+    and have at least one element.
     """
     return fusions.importance_of(first, second, _importances_at)
 
@@ -74,8 +75,8 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
     """An object that gives the n-th largest of the magnitudes |source - base|, which are float32.
 
-    It selects the n-th largest when asked. On a GPU, and for 2^32 elements or more, it is a table instead. `order`
-    orders equal magnitudes. The tensors have at least one element.
+    The object selects the n-th largest at each call. On a GPU, and for 2^32 elements or more, it is a table instead.
+    `order` orders equal magnitudes. The tensors have at least one element.
     """
     if source.is_cuda or source.numel() >= 2**32:
         return magnitude_table(source, base, order)
@@ -87,8 +88,9 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
 def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
     """An object that gives the n-th largest variance of an element between the task vectors.
 
-    It selects the n-th largest when asked. On a GPU, and for 2^32 elements or more, it is a table instead. Task vectors
-    are the differences of `sources` from `base`; `order` orders equal variances. The tensors have at least one element.
+    The object selects the n-th largest at each call. On a GPU, and for 2^32 elements or more, it is a table instead.
+    Task vectors are the differences of `sources` from `base`; `order` orders equal variances. The tensors have at least
+    one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)
@@ -100,8 +102,8 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
 def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
     """The table that gives the n-th largest variance of an element between the task vectors.
 
-    Task vectors are the differences of `sources` from `base`. Variances are those of `methods.competition.variance`;
-    `order` orders equal ones. The tensors have at least one element.
+    Task vectors are the differences of `sources` from `base`. Variances are computed as in
+    `methods.competition.variance`; `order` orders equal variances. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return MagnitudeTable.of_ascending([_sorted(variance(sources, base), order)])
@@ -138,7 +140,7 @@ def _importances_at(
     """The importances at the indices `indices` of the sorted importances; index 0 is the smallest.
 
     The importance of an element is the absolute difference of `first` and `second`, times the number of its row in
-    `rows`. They are sorted in pieces, which needs little memory.
+    `rows`. The importances are sorted in pieces, which needs little memory.
     """
     from workers.merging.kernels.sorting import ascending_importances
 

@@ -1,10 +1,10 @@
 """Statistics of whole task vectors, over all tensors of a model: thresholds of magnitudes and the majority sign.
 
-Merges with `trim: model` use them. Every tensor of the merged model counts, the embedding and the output head among
-them, with the rows of the merged vocabulary; also tensors that a recipe merges by another method, and elements that an
-expert did not change. An output head that is tied to the embedding is the same tensor and counts once.
+Merges with `trim: model` use them. Every tensor of the merged model counts, including the embedding and the output head
+(with the rows of the merged vocabulary), tensors that a recipe merges by another method, and elements that an expert
+did not change. An output head that is tied to the embedding is the same tensor and counts once.
 
-Tensors are read one by one, in the order of their names. Nothing here knows how a source is stored.
+Tensors are read one by one, in the order of their names. This module does not depend on how a source is stored.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ COMPILED = {torch.float32, torch.bfloat16, torch.float16}
 class ModelTensor(NamedTuple):
     """One tensor of an expert and of its base; `order` orders elements of equal magnitude.
 
-    `mask` is the density and the key of a random mask (DARE), or None. The task vector is then divided by the density
-    where the mask keeps it, and zero elsewhere.
+    `mask` is the density and the key of a random mask (DARE), or None. With a mask, the task vector is divided by the
+    density where the mask keeps an element, and zero elsewhere.
     """
 
     source: torch.Tensor
@@ -61,7 +61,7 @@ class ModelTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelMagnitudes:
-    """The thresholds of one tensor that follow from ranks among all tensors of its model; it implements `Ranked`.
+    """The thresholds of one tensor for ranks among all tensors of its model; it implements `Ranked`.
 
     `num_elements` is the number of elements of the model. `trims` has the threshold of each rank that a merge uses.
     """
@@ -86,8 +86,8 @@ class WholeTaskVector:
     """The task vector of an expert, all tensors together, whose n-th largest magnitude is found by selection.
 
     `names` are the names of its tensors and `num_elements` their number of elements; `read` returns a tensor by its
-    name. What is found is kept for each rank, with the counts of the first pass, 512 KiB. So the first rank takes two
-    to five passes over the expert and the base, and each further one a pass less.
+    name. The result for each rank is kept, and the counts of the first pass, which take 512 KiB. So the first rank
+    takes two to five passes over the expert and the base, and each further rank one pass less.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class WholeTaskVector:
 
 
 def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: Sequence[ModelMagnitudes]) -> int:
-    """How many more elements of one tensor elect a positive sign than a negative one.
+    """Number of elements of one tensor with a positive elected sign, minus the number with a negative one.
 
-    The task vectors of `tensors`, one for each expert, are trimmed to `shares` of whole models, whose thresholds are in
-    `known`.
+    The signs are elected among the task vectors of `tensors`, one for each expert, which are trimmed to `shares` of
+    whole models. `known` has the thresholds of the trimming.
     """
     each = zip(tensors, shares, known, strict=True)
     return elected_balance([trimmed(of.task_vector(), share, of.order, table) for of, share, table in each])
@@ -189,7 +189,8 @@ class _PlainWords:
     def _found(self, prefix: int, shift: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the elements whose words have the bits `prefix` above the last `shift` bits: (bits, indices).
 
-        The bits are those of their magnitudes, as int32 without the sign. Marks are computed where `prefix` has some.
+        The bits are the bits of the elements' magnitudes, as int32 without the sign. Marks are computed only if
+        `prefix` contains bits of marks.
         """
         for start in range(0, self._sizes.numel(), CHUNK):
             bits = self._sizes[start : start + CHUNK].view(torch.int32)

@@ -1,4 +1,4 @@
-"""Models as merging needs them: checkpoints that are opened, checked, fingerprinted and aligned.
+"""Models for merging: checkpoints that are opened, checked and fingerprinted, with aligned vocabularies.
 
 - `family`: `ResolvedFamily`: a base and its experts, located, opened and checked once
 - `checkpoints`: one checkpoint: its configuration, its tensors by name

@@ -1,6 +1,6 @@
 """Chat templates: those of models, and published formats by name.
 
-Templates are not rendered here.
+This module renders no templates.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NAMED: Mapping[str, str] = {
 
 
 def stated_template(directory: Path) -> str | None:
-    """The chat template of the model in `directory`; None if it has none. Of several, it is the default one."""
+    """The default chat template of the model in `directory`; None if the model has no template."""
     try:
         file = directory / FILE
         if file.is_file():
@@ -69,7 +69,7 @@ def stated_template(directory: Path) -> str | None:
 
 
 def most_common(directories: Iterable[Path]) -> str | None:
-    """The chat template that most of the models in `directories` have; None if no model has one.
+    """The chat template that most of the models in `directories` have; None if no model has a template.
 
     Of templates that equally many models have, the first is chosen.
     """

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint on disk: its configuration, and its tensors by name.
 
-Everything that a configuration and safetensors headers show is checked here, before anything large is read; tensors are
-mapped, one at a time, only when asked for. Pickles are never loaded, and no code of a model is ever run.
+This module checks configuration and safetensors headers before anything large is read. Tensors are mapped one at a
+time, when they are requested. Pickles are never loaded, and no code of a model is ever run.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Checkpoint:
     """A checkpoint on disk, with its configuration and safetensors headers read.
 
     If it is an adapter, `base` is the model that it changes, and its tensors are those of the base after the change.
-    `files` are the checkpoint's own safetensors files, in order of name. What `read` returns must not be written to;
-    stored tensors are mapped into memory and keep their dtype.
+    `files` are the checkpoint's own safetensors files, in order of name. Tensors that `read` returns must not be
+    written to; stored tensors are mapped into memory and keep their dtype.
     """
 
     directory: Path
@@ -61,12 +61,12 @@ class Checkpoint:
 
     @property
     def tokenizer_dir(self) -> Path:
-        """The directory of the tokenizer: the checkpoint's own, or for an adapter without one, that of its base."""
+        """The directory of the tokenizer: the checkpoint's own, or its base's for an adapter without a tokenizer."""
         has_own = any((self.directory / name).is_file() for name in TOKENIZER_FILES)
         return self.directory if has_own or self.base is None else self.base.directory
 
     def tensor(self, name: str) -> SourceTensor | None:
-        """The tensor or stack called `name`; None if there is neither.
+        """The tensor or stack with the name `name`; None if there is neither.
 
         A stack is one matrix of all experts of a layer's mixture of experts (`Layout.stacks`), as one tensor.
         """
@@ -97,13 +97,14 @@ class Checkpoint:
     def is_here(self) -> bool:
         """Whether the weights of the checkpoint, and for an adapter those of its base too, are on this machine.
 
-        They are not if the directory is a metadata-only snapshot of a model on the hub or in an object store.
+        They are not on this machine if the directory is a metadata-only snapshot of a model on the hub or in an object
+        store.
         """
         return not is_metadata_only(self.directory) and (self.base is None or self.base.is_here)
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """All stored tensors that the checkpoint's tensors are computed from, including those of other models."""
+        """All stored tensors from which the checkpoint's tensors are computed, including tensors of other models."""
         return frozenset(info for tensor in self.tensors.values() for info in tensor.stored())
 
     @property
@@ -118,7 +119,7 @@ class Checkpoint:
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Open a checkpoint by reading its configuration and every safetensors header.
 
-    `directory` may also be a hub id or the URL of a folder in an object store, as for `remote.locations.locate`. Raises
+    `directory` may also be a hub id or the URL of a folder in an object store (see `remote.locations.locate`). Raises
     InvalidModel with all problems.
     """
     return read_checkpoint(locate(directory))
@@ -145,8 +146,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
     """Open the expert in `directory`: a whole model, or an adapter that changes `base`.
 
-    `base` is None if the base could not be opened. The files of an adapter are checked then, and None is returned.
-    Raises InvalidModel with all problems.
+    `base` is None if the base could not be opened. In this case the files of an adapter are checked, and None is
+    returned. Raises InvalidModel with all problems.
     """
     if not is_adapter(directory):
         return read_checkpoint(directory)
@@ -166,9 +167,9 @@ def aligned(
     """Give all checkpoints the same vocabulary in their embeddings and output heads.
 
     `checkpoints` are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION or an alias. Returns the
-    aligned checkpoints, and what the alignment changed. Rows are aligned as `vocabulary.align` says. The aligned base
-    states the common vocabulary's size in its configuration, and, if `tokenizer` is the alias of an expert, the
-    expert's special tokens. Raises InvalidModel.
+    aligned checkpoints, and the changes by the alignment. `vocabulary.align` describes how rows are aligned. The
+    aligned base states the common vocabulary's size in its configuration, and, if `tokenizer` is the alias of an
+    expert, the expert's special tokens. Raises InvalidModel if the vocabularies cannot be aligned.
     """
     models = {
         alias: Vocabulary(
@@ -193,7 +194,7 @@ def aligned(
 
 
 def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """Bytes of all stored tensors that `checkpoints` are made of; tensors that several share count once."""
+    """Bytes of all stored tensors from which `checkpoints` are made; a tensor that several of them use counts once."""
     return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
 
 

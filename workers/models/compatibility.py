@@ -1,4 +1,4 @@
-"""Reasons why a base and its experts cannot be merged, as far as configurations and headers show."""
+"""Reasons why a base and its experts cannot be merged, found in configurations and headers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
 def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings in a configuration that must be equal for two models to be merged; absent ones are left out.
 
-    They include the settings of the rotary embeddings, because a merge has those of the base.
+    The settings include those of the rotary embeddings, because a merge has the rotary embeddings of the base.
     """
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}

@@ -1,6 +1,6 @@
 """The layer and the component of each tensor of a model, by the names of the modules that hold it.
 
-Only names are used here, not what the tensors hold or where they are stored.
+Only names are used, not the values of tensors or the places where they are stored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TensorPlace:
     """The part of a model that a tensor belongs to: a component of a decoder layer, the embedding or the head.
 
     `layer` is the index of the layer (0-based), or None outside layers. `suffix` is the tensor's name within its layer,
-    such as "self_attn.q_proj.weight", or outside layers the whole name.
+    such as "self_attn.q_proj.weight"; outside layers it is the whole name.
     """
 
     component: Component | Literal["embedding", "head"]
@@ -58,8 +58,8 @@ class TensorPlace:
 class Layout:
     """The layer and component of each tensor of a model.
 
-    An output head that is tied to the embedding is not among `places`. `tied_head` is its name if a file contains it
-    anyway.
+    An output head that is tied to the embedding is not among `places`. `tied_head` is the name of this head if a file
+    contains it anyway.
     """
 
     places: Mapping[str, TensorPlace]
@@ -126,9 +126,9 @@ class Layout:
 def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     """Assign every tensor of a model to a layer and component, by the names of the modules that contain it.
 
-    Norms count as norms in every module, biases belong to their module, and modules that mix positions count as
-    attention. Routers and the experts of a mixture are parts of the MLP, each a tensor of its own. Position embeddings
-    belong to the embedding; the final norm and the output head form the head. `config` has common key names
+    Norms count as norms in every module, biases belong to their module, and modules that mix token positions count as
+    attention. Routers and the experts of a mixture are parts of the MLP; each of them is a separate tensor. Position
+    embeddings belong to the embedding; the final norm and the output head form the head. `config` has common key names
     (`config.in_common_names`). Raises InvalidModel, which names the tensors that cannot be assigned.
     """
     names = [name for name in names if not IGNORED.search(name)]
@@ -191,16 +191,16 @@ def is_output_head(name: str) -> bool:
 
 
 def first_few(names: Iterable[str]) -> str:
-    """Text for messages: the first few of `names`, and how many more there are."""
+    """Text for messages with the first few of `names`, and the number of the others."""
     names = sorted(names)
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + rest
 
 
 def _component(suffix: str) -> Component | None:
-    """The component of a tensor, by the names of the modules that contain it; None if no name tells it.
+    """The component of a tensor, by the names of the modules that contain it; None if no name indicates a component.
 
-    The innermost module whose name tells a component decides: `norm_attn_norm.attn.Wqkv.weight` is attention.
+    The innermost module whose name indicates a component decides: `norm_attn_norm.attn.Wqkv.weight` is attention.
     """
     modules = suffix.split(".")[:-1]
     return next((kind for module in reversed(modules) for kind, name in COMPONENT_OF if name.search(module)), None)

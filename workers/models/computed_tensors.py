@@ -1,7 +1,8 @@
 """Tensors of a model that no file holds, computed from stored tensors whenever they are read.
 
-A low-rank adapter's weights are its base's plus a product of two small matrices; the embedding of a model with other
-tokens is its rows in another order. Such tensors take only the memory of the tensors that they are computed from.
+A low-rank adapter's weights are its base's plus a product of two small matrices; the embedding for another vocabulary
+has the rows of the stored embedding in another order. Such tensors take only the memory of the tensors that they are
+computed from.
 """
 
 from __future__ import annotations
@@ -104,12 +105,12 @@ class LowRank(_Changed):
 class LowRankExpert(_Changed):
     """A matrix of one expert of a mixture that a LoRA adapter changes: weight + scaling x B_e A_e, in float32.
 
-    Experts are here those of a layer's mixture of experts. The adapter has two matrices for all `num_experts` of them
+    Here an expert is one of a layer's mixture of experts. The adapter has two matrices for all `num_experts` of them
     together; A_e and B_e are the parts for expert e = `number`.
 
     - `a`: [experts x rank, inputs], ordered by expert
     - `b`: [outputs, rank x experts]; the experts are the fastest index of the columns
-    - `first_row`: the first row of the expert's whole matrix [outputs, inputs] that the weight has; a weight may be
+    - `first_row`: the row of the expert's whole matrix [outputs, inputs] at which the weight begins; a weight may be
       stored as a part of this matrix
     """
 
@@ -153,8 +154,8 @@ class LowRankStack(_Changed):
 class Dora:
     """A weight that a DoRA adapter changes: each output is scaled to a given length (arXiv:2402.09353, equation 5).
 
-    `magnitude` [outputs] has the lengths. `changed` is the weight with the low-rank change. An output is one of its
-    rows, or one of its columns if the weight is transposed. The result is in float32.
+    `magnitude` [outputs] has the lengths. `changed` is the weight with the low-rank change. An output is a row of the
+    weight, or a column if the weight is transposed. The result is in float32.
     """
 
     changed: LowRank
@@ -255,8 +256,8 @@ class RowsOfOthers:
 class Rows:
     """A tensor made of rows of the tensor `own` in another order, and of rows of other models.
 
-    Row i of the result is row `index[i]` of `own`; where `index[i]` is negative, the row is given by one of `others`.
-    The dtype is that of all tensors involved, or float32 if they have several, because any other dtype would round.
+    Row i of the result is row `index[i]` of `own`; if `index[i]` is negative, the row comes from one of `others`. The
+    dtype is that of all tensors involved, or float32 if they have several, because any other dtype would round.
     """
 
     own: SourceTensor
@@ -297,7 +298,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stacked:
-    """The experts of a layer's mixture of experts (not those that are merged) as one tensor [experts, rows, columns].
+    """The matrices of all experts of a layer's mixture of experts as one tensor [experts, rows, columns].
 
     `parts` has for each expert of the mixture its tensors, which are joined along the rows. The dtype is that of all
     tensors, or float32 if they have several.

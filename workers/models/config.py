@@ -1,7 +1,8 @@
 """A model's config.json in the names that all of transformers' models share, with defaults filled in.
 
 GPT-2 calls its number of layers n_layer, and many files leave out the defaults of their model type; transformers'
-configuration classes know both. The only check here is whether transformers knows the model type.
+configuration classes define both the other names and the defaults. The only check here is whether transformers knows
+the model type.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ LAYERS_WITHOUT_EXPERTS = "mlp_only_layers"
 def read_config(directory: str | Path) -> dict[str, Any]:
     """Read config.json of the model in `directory`, with the key names that all model types share (`in_common_names`).
 
-    The model was opened before, so that the file is known to be valid. Raises InvalidModel.
+    The model was opened before, so the file is known to be valid. Raises InvalidModel if transformers does not know the
+    model type.
     """
     config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text())
     return in_common_names(config)
@@ -49,7 +51,7 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
     """The fields of a model's config.json that have an entry for each layer, such as `layer_types`.
 
-    They include fields that transformers derives from a layer's index, but not lists of layer indices.
+    The result includes fields that transformers derives from a layer's index, but not lists of layer indices.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -73,7 +75,7 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """The names that a model type has for the common configuration keys, and the defaults of its configuration.
+    """The names that a model type uses for the common configuration keys, and the defaults of its configuration.
 
     The names are by common key. Both results are cached on disk, because importing transformers' configurations takes
     longer than merging a small model. Raises InvalidModel if transformers does not know the model type.

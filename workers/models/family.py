@@ -1,7 +1,7 @@
 """A base model and its experts, resolved: located, opened, checked and fingerprinted once.
 
-`types.Family` is the small description of the same models that is sent between processes; `open_sources` resolves it
-again there.
+`types.Family` is a small description of the same models, which is sent to other processes; `open_sources` resolves it
+there.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ResolvedFamily:
     A single model is a base without experts.
 
     - `checkpoints`: the models as they are stored
-    - `views`: the same models with embeddings and output heads in the vocabulary that `tokenizer` selects, changed as
-      `token_alignment` says
+    - `views`: the same models with embeddings and output heads in the vocabulary that `tokenizer` selects;
+      `token_alignment` has the changes
     - `vocabulary`: the options of this vocabulary as a recipe states them
     - `given`: the directory or hub id by which the caller named each model
     - `adapted`: for adapters of other models than the base, the directory of that model
@@ -88,7 +88,7 @@ class ResolvedFamily:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
 
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The tokens of a model that the base lacks, in two tuples: those with an embedding row, and those without.
+        """The tokens of a model that the base lacks, in two tuples: tokens with and tokens without an embedding row.
 
         Both are in the order of their ids. `alias` names the model.
         """
@@ -133,7 +133,10 @@ class ResolvedFamily:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        """The content fingerprint of each model by alias (`fingerprints.fingerprint`). Raises InvalidModel."""
+        """The content fingerprint of each model by alias (`fingerprints.fingerprint`).
+
+        Raises InvalidModel if a file cannot be read.
+        """
         _ = self._states  # taken before the contents are read, so that a change meanwhile is noticed
         base = fingerprint(self.checkpoints[self.base_alias], cache=self.cache)
         return {
@@ -193,7 +196,7 @@ class ResolvedFamily:
         return Family(base, tuple(experts), self.tokenizer, self.vocabulary)
 
     def _origin(self, alias: str) -> str | None:
-        """Where other machines find the model `alias`: its hub id with the commit, or its URL in an object store.
+        """Origin from which other machines get the model `alias`: its hub id with the commit, or its object store URL.
 
         Returns None if the model was given as a directory.
         """
@@ -208,10 +211,10 @@ class ResolvedFamily:
         return str(self.adapted[alias].resolve()) if alias in self.adapted else None
 
     def content_problems(self, *, exclude: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
-        """The problems in the weights of each model, by alias, as `fingerprints.content_problems` finds them.
+        """The problems in the weights of each model, by alias, found by `fingerprints.content_problems`.
 
-        They are NaN, infinite values, and a tied output head that differs from the embedding. The weights of the models
-        with the aliases in `exclude` are not read.
+        Possible problems are NaN, infinite values, and a tied output head that differs from the embedding. The weights
+        of the models with the aliases in `exclude` are not read.
         """
         problems = {
             alias: content_problems(checkpoint, self.fingerprints[alias], cache=self.cache)
@@ -228,8 +231,8 @@ class ResolvedFamily:
     def result_dir(self) -> str:
         """A directory with config.json, tokenizer and generation_config.json, the same for every merge of the family.
 
-        It is the base's directory if merges have the base's vocabulary, else a temporary directory without weights that
-        exists as long as this object. Raises InvalidModel.
+        It is the base's directory if merges have the base's vocabulary. Otherwise it is a temporary directory without
+        weights, which exists as long as this object. Raises InvalidModel if the files cannot be made.
         """
         if self.tokenizer == BASE and not self.vocabulary and self.checkpoints[self.base_alias].base is None:
             return str(self.checkpoints[self.base_alias].directory)
@@ -246,9 +249,9 @@ class ResolvedFamily:
 
     @property
     def lack_of_space(self) -> str | None:
-        """The reason why a disk has no room for the weights that the method `fetched` would download.
+        """The reason why a disk is too small for the weights that the method `fetched` would download.
 
-        Returns None if there is room.
+        Returns None if there is enough space.
         """
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
@@ -256,7 +259,7 @@ class ResolvedFamily:
         """Download the weights that are not on this machine, and return the family opened and checked again.
 
         Returns the family itself if nothing is missing. `note` is called with lines about downloads. Raises
-        InvalidModel.
+        InvalidModel if a download fails or the downloaded models have problems.
         """
         before = [*self.directories.values(), *self.adapted.values()]
         after = [*fetched(before, note=note)]
@@ -300,8 +303,8 @@ class LocatedFamily:
         """Open and check all models of the family.
 
         `tokenizer` and `vocabulary` select the vocabulary of merges. With `any_depth` the models may have different
-        numbers of layers. `cache` is the directory of the cache, or None for the default one. `names` has what messages
-        call models that are not experts. Raises InvalidModel with every problem of every model.
+        numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` has the
+        names by which messages call models that are not experts. Raises InvalidModel with every problem of every model.
         """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})
@@ -403,11 +406,11 @@ def resolve_family(
 
     The models are given as directories or hub ids. They must have the same structure, and their embeddings must be
     alignable to the vocabulary `tokenizer` with the details in `vocabulary`, as in a recipe. Only configurations,
-    headers and tokenizers are read, and of hub models downloaded; weights are not.
+    headers and tokenizers are read, and downloaded for hub models; weights are neither read nor downloaded.
 
     An adapter may change another model than the base; `adapted` then has this model, by the adapter's alias. With
     `any_depth` the models may have different numbers of layers, and recipes must name layers that exist. `names` has
-    what messages call models that are not experts. Raises InvalidModel with every problem of every model.
+    the names by which messages call models that are not experts. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))
@@ -425,7 +428,7 @@ def resolve_model(
 ) -> ResolvedFamily:
     """Locate, open and check one model, as a family without experts.
 
-    If the model is an adapter, `adapts` is the model that it changes. Raises InvalidModel.
+    If the model is an adapter, `adapts` is the model that it changes. Raises InvalidModel with every problem.
     """
     adapted = {} if adapts is None else {alias: adapts}
     return locate_family(model, {}, base_alias=alias, adapted=adapted).resolve(vocabulary=vocabulary, cache=cache)
@@ -434,7 +437,7 @@ def resolve_model(
 def open_sources(family: Family, *, cache: str | Path | None = None) -> ResolvedFamily:
     """Open and check the models of a family again, from the description that was sent to this process.
 
-    Whether their contents are still the same is not checked. Raises InvalidModel as `resolve_family` does.
+    It is not checked whether their contents are still the same. Raises InvalidModel with every problem.
     """
     experts = {model.alias: model.directory for model in family.experts}
     adapted = {model.alias: model.adapts for model in family.models if model.adapts is not None}
@@ -445,8 +448,8 @@ def open_sources(family: Family, *, cache: str | Path | None = None) -> Resolved
 def on_this_machine(family: Family, *, note: Callable[[str], None] = log.info) -> Family:
     """Return a family's description, which another machine may have sent, with directories of this machine.
 
-    A model whose directory does not exist here is found by its origin, and downloaded unless this machine has it. Its
-    contents are compared with the fingerprints of the family. `note` is called with lines about downloads. Raises
+    A model whose directory does not exist here is looked up by its origin, and downloaded unless this machine has it.
+    Its contents are compared with the fingerprints of the family. `note` is called with lines about downloads. Raises
     InvalidModel if a model cannot be found, or has other contents.
     """
     base, *experts = (_on_this_machine(model, note) for model in family.models)
@@ -490,6 +493,6 @@ def open_family(
 ) -> Family:
     """Resolve a family, download weights that are not on this machine, and return its short description.
 
-    The description can be sent to other processes. Raises InvalidModel as `resolve_family` does.
+    The description can be sent to other processes. Raises InvalidModel with every problem of every model.
     """
     return resolve_family(base, experts, tokenizer=tokenizer, cache=cache).fetched(note=note).family

@@ -1,7 +1,7 @@
-"""The contents of a checkpoint: their fingerprint, and whether its weights are finite; both cached.
+"""Checks of the contents of a checkpoint: fingerprints, and whether weights are finite. Results are cached.
 
-Reading all of a large model takes minutes, so results are stored in the cache: the hash of each file by path, size,
-modification time and inode, the state of the weights by the model's fingerprint.
+Reading all of a large model takes minutes. The cache therefore has the hash of each file by path, size, modification
+time and inode, and the problems of the weights by the model's fingerprint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["FileState", "content_problems", "file_states", "fingerprint"]
 class FileState:
     """The state of a file according to the file system: bytes, time of modification (ns since 1970), inode.
 
-    A program that changes a file changes at least one of these, unless it sets the time of modification back.
+    A program that changes a file changes at least one of these three, unless it sets the time of modification back.
     """
 
     num_bytes: int
@@ -69,8 +69,9 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
 
     The directory does not matter. The files of a whole model are its safetensors files, config.json,
     generation_config.json and tokenizer files. The files of an adapter are its safetensors files, adapter_config.json
-    and tokenizer files; the fingerprint of its base is added to them. `base` is this fingerprint; if it is None, it is
-    computed. `cache` is the directory of the cache, or None for the default one. Raises InvalidModel.
+    and tokenizer files; the fingerprint of its base is added to them. `base` is the base's fingerprint; if it is None,
+    it is computed. `cache` is the directory of the cache, or None for the default directory. Raises InvalidModel if a
+    file cannot be read.
     """
     hashes = [(file.name, _file_hash(file, cache)) for file in _defining_files(checkpoint)]
     if checkpoint.base is not None:
@@ -82,8 +83,8 @@ def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path 
     """The problems in a checkpoint's weights: NaN or infinity, or a tied output head that differs from the embedding.
 
     All weights are read, but only once for each content, because results are cached by the checkpoint's fingerprint,
-    which is the argument `content`. `cache` is the directory of the cache, or None for the default one. The result is
-    empty for models whose weights are not on this machine.
+    which is the argument `content`. `cache` is the directory of the cache, or None for the default directory. The
+    result is empty for models whose weights are not on this machine.
     """
     if not checkpoint.is_here:
         return ()

@@ -1,7 +1,7 @@
-"""safetensors headers: what a model's files declare, checked against their sizes.
+"""safetensors headers: the tensors that a model's files declare, checked against the sizes of the files.
 
-The library's own reader is not used because a broken file must be reported together with all other problems, with its
-name and byte counts, and without reading its weights.
+The safetensors library does not read these headers here, because a broken file must be reported together with all other
+problems, with its name and byte counts, and without reading its weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONVERSIONS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One stored tensor: its dtype as safetensors names it, its shape, its file, and its name in the file.
+    """One stored tensor: its dtype (safetensors' name), its shape, its file, and its name in the file.
 
     It implements `computed_tensors.SourceTensor`.
     """
@@ -71,7 +71,7 @@ class TensorInfo:
 
 
 def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dict[str, TensorInfo]:
-    """Read the headers of a model's safetensors files; what is wrong with the files is appended to `problems`.
+    """Read the headers of a model's safetensors files; problems of the files are appended to `problems`.
 
     Returns the description of each tensor by name. The files in the directory `path` are `stem`.safetensors, or those
     that `stem`.safetensors.index.json lists.
@@ -262,7 +262,7 @@ def _dtype_problems(file: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[s
 
 
 def _json_object(value: object) -> dict[str, Any]:
-    """Parse bytes as a JSON object, or check that a value that is already parsed is one.
+    """Parse bytes as a JSON object, or check that a value that is already parsed is a JSON object.
 
     Raises ValueError if it is not an object, or if parsed bytes have the same key twice in an object.
     """

@@ -1,6 +1,6 @@
-"""The files of a merged model that hold no tensors: configuration and tokenizer, for engines and transformers.
+"""Files of a merged model that contain no tensors: configuration and tokenizer, for engines and transformers.
 
-All merges of a family have the same files, except for what the configuration says of layers.
+All merges of a family have the same files, except for fields of the configuration about layers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_result_dir(
     """Make a temporary directory with config.json, tokenizer and generation_config.json for the merges of a family.
 
     `sources` are the models by alias, the base first; `tokenizer` selects the vocabulary; `config` is the content of
-    config.json. Raises InvalidModel.
+    config.json. Raises InvalidModel if the files cannot be made.
     """
     made = TemporaryDirectory(prefix="mergesearch-result-")
     place, base = Path(made.name), next(iter(sources.values())).tokenizer_dir
@@ -57,12 +57,12 @@ def make_result_dir(
 
 
 def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpoint], *, dtype: str) -> dict[str, Any]:
-    """The config.json of a merged model: that of `base`, with `dtype` (such as "float32") and the recipe's layers.
+    """The config.json of a merged model: the base's, with `dtype` (such as "float32") and the recipe's layers.
 
     The fields for layers change if the number or order of layers is not the base's. A field with an entry for each
-    layer, such as the kind of attention, then has for each merged layer the entry of the layer that is its first
-    attention source. `models` are by the recipe's aliases, and may have other numbers of layers than the base. Raises
-    InvalidRecipe for an order of layers that the configuration cannot express.
+    layer, such as the kind of attention, then has, for each merged layer, the entry of the source layer from which
+    attention is merged (the first one if there are several). `models` are by the recipe's aliases, and may have another
+    number of layers than the base. Raises InvalidRecipe for an order of layers that the configuration cannot express.
     """
     config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:

@@ -1,6 +1,6 @@
-"""A model's tokenizer, loaded so that it encodes and decodes as its tokenizer.json says.
+"""Loads a model's tokenizer so that it encodes and decodes as its tokenizer.json defines.
 
-Preflight, engine, reference and exports load tokenizers by this module.
+Preflight, engines, the comparison with transformers, and exports all load tokenizers with this module.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ PROBES = (
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """Load a checkpoint's tokenizer such that it encodes and decodes as its tokenizer.json says.
+    """Load a checkpoint's tokenizer so that it encodes and decodes as its tokenizer.json defines.
 
     transformers chooses a tokenizer class by the model's type, and this class may split or join text in its own way. If
     it disagrees with tokenizer.json, the plain class that only reads this file is used, with a warning. For a directory
-    without tokenizer.json, the tokenizer is the one that transformers makes of the other files. Raises InvalidModel if
-    there is no tokenizer, or if the plain class disagrees too. Never runs code from the directory.
+    without tokenizer.json, transformers makes the tokenizer from the other files. Raises InvalidModel if there is no
+    tokenizer, or if the plain class disagrees too. Never runs code from the directory.
     """
     path = Path(directory)
     tokenizer, difference = _found(path)
@@ -62,9 +62,9 @@ def load_tokenizer(directory: str | Path) -> Any:
 def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -> tuple[str, ...]:
     """Check that a checkpoint's tokenizer can be loaded, and return the names of its chat templates.
 
-    A single template is called "default". Warns and raises InvalidModel as `load_tokenizer` does. Results are cached on
-    disk by the contents of the files, because importing transformers' tokenizers takes seconds. `cache` is the
-    directory of the cache, or None for the default one.
+    A single template is called "default". Logs the warnings and raises the InvalidModel of `load_tokenizer`. Results
+    are cached on disk by the contents of the files, because importing transformers' tokenizers takes seconds. `cache`
+    is the directory of the cache, or None for the default directory.
     """
     path = Path(directory)
     key = f"tokenizer {tokenizer_digest(path)}"
@@ -82,8 +82,8 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
 def tokenizer_digest(directory: str | Path) -> str:
     """The sha256 (hex) of everything that a loaded tokenizer depends on.
 
-    This is the names and contents of the files that a tokenizer may be loaded from, and the versions of the libraries
-    that load it. Raises InvalidModel for a file that cannot be read.
+    These are the names and contents of the files from which a tokenizer may be loaded, and the versions of the
+    libraries that load it. Raises InvalidModel for a file that cannot be read.
     """
     path = Path(directory)
     versions = (f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
@@ -104,10 +104,9 @@ def _warn(path: Path, difference: str) -> None:
 
 
 def _found(path: Path) -> tuple[Any, str]:
-    """The tokenizer that agrees with tokenizer.json, and how the one that transformers chooses differs from it.
+    """The tokenizer that agrees with tokenizer.json, and a text about how transformers' choice differs from it.
 
-    The second value is a description in words, or "" if there is no difference. Raises InvalidModel if there is no
-    tokenizer that agrees.
+    The text is "" if there is no difference. Raises InvalidModel if there is no tokenizer that agrees.
     """
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))
@@ -124,8 +123,8 @@ def _found(path: Path) -> tuple[Any, str]:
 def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:
     """A temporary directory with `tokenizer` whose files state its class, for programs that load tokenizers themselves.
 
-    `tokenizer` is the one that `load_tokenizer` loaded from `directory`. Returns None if none is needed, because
-    transformers' AutoTokenizer loads the same class from `directory`.
+    `tokenizer` is the tokenizer that `load_tokenizer` loaded from `directory`. Returns None if no temporary directory
+    is needed, because transformers' AutoTokenizer loads the same class from `directory`.
     """
     if type(_loaded("AutoTokenizer", Path(directory))) is type(tokenizer):
         return None
@@ -147,7 +146,7 @@ def _loaded(name: str, path: Path) -> Any:
 def _difference(tokenizer: Any, path: Path) -> str:
     """Describe the first difference of `tokenizer` from tokenizer.json in `path`; "" if there is none.
 
-    The texts of PROBES are encoded and decoded by both. The result is also "" if there is no tokenizer.json.
+    Both encode and decode the texts in PROBES. The result is also "" if there is no tokenizer.json.
     """
     from tokenizers import Tokenizer
 

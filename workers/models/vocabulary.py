@@ -1,10 +1,10 @@
 """Alignment of vocabularies: the token of each row of a model's embedding and output head.
 
-The rows of all models follow one vocabulary: the base's, the base's with the tokens that others have added (union), or
-one expert's. Rows are found by the token's string. A model without a row for a token gets the base's row. If the base
-has no row for the token either, both get the mean of the rows of the models that have one. So the task vectors of
-models without the token are zero. Some rows represent no token; all models take these from the model whose vocabulary
-is used.
+The rows of all models are brought into the order of one vocabulary: the base's, the base's with the tokens that other
+models have added (union), or one expert's. Rows are found by the token's string. A model without a row for a token gets
+the base's row. If the base has no row for the token either, both get the mean of the rows of the models that have one.
+So the task vectors of models without the token are zero in this row. Some rows represent no token; in all models, these
+rows are taken from the model whose vocabulary is used.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Where the embedding row of a token comes from, for a token that the options of a vocabulary list.
+    """Source of the embedding row of a token, for a token that the options of a vocabulary list.
 
-    It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. Without a model
-    the row is zero. Only models without the token get the row, unless `is_forced`.
+    It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
+    None, the row is zero. Only models without the token get the row; with `is_forced`, all models get it.
     """
 
     model: str | None = None
@@ -63,10 +63,10 @@ class TokenRow:
 class VocabularyOptions:
     """Options of the vocabulary of merges.
 
-    `tokens` says for single tokens from where their embedding rows are taken; these tokens are added to the vocabulary
-    if it lacks them. The number of rows is rounded up to a multiple of `multiple_of`. With `by_id`, a union (the base's
-    vocabulary with the tokens that others added) has the added tokens in the order of their ids, otherwise in the order
-    of their names.
+    `tokens` defines for single tokens where their embedding rows come from; these tokens are added to the vocabulary if
+    it lacks them. The number of rows is rounded up to a multiple of `multiple_of`. With `by_id`, a union (the base's
+    vocabulary with the tokens that others added) has the added tokens in the order of their ids; otherwise, in the
+    order of their names.
     """
 
     tokens: Mapping[str, TokenRow] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """The aliases of the models from which the options take embedding rows of single tokens."""
+        """Aliases of the models that the options name as sources of single tokens' embedding rows."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
@@ -100,7 +100,7 @@ NO_OPTIONS = VocabularyOptions()
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's directory, tensors and token ids, as the alignment of vocabularies needs them.
+    """The data of a model that the alignment of vocabularies needs: its directory, tensors and token ids.
 
     `tokens` maps a token to its id; it is None if the model has no readable tokenizer.json.
     """
@@ -136,9 +136,9 @@ class TokenAlignment:
 def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyOptions = NO_OPTIONS) -> TokenAlignment:
     """Align the embeddings and output heads of `models` to one vocabulary.
 
-    The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and
-    those that others added) or the alias of the model whose vocabulary it is. A model without a tokenizer.json that has
-    as many rows as the base is assumed to have the tokens of the base. Raises InvalidModel with every problem.
+    The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and the
+    tokens that others added) or the alias of the model whose vocabulary it is. A model without a tokenizer.json that
+    has as many rows as the base is assumed to have the tokens of the base. Raises InvalidModel with every problem.
     """
     base, *_ = models
     tokens, problems = _tokens_with_rows(models)
@@ -199,7 +199,7 @@ def token_ids(directory: Path) -> Mapping[str, int] | None:
 
 
 def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
-    """The tokens that were added to a tokenizer's own vocabulary, by text, as tokenizer.json describes them."""
+    """The tokens that were added to a tokenizer's own vocabulary, by text, with their entries in tokenizer.json."""
     file = directory / TOKENIZER
     document = json.loads(file.read_bytes()) if file.is_file() else {}
     return {str(token["content"]): token for token in document.get("added_tokens", ())}
@@ -238,8 +238,8 @@ def _chosen_rows(
     """The embedding row that the options choose for each token that they list.
 
     The result maps the token to (row, is_forced): the row is (alias of the model, index), or None for a row of zeros.
-    All models get the row if `is_forced`, else only those without the token. `tokens` are the ids of each model's
-    tokens, by alias. Raises InvalidModel if a model has no such row.
+    If `is_forced`, all models get the row; otherwise, only models without the token get it. `tokens` are the ids of
+    each model's tokens, by alias. Raises InvalidModel if a model has no such row.
     """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []
@@ -259,12 +259,12 @@ def _chosen_rows(
 def _added_by_others(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
 ) -> list[str]:
-    """The tokens that a union, the common vocabulary of all models, has beyond those of the base.
+    """The tokens that are in the union (the common vocabulary of all models), but not in the base's vocabulary.
 
     `models` are by alias, the base first; `tokens` has the ids of each model's tokens by alias. The result is sorted by
     token, or with `by_id` by the smallest id that a token has, and does not depend on the order of the models. Raises
-    InvalidModel if a model has such tokens in its tokenizer's own vocabulary, not as added ones, or if the base's
-    tokenizer has tokens without a row.
+    InvalidModel if a model has such tokens in its tokenizer's own vocabulary instead of as added tokens, or if the
+    base's tokenizer has tokens without a row.
     """
     base, *others = models
     problems = []
@@ -291,11 +291,11 @@ def _added_by_others(
 
 
 class _Plan:
-    """Where each row of one model's aligned embedding and output head comes from.
+    """The source of each row of one model's aligned embedding and output head.
 
     - `alias`: the model that is aligned
-    - `target`: the vocabulary that it is aligned to, as the ids by token
-    - `owner`: the model that gives the rows without a token
+    - `target`: the vocabulary to which it is aligned, as the ids by token
+    - `owner`: the model from which the rows without a token are taken
     - `tokens`: the ids of each model's tokens, by alias
     - `chosen`: the rows that options choose (`_chosen_rows`)
     """

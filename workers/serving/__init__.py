@@ -1,11 +1,11 @@
 """Scoring replicas: warm engines behind Ray Serve. Only this package of `workers` imports Ray Serve.
 
 - `deployment`: start the replicas of a family
-- `serve_scorer`: the handle that studies score with
-- `application`: Serve's state of the application that has the replicas
-- `replica`: what Serve runs: one worker, with its lock, health checks and metrics
+- `serve_scorer`: the handle through which studies score
+- `application`: the state of the Serve application that runs the replicas
+- `replica`: the class that Serve runs: one worker, with its lock, health checks and metrics
 - `engine_worker`: the worker of a replica: swap, score, describe tasks, verify
-- `recipe_lock`: the order in which a replica takes its chunks
+- `recipe_lock`: the order in which a replica scores its chunks
 - `watchdog`: how long a replica's work may take
 - `current_chunk`: the chunk that a replica was scoring when it died
 - `draining`: whether a replica leaves its node, which is about to stop

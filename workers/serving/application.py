@@ -1,4 +1,4 @@
-"""The state of a Ray Serve application, which runs the replicas of a family, as Serve's controller reports it."""
+"""The state of a Ray Serve application, which runs the replicas of a family, according to Serve's controller."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PAUSE_S = 0.5
 def answered(ask: Callable[[], T], *, deadline: float) -> T:
     """Call `ask` until Serve's controller answers, and return the answer.
 
-    `ask` raises ServeUnavailable while the controller does not answer. If this is still so at `deadline`, a time of
-    `time.monotonic`, the ServeUnavailable is raised to the caller.
+    `ask` raises ServeUnavailable while the controller does not answer. From `deadline` on, a time of `time.monotonic`,
+    the ServeUnavailable is raised to the caller.
     """
     while True:
         try:
@@ -66,9 +66,9 @@ def is_deployed(name: str) -> bool:
 def application_state(name: str) -> str:
     """The state of a Serve application, such as "RUNNING".
 
-    Raises EngineUnavailable if there is no application, or if its deployment failed. It is also raised if no replica
-    runs because its models cannot be used any more: Serve would try to start replicas without end. Raises
-    ServeUnavailable, a subclass, if Serve's controller does not answer; the application may be running.
+    Raises EngineUnavailable if there is no application, or if its deployment failed. EngineUnavailable is also raised
+    if no replica runs because its models cannot be used any more, because Serve would try to start replicas forever.
+    Raises ServeUnavailable, a subclass, if Serve's controller does not answer; the application may be running.
     """
     application = _applications().get(name)
     if application is None:
@@ -81,8 +81,8 @@ def application_state(name: str) -> str:
 def failure_reason(name: str) -> str:
     """The reason why a Serve application failed, or why its state is unknown.
 
-    Serve's message about the failure is shortened: to the error of `workers.errors` that it contains, else to its last
-    line.
+    Serve's message about the failure is shortened to the error of `workers.errors` that it contains or, if there is
+    none, to its last line.
     """
     try:
         application = _applications().get(name)
@@ -94,7 +94,7 @@ def failure_reason(name: str) -> str:
 def _applications() -> Mapping[str, ApplicationDetails]:
     """Serve's applications by name; empty if Serve was not started on this Ray.
 
-    `ray.serve.status` gives the same, but waits without limit for a controller that is being restarted. Raises
+    `ray.serve.status` returns the same, but waits without limit for a controller that is being restarted. Raises
     ServeUnavailable if the controller does not answer within ANSWER_S seconds, or answers with an error.
     """
     import ray

@@ -1,7 +1,7 @@
-"""The chunk that each replica scores, noted in Ray's key-value store, which outlives the replica's process.
+"""Notes of the chunk that each replica scores, in Ray's key-value store, which outlives the replica's process.
 
-When a replica's process has ended, the callers of all its requests get the same error. Each caller reads here whether
-its own chunk was being scored, or only waited.
+When a replica's process has ended, the callers of all its requests get the same error. From the note, each caller
+learns whether its own chunk was being scored, or only waited.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY = "chunk of replica "
 
 @dataclass(frozen=True)
 class CurrentChunk:
-    """The chunk of samples that a replica began last, as it is noted for the replica's callers.
+    """Note about the chunk of samples that a replica began last, for the replica's callers.
 
     - `chunk`: the chunk's id
     - `replica`, `log_file`: the replica's name, and its log
@@ -66,7 +66,7 @@ def note_chunk(current: CurrentChunk) -> None:
 
 
 def current_chunk(actor: str | None) -> CurrentChunk | None:
-    """Read which chunk the replica that is the Ray actor `actor` (hex) began last; None if nothing is known of it."""
+    """Read the note of the replica that is the Ray actor `actor` (hex); None if there is none."""
     return _read(f"{KEY}{actor}")
 
 

@@ -67,12 +67,13 @@ def deploy_scorer(
 ) -> ServeScorer:
     """Start `replicas` replicas on the Ray cluster that this process is connected to, and wait until they are ready.
 
-    A running application of the same name is used as it is. With `keep_idle_s` studies share the application: it has as
-    many replicas as their requests keep busy and the GPUs allow. Replicas that are idle for `keep_idle_s` seconds are
-    stopped, down to none, and the next request starts them again. `make_worker` replaces the engine (tests). Serve
-    replaces a replica after three failed health checks in a row. By default this takes at most two minutes for a
-    process that does not answer, and a quarter of a minute for one whose work is overdue (`time_limits`). Raises
-    EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start.
+    A running application of the same name is used unchanged. With `keep_idle_s`, studies share the application: the
+    number of its replicas follows the number of requests, as far as the GPUs allow. Replicas that are idle for
+    `keep_idle_s` seconds are stopped, down to none, and the next request starts them again. `make_worker` replaces the
+    engine in tests. Serve replaces a replica after three failed health checks in a row. By default this takes at most
+    two minutes for a process that does not answer, and a quarter of a minute for one whose work is overdue
+    (`time_limits`). Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to
+    start.
     """
     from ray import serve
 
@@ -156,8 +157,8 @@ def _num_gpus() -> int:
 def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -> dict[str, Any]:
     """Serve's settings for the number of replicas: fixed, or adapted to the load.
 
-    If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise there are `replicas` at first. Later there
-    are as many as requests keep busy and GPUs allow, down to none after `keep_idle_s` idle seconds.
+    If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise there are `replicas` at first. Later their
+    number follows the number of requests, as far as the GPUs allow, down to none after `keep_idle_s` idle seconds.
     """
     if keep_idle_s is None:
         return {"num_replicas": replicas}
@@ -177,9 +178,9 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
 def _deploying(deadline: float) -> Iterator[None]:
     """Context manager that holds a lock, across the Ray cluster, while a process deploys replicas.
 
-    Without the lock, one of two processes that start Serve at once fails, and deploying an application a second time
-    restarts its replicas. The lock is the name of a Ray actor. Ray frees the name when the process that holds it ends,
-    however it ends.
+    Without the lock, one of two processes that start Serve at the same time fails, and deploying an application a
+    second time restarts its replicas. The lock is the name of a Ray actor. Ray frees the name when the process that
+    holds it ends for any reason.
     """
     import ray
 

@@ -2,8 +2,8 @@
 
 Ray drains a node before the node is taken away, for example after a notice of preemption (`ray drain-node`, KubeRay,
 autoscaler). Serve then starts a replica on another node. Serve stops the replica on the drained node as soon as the
-other one runs, and at the latest when the remaining time just suffices for a graceful stop. During a graceful stop, new
-requests go to other replicas, and Serve waits for the requests that the stopping replica still has.
+other replica runs, but early enough for a graceful stop in the remaining time. During a graceful stop, new requests go
+to other replicas, and Serve waits for the requests that the stopping replica still has.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 def is_being_moved() -> bool:
     """Whether Ray drains this process's node and Serve has begun to stop the replica in this process.
 
-    Serve is asked only if the node drains. If Ray or Serve does not answer, the result is False, because beginning one
-    more chunk does no harm.
+    Serve is queried only if Ray drains the node. If Ray or Serve does not answer, the result is False, because
+    beginning one more chunk does no harm.
     """
     import ray
     from ray._private.state import state

@@ -1,8 +1,8 @@
-"""A scorer without models: known answers, configurable delays and failures, and the protocol of the real one.
+"""A scorer without models, with the interface of the real scorer, known answers, and configurable delays and failures.
 
 The probability of a right answer is a smooth function of the recipe's coefficients; a hash of (recipe, objective,
-position) decides each sample. The same request always gives the same result, recipes differ plausibly, and the best
-merge is not an expert. Driver, store and scheduler are tested with it.
+position) decides each sample. The same request always gives the same result, different recipes give different results,
+and the best merge is not an expert. Driver, store and scheduler are tested with this scorer.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ __all__ = ["FakeScorer", "expected_value"]
 class FakeScorer:
     """A scorer without models, for tests: implements `workers.types.Scorer` with made-up answers, delays and failures.
 
-    It is picklable. Counters that must outlive a process are lines of `log_file`. Every finished or failed call appends
-    one JSON line: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}.
+    It is picklable. Calls are counted by the lines of `log_file`, so that counts survive the end of a process. Every
+    finished or failed call appends one JSON line: {call, recipe, spans: [[objective, start, stop], ...], outcome,
+    process}.
 
-    - `sample_delay_s`, `swap_delay_s`: seconds that it sleeps for each sample and for each swap
+    - `sample_delay_s`, `swap_delay_s`: seconds to wait for each sample and for each swap
     - `failing`: digests of recipes for which TrialFailed is raised
     - `fails_above`: TrialFailed is also raised for every recipe with a coefficient above this number
     - `exits_at_call`: the call of `score` that ends the process without clean-up, counted from 1 over all processes
@@ -144,7 +145,7 @@ class FakeScorer:
             )
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """Facts about tasks: an inline task has the size of its file, any other task `num_samples` samples.
+        """Facts about tasks: an inline task has as many samples as its file has, any other task `num_samples` samples.
 
         Raises InvalidTask if a file cannot be read.
         """
@@ -201,7 +202,7 @@ class FakeScorer:
             return (CanaryReport(self.name, self._canaries, self.skips_canaries),)
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of the fake engine, with the keys of a real one; they count calls in this process only."""
+        """Statistics of the fake engine, with the keys of a real engine's; they count calls in this process only."""
         return {
             "starts": 1,
             "canaries": self._canaries,
@@ -307,8 +308,8 @@ def prompt_hash(span: Span) -> str:
 def _shares(recipe: Recipe) -> dict[str, float]:
     """The mean coefficient of each model over all merges of a recipe, by the model's fingerprint.
 
-    In SLERP the coefficients of the two models are 1 - t and t. Where a method has none, each of its sources counts as
-    1.
+    In SLERP the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources
+    counts as 1.
     """
     shares: dict[str, float] = {}
     merges = recipe.merges()
@@ -346,7 +347,7 @@ def _numbers(merge: Merge) -> list[float]:
 
 
 def _draw(*key: object) -> float:
-    """A number in [0, 1) that looks random and depends on `key` only."""
+    """A pseudorandom number in [0, 1) that depends only on `key`."""
     digest = hashlib.sha256("\0".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

@@ -54,7 +54,7 @@ def fatal_error(current: CurrentChunk) -> str | None:
 def find_report(error_log: str, wait_s: float) -> str | None:
     """The last report of a fatal signal in the file `error_log`; None if there is none after `wait_s` seconds.
 
-    The report may be written a little later than the process ends. Raises OSError if the file cannot be read.
+    The report may be written shortly after the process has ended. Raises OSError if the file cannot be read.
     """
     deadline = time.monotonic() + wait_s
     while True:

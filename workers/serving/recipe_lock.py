@@ -1,4 +1,4 @@
-"""The lock of a replica: chunks of the recipe that the engine holds go first, so that the engine swaps less often."""
+"""The lock of a replica. It prefers chunks of the recipe that the engine holds, so that the engine swaps less often."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The work of one replica, which owns a warm engine and scores chunks of work with it, one at a time.
 
-A replica holds one recipe at a time. One lock spans swap and score of a chunk; chunks that wait for the held recipe go
-first (`recipe_lock`). The engine runs in its own thread, so that health checks are answered while it works. Serve's
-multiplexing serves only as a routing hint, which sends work to the replica that already holds the recipe; it can be
+A replica holds one recipe at a time. One lock covers the swap and the scoring of a chunk; chunks of the held recipe are
+scored first (`recipe_lock`). The engine runs in its own thread, so that health checks are answered while it works.
+Serve's multiplexing is used only as a hint for routing work to a replica that already holds the recipe; the hint can be
 wrong. The engine itself states which recipe it holds, before and after scoring.
 
 A replica ends when its engine raises an error or its work is overdue. Any other error fails only the request.
@@ -55,14 +55,14 @@ T = TypeVar("T")
 
 
 class Worker(Protocol):
-    """Interface of the object that does a replica's work, used by one thread at a time; FakeScorer implements it too.
+    """Interface of the object that does a replica's work. One thread at a time uses it. FakeScorer implements it too.
 
     A worker raises EngineCrashed if it cannot be used any more. After any other error it continues.
     """
 
     @property
     def name(self) -> str:
-        """The replica's name, which the evidence of its results has."""
+        """The replica's name, which is part of the evidence of its results."""
         ...
 
     def score(self, request: ScoreRequest) -> ScoreResult: ...
@@ -149,7 +149,7 @@ class ScoringReplica:
     async def hold(self, digest: str) -> str:
         """Tell Serve's router that this replica serves the recipe with the digest `digest`, and return the digest.
 
-        For Serve the digest is the id of a multiplexed model: requests with this id are sent here by preference. The
+        Serve treats the digest as the id of a multiplexed model, and prefers to send requests with this id here. The
         engine swaps to the recipe later, when the replica's lock is held for it.
         """
         return digest
@@ -206,7 +206,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in the engine's thread, and turn its errors into those of `workers.errors`.
+        """Run a function in the engine's thread, and convert its errors to those of `workers.errors`.
 
         After an error of the engine (EngineCrashed or EngineFault) the replica refuses all work, and fails its health
         checks. After any other error it continues.
@@ -267,8 +267,8 @@ class ScoringReplica:
     def _try_the_base(self, request: ScoreRequest) -> None:
         """Score the request's first sample with the base model, to find out whether the engine works at all.
 
-        If it does, and the engine then crashes on the request, the request is the cause. Nothing is done if the
-        request's own recipe is the base model. Raises EngineUnavailable if the engine crashes on the base model.
+        If the engine works, and then crashes on the request, the request is the cause. Nothing is done if the request's
+        own recipe is the base model. Raises EngineUnavailable if the engine crashes on the base model.
         """
         recipe = _base_alone(request.recipe)
         if recipe.digest == request.recipe.digest:

@@ -51,13 +51,13 @@ class ServeScorer:
     """The replicas of one Serve application as a scorer (`workers.types.Scorer`).
 
     It is picklable, and connects at the first call. When a replica dies or fails, Serve replaces it and the same
-    request is sent again. If the replica was scoring the request and the request counts crashes, EngineCrashed is
-    raised instead. If sending fails for `deadline_s` seconds, EngineUnavailable is raised with the reason. Waiting
-    behind other requests does not count as failing. Errors of the merge or its task (TrialFailed, InvalidTask) and a
-    replica's EngineFault are raised as they are.
+    request is sent again. If the replica was scoring the request and the request counts crashes
+    (`ScoreRequest.crashes`), EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
+    EngineUnavailable is raised with the reason. Time in which the request waits behind other requests does not count.
+    Errors of the merge or its task (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
 
-    Serve's controller may be away for a while: requests are answered meanwhile, and calls that need the controller wait
-    for it, for at most `deadline_s` seconds. An application that was deleted or cannot start is not waited for.
+    Serve's controller may be unavailable for a while. Requests are answered meanwhile; calls that need the controller
+    wait for it, at most `deadline_s` seconds. An application that was deleted or cannot start is not waited for.
     """
 
     app_name: str
@@ -89,7 +89,7 @@ class ServeScorer:
     def check(self) -> tuple[CanaryReport, ...]:
         """Let every running replica compare its engine with transformers, and return the reports.
 
-        No replica is started for this.
+        This starts no replica.
         """
         if not self._known_replicas()["RUNNING"]:
             return ()
@@ -112,7 +112,7 @@ class ServeScorer:
         return found
 
     def _known_replicas(self) -> Counter[str]:
-        """The number of replicas by state ("RUNNING", ...), as soon as Serve's controller knows it.
+        """The number of replicas by state ("RUNNING", ...), once Serve's controller knows all replicas.
 
         A controller that was restarted must find its replicas again first. This method waits for it, at most
         `deadline_s` seconds. Raises ServeUnavailable if the controller does not answer within that time.
@@ -180,8 +180,8 @@ class ServeScorer:
     def _result(self, response: Any) -> Any:
         """Wait for the result of a request, without limit while the application is running.
 
-        `response` is what Serve's handle returned. Raises EngineUnavailable if the application has failed, or has not
-        been running for `deadline_s` seconds.
+        `response` is the object that Serve's handle returned. Raises EngineUnavailable if the application has failed,
+        or has not been running for `deadline_s` seconds.
         """
         missing_since: float | None = None
         while True:
@@ -209,10 +209,10 @@ class ServeScorer:
 
 
 def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
-    """Raise EngineCrashed if `error` says that a replica died which was scoring this request.
+    """Raise EngineCrashed if `error` means that a replica died while it was scoring this request.
 
-    Returns otherwise: if the request only waited at the replica, if the replica died because its node was preempted, or
-    if the error says something else.
+    Otherwise return: if the request only waited at the replica, if the replica died because its node was preempted, or
+    if the error has another meaning.
     """
     from ray.exceptions import OutOfMemoryError, RayActorError
 
@@ -240,8 +240,8 @@ def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
 def _handle(name: str) -> Any:
     """Serve's handle to the replicas of an application.
 
-    Serve's controller is not asked whether they exist: `ray.serve.get_app_handle` would wait for its answer without
-    limit. Requests through the handle of an application that does not exist are never answered.
+    This does not query Serve's controller for the replicas: `ray.serve.get_app_handle` would wait for its answer
+    without limit. Requests through the handle of an application that does not exist are never answered.
     """
     from ray import serve
 

@@ -1,4 +1,4 @@
-"""How long the work of a replica may take before the replica counts as hung.
+"""Limits on how long the work of a replica may take before the replica counts as hung.
 
 Nothing can interrupt the engine's thread. A replica whose work is overdue fails its health checks, and Serve replaces
 it.
@@ -39,7 +39,7 @@ TIME_LIMITS = TimeLimits()
 
 
 class Watchdog:
-    """Measures how long the work of one replica takes, and tells whether it is overdue.
+    """Measures how long the work of one replica takes, and reports whether the work is overdue.
 
     The engine's thread enters the contexts `chunk` (scoring a chunk of samples) and `work`; any thread may call the
     method `overdue`. `start_s` is the number of seconds that the start of the replica's worker took. A chunk may always

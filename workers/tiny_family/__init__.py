@@ -1,7 +1,7 @@
 """The tiny model family: a base and three experts of 0.9M parameters with their tasks, shipped as package data.
 
-`study.yaml` merges the experts. `retrain.yaml` trains new ones from the base and merges those. The script that trained
-the shipped models is in the repository (tests/benchmarks/family_training.py).
+`study.yaml` merges the experts. `retrain.yaml` trains new experts from the base and merges them. The script that
+trained the shipped models is in the repository (tests/benchmarks/family_training.py).
 """
 
 from __future__ import annotations

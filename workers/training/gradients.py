@@ -1,8 +1,8 @@
 """Coefficient gradients: derivatives of the loss on reference answers with respect to the coefficients of a merge.
 
-The merge is written into a transformers model by the code that writes it into engines, and one backward pass gives the
-gradient of each merged tensor. Each gradient is reduced to one number per coefficient as it appears and then freed, so
-that there is never a second model of gradients.
+The merge is computed by the same code as for engines and written into a transformers model, and one backward pass gives
+the gradient of each merged tensor. Each gradient is reduced to one number per coefficient as soon as it is computed,
+and then freed, so that the gradients of the whole model are never in memory at once.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ Batch = Mapping[str, Sequence[int]]
 class CoefficientGradients:
     """Computes losses of merges of one family, and their derivatives with respect to the merges' coefficients.
 
-    Merges are written, one at a time, into a transformers model. `tasks` has the task of each objective; all tasks have
-    right answers to read (`references.lack_of_references`). `options` are those of the study's engines, which define
-    prompts and dtype. In place of float16, in which gradients vanish, float32 is used. Sums over tensors are in float32
-    or finer. `placement` is where the source weights are kept. `recomputes` saves the memory of activations, and takes
-    a third more time. Equal calls give equal bits on one device with one number of threads, whatever was called before.
-
-    All arguments can be pickled. Raises InvalidModel and InvalidTask.
+    Merges are written, one at a time, into a transformers model. `tasks` has the task of each objective; all tasks must
+    have right answers (`references.lack_of_references`). `options` are the options of the study's engines, which define
+    prompts and dtype. float32 replaces float16, in which gradients vanish. Sums over tensors are in float32 or finer.
+    `placement` is the place where the source weights are kept. `recomputes` saves the memory of activations, and takes
+    a third more time. Equal calls give equal bits on the same device with the same number of threads, independent of
+    earlier calls. All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be
+    used.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class CoefficientGradients:
         """The mean loss of each objective over its samples in `batch`, and the derivatives of their weighted sum.
 
         The sum is sum_o weights[o] loss_o over the objectives o. The derivatives are with respect to every coefficient
-        that a merge of `recipe` states and for which its method is differentiable. With `by_scales` there is also one
-        for the scale of every layer. A scale s_i of layer i is folded into the last weights of the branches of later
-        layers (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with
-        respect to s_i is -1 / s_i times the sum of <gradient, tensor> over them.
+        that a merge of `recipe` states and for which its method is differentiable. With `by_scales` there is also a
+        derivative with respect to the scale of every layer. A scale s_i of layer i is folded into the last weights of
+        the branches of later layers (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so
+        the derivative with respect to s_i is -1 / s_i times the sum of <gradient, tensor> over them.
 
         The objectives named in `completions` are measured on the completions given to `set_completions`, the others on
         the right answers. Raises InvalidRecipe for a merge that has no gradients or cannot be made, and TrialFailed if
@@ -158,8 +158,8 @@ class CoefficientGradients:
     ) -> dict[str, tuple[float, ...]]:
         """The loss of each sample in `batch`, by objective and in the order of `batch`.
 
-        The objectives named in `completions` are measured on the completions given to `set_completions`, the others on
-        the right answers. Each loss is divided by its objective's unit, which makes objectives comparable
+        The objectives named in `completions` are measured on the completions given to `set_completions`, all other
+        objectives on the right answers. Each loss is divided by its objective's unit, which makes objectives comparable
         (`references.References.unit`).
         """
         targets = self._targets(batch, completions)
@@ -170,9 +170,9 @@ class CoefficientGradients:
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
         """The targets from which the losses of the samples in `batch` are computed, by objective.
 
-        For the objectives in `completions`, a target is a completion given to `set_completions`; for the others it is
-        the task's right answer. Raises ValueError for an unknown objective, and for a position without a completion or
-        right answer.
+        For the objectives in `completions`, a target is a completion given to `set_completions`; for all other
+        objectives it is the task's right answer. Raises ValueError for an unknown objective, and for a position without
+        a completion or right answer.
         """
         found = {}
         for name, positions in batch.items():
@@ -222,10 +222,10 @@ class CoefficientGradients:
 
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
-        """Context manager in which each gradient is passed to one of `reducers` as it appears, and then freed.
+        """Context manager in which each gradient is passed to one of `reducers` when it is computed, and then freed.
 
         A reducer adds up the derivatives with respect to the coefficients of one merged tensor; `reducers` are by the
-        tensor's name. Parameters without a reducer get no gradients.
+        tensor's name. No gradients are computed for parameters without a reducer.
         """
         hooks = []
         leaf: Any  # torch's hooks have no types
@@ -245,9 +245,9 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """The targets of one objective's samples, by position, and the number by which their losses are divided.
+    """Targets of one objective's samples, by position, and the number `unit` by which their losses are divided.
 
-    A target has the texts from which a loss is computed. The number, `unit`, is the mean size of the task's samples
+    A target has the texts from which a loss is computed. `unit` is the mean size of the task's samples
     (`References.unit`), or of the completions that replace right answers.
     """
 
@@ -273,9 +273,9 @@ def _by_objective(
 class _Reducer:
     """Adds up the derivatives of the loss with respect to the coefficients of one merged tensor.
 
-    They are computed from gradients of the loss with respect to the tensor. `stated` are the coefficients. `merged` is
-    the computed tensor, or None. If it is given, the inner products of gradient and tensor are added up too, in
-    `along`; the derivatives with respect to layer scales follow from them.
+    The derivatives are computed from gradients of the loss with respect to the tensor. `stated` are the coefficients.
+    `merged` is the computed tensor, or None. If it is given, the inner products of gradient and tensor are added up
+    too, in `along`; the derivatives with respect to layer scales follow from them.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
     """The derivative of the loss with respect to each layer's scale, by the layer's index.
 
     A layer's scale s divides the last weights of the branches of all later layers. The derivative is therefore -1 / s
-    times the sum, over these weights, of the inner product of gradient and weight, which the reducers have.
+    times the sum, over these weights, of the inner product of gradient and weight, which the reducers have computed.
     """
     after = [0.0] * len(recipe.layers)
     for reducer in reducers:

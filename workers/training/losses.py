@@ -1,23 +1,34 @@
-"""Losses by teacher forcing: targets in minibatches of similar length, each read in one forward pass."""
+"""Losses by teacher forcing: targets are grouped into minibatches of similar length, with one forward pass for each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 from workers.evaluation.references import Reading, Target
-from workers.training.model import TrainableModel
 
-__all__ = ["minibatches", "sample_losses"]
+__all__ = ["ModelOfLogits", "minibatches", "sample_losses"]
 
 IMPOSSIBLE = float("-inf")
 
 
+class ModelOfLogits(Protocol):
+    """Interface of models whose losses are computed, such as `TrainableModel`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
+        """The logits [rows, last, vocabulary] after the last `last` columns of `tokens` [rows, columns]."""
+        ...
+
+
 def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the indices of the targets that are read together in one forward pass, the shortest first.
+    """Yield the indices of the targets that one forward pass takes together; the shortest targets come first.
 
     A target has the texts from which the loss of a sample is computed. A minibatch has at most `max_tokens` tokens with
     padding, or a single target.
@@ -36,7 +47,7 @@ def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int
         yield together
 
 
-def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Tensor:
+def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tensor:
     """The loss of each target (the texts of one sample) by one forward pass of the model, in float32: [len(targets)].
 
     The losses have gradients if gradients are enabled in torch.
@@ -52,9 +63,9 @@ def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Ten
 class _ScoredPositions:
     """The positions in a batch of texts at which a token's log-probability counts for the loss.
 
-    Logits are [rows, num_columns, vocabulary], those of the last `num_columns` columns of the texts. The lists have an
-    entry for each position: `index` its index in the flattened rows and columns of the logits, `row` its row, and
-    `accepted` the tokens that count as right there.
+    Logits are [rows, num_columns, vocabulary]; they belong to the last `num_columns` columns of the texts. The lists
+    have an entry for each position: `index` its index in the flattened rows and columns of the logits, `row` its row,
+    and `accepted` the tokens that count as right there.
     """
 
     num_columns: int
@@ -106,7 +117,7 @@ def _of_targets(targets: Sequence[Target], of_rows: torch.Tensor) -> torch.Tenso
 def _padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Join rows of numbers to one matrix, padded with zeros to the longest row.
 
-    Also returns a mask, bool of the same shape, that is true where a number is not padding.
+    Also returns a mask, bool of the same shape, which is False for padding.
     """
     width = max(map(len, rows))
     filled = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

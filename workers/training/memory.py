@@ -1,4 +1,4 @@
-"""Freed memory that a process keeps for its next step, where glibc allocates it."""
+"""Keeps freed memory in the process for its next training step, if the C library is glibc."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAPPED = 32 << 20  # bytes above which an allocation is a separate mapping, whic
 def keep_freed_memory() -> bool:
     """Let this process keep up to 128 MB of freed memory for later steps, and return whether it does.
 
-    A training step that frees each gradient when it was used leaves nothing at the end of the heap. Therefore glibc
-    returns the memory of the step's activations to the system, and the next step faults in every page again. This takes
-    about a tenth of a step of a model with 1M parameters. Allocations larger than 32 MB are always returned. Nothing
-    changes without glibc, or if environment variables already set these limits of glibc.
+    If a training step frees each gradient after its use, no memory is in use at the end of the heap after the step.
+    glibc then returns the memory of the step's activations to the system, and in the next step every page causes a page
+    fault. This takes about a tenth of a step of a model with 1M parameters. Allocations larger than 32 MB are always
+    returned. The function does nothing without glibc, or if environment variables already set these limits of glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(variable in os.environ for variable in VARIABLES):

@@ -1,6 +1,6 @@
-"""A transformers model that merges are written into, in place, and whose parameters have gradients.
+"""A transformers model into which merges are written in place, and whose parameters have gradients.
 
-It knows which parameter each merged tensor is, not what a merge or a loss is.
+It knows which parameter each merged tensor belongs to, but nothing about merges or losses.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Leaves = Sequence[tuple[torch.nn.Parameter, Mapping[str, ParameterPart]]]
 
 
 class TrainableModel:
-    """A transformers model that merges are written into, with gradients of its parameters.
+    """A transformers model into which merges are written, with gradients of its parameters.
 
     It has the architecture of the family in `bank`, in `dtype` on `device`, with one copy of its weights. `memory` has
     the merged tensors by name. `leaves` has the parameters, each with the merged tensors that it contains. A tied
-    output head is a parameter of its own over the embedding's memory, so that the gradients of both appear, and can be
-    freed, one after the other. With `recomputes` activations within layers are computed again in the backward pass.
-    Raises InvalidModel for a model whose tensors transformers holds in another form.
+    output head is a separate parameter in the embedding's memory, so that the gradients of both are computed, and can
+    be freed, one after the other. With `recomputes` activations within layers are computed again in the backward pass.
+    Raises InvalidModel if transformers holds the tensors of the model in another form.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype, *, device: torch.device, recomputes: bool = False) -> None:
@@ -58,7 +58,7 @@ class TrainableModel:
         parts = _parts(self.module, bank, dtype)
         self.memory: Mapping[str, torch.Tensor] = {name: part.of(part.leaf.detach()) for name, part in parts.items()}
         self.leaves: Leaves = _leaves(self.module, parts)
-        self.device = device
+        self.device: torch.device = device
         # transformers computes activations again in training mode only. Nothing is random in it: see `_settled`.
         self.module.train(recomputes)
         if recomputes:
@@ -67,7 +67,7 @@ class TrainableModel:
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         """The logits [rows, last, vocabulary] after the last `last` columns of `tokens` [rows, columns].
 
-        Rows may be padded at their ends. This does not change the logits of earlier tokens, because attention is
+        Rows may be padded at their ends. Padding does not change the logits of earlier tokens, because attention is
         causal.
         """
         output = self.module(input_ids=tokens, use_cache=False, logits_to_keep=last)
@@ -78,7 +78,7 @@ class TrainableModel:
 def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
     """Make a transformers model of the base's tensors in `bank`.
 
-    Its parameters are copies, because transformers would use the bank's memory otherwise.
+    Its parameters are copies, because otherwise transformers would use the bank's memory.
     """
     import transformers
 
@@ -109,7 +109,7 @@ def _settled(config: Any) -> Any:
 def _attention(config: Any) -> str | None:
     """The attention implementation for a model: "eager" if its attention scores are capped, else None.
 
-    Fused attention silently ignores the cap. With None transformers chooses.
+    Fused attention silently ignores the cap. With None, transformers chooses the implementation.
     """
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
@@ -117,8 +117,8 @@ def _attention(config: Any) -> str | None:
 def _parts(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, ParameterPart]:
     """For every tensor of the base, by name, the part of a parameter of `module` that is this tensor.
 
-    A part is found by the tensor's name, or else by its values. Therefore the model must hold the base's weights, in
-    `dtype`. Raises InvalidModel if a part is not found, or if several have the values.
+    A part is found by the tensor's name or, if this fails, by its values. Therefore the model must hold the base's
+    weights, in `dtype`. Raises InvalidModel if a part is not found, or if several have the values.
     """
     named = dict(module.named_parameters())
     prefix = f"{module.base_model_prefix}."
@@ -150,7 +150,7 @@ def _layer(name: str) -> str | None:
 
 
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
-    """Yield the parts of `parameters` whose values equal those of a tensor.
+    """Yield the parts of `parameters` that have the same values as a tensor.
 
     A part is a whole parameter, or the rows of one expert of a mixture of experts. This search is needed if
     transformers gives a parameter another name than the stored tensor has, or joins the matrices of a mixture's experts

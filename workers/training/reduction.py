@@ -1,8 +1,8 @@
 """Conversion of a merged tensor's gradient into derivatives with respect to the coefficients of its merge.
 
 For a sum of task vectors a derivative is the inner product of gradient and task vector, computed without holding the
-task vector. Other methods are differentiated through their plain function, which needs the memory of a few such
-tensors.
+task vector. Other methods are differentiated through their plain function, which needs memory for several tensors of
+this size.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
 def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
     """The derivatives of the loss with respect to the coefficients of one merged tensor, by the coefficient's name.
 
-    Each is in float64, with one number or one for each source. The coefficients are those of `stated_coefficients`.
-    `gradient` is the gradient of the loss with respect to the merged tensor.
+    Each derivative is in float64, with one number or with one number for each source. The coefficients are those of
+    `stated_coefficients`. `gradient` is the gradient of the loss with respect to the merged tensor.
     """
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:
@@ -80,7 +80,7 @@ def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient:
 
     The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. With respect
     to w_j, the derivative is <G, theta_j - m> / W, where G is the gradient of the loss with respect to m. Differences
-    from the first source are used instead of whole tensors, whose inner products would cancel.
+    from the first source are used instead of whole tensors, because the inner products of whole tensors would cancel.
     """
     weights = merge.per_source("weight")
     products = _projections(gradient, tensors, tensors[0])
@@ -120,7 +120,7 @@ def _through_the_function(
     """The derivatives of the loss with respect to the coefficients of a merge, by automatic differentiation.
 
     The merge is computed by the method's plain function. `gradient` is the gradient of the loss with respect to the
-    merged tensor. `per_model` has the coefficients by name, and says of each whether it has a value for each source.
+    merged tensor. `per_model` says for each coefficient, by name, whether it has a value for each source.
     """
     leaves = {
         name: [

@@ -1,4 +1,4 @@
-"""Limits on requests: where they come from, how many are checked at once, how much disk their results take.
+"""Limits on requests: their origin, how many are checked at once, and the disk space of their results.
 
 - `origin`: refuses requests that are meant for, or come from, other servers
 - `fair_queue`: shares a limited number of concurrent turns between clients

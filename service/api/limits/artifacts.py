@@ -35,8 +35,8 @@ class ArtifactQuota:
     def admit(self, num_bytes: int, make: Callable[[], Made]) -> Made:
         """Store a job by calling `make`, if the `num_bytes` of artifacts that the job will store fit into the quota.
 
-        The quota also has to hold the artifacts that are stored, and those that unfinished jobs will still store.
-        Returns what `make` returns. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
+        The artifacts that are stored already, and those that unfinished jobs will still store, take up the quota too.
+        Returns the result of `make`. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
         """
         with self._lock:
             used, reserved, quota = self._artifacts.num_bytes(), self._reserved(), self._quota_bytes()
@@ -50,8 +50,8 @@ class ArtifactQuota:
 
     def _reserved(self) -> int:
         found = 0
-        for record in self._store.jobs():
-            if record.accepted.get("artifact_bytes") and not record.state.is_finished:
+        for record in self._store.unfinished_jobs():
+            if record.accepted.get("artifact_bytes"):
                 stored = sum(artifact.num_bytes for artifact in self._artifacts.of(record.id))
                 found += max(0, record.accepted.get("artifact_bytes", 0) - stored)
         return found

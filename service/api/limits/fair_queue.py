@@ -15,8 +15,8 @@ __all__ = ["FairQueue"]
 class FairQueue:
     """Queue of requests, of which at most `num_places` run at a time; waiting clients take turns.
 
-    One client runs at most `num_places - 1` requests at a time (but at least one), so that others need not wait for it.
-    A queue is bound to one asyncio event loop.
+    One client runs at most `num_places - 1` requests at a time (but at least one), so that other clients need not wait
+    for it. A queue is bound to one asyncio event loop.
     """
 
     def __init__(self, num_places: int, *, max_waiting: int, max_clients: int) -> None:

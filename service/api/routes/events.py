@@ -53,8 +53,8 @@ async def _watch(
 ) -> Response:
     """Respond with a job's events as a JSON list or, by default, as a stream that ends with the job.
 
-    The header Accept of the request chooses the list. Only events with ids above `after` are sent, or above
-    `last_event_id` if it is given. A list has at most `limit` events.
+    The response is a list if the request's header Accept asks for JSON. Only events with ids above `after` are sent, or
+    above `last_event_id` if it is given. A list has at most `limit` events.
     """
     cursor = after if last_event_id is None else last_event_id
     accepted = request.headers.get("accept", "")

@@ -67,8 +67,8 @@ Export = Annotated[ExportRecord, Depends(_export)]
 async def create_export(request: Request, study: Study, services: Context, sender: Sender) -> Response:
     """Export the merged model of a trial for download. A trial has at most one export for each dtype.
 
-    If the request has weights of the objectives in `prefer`, they pick the trial, and `preferred` in the response says
-    which one.
+    If the request has weights of the objectives in `prefer`, these weights pick the trial, and the field `preferred` of
+    the response names the trial.
     """
     sent_as_json(request.headers, accepted=JSON_TYPES)
     trial, dtype, weights = _asked(await read_body(request))
@@ -158,7 +158,7 @@ def _document(services: Services, export: ExportRecord) -> ExportDocument:
 def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
     """Read the trial ("best" or a number), the dtype and the weights of the objectives from a request's body.
 
-    Dtype and weights are None if the body has none. Raises InvalidRequest with every problem.
+    The dtype or the weights are None if the body does not state them. Raises InvalidRequest with every problem.
     """
     try:
         document = parse_document(content, "the request's body", is_json=True)

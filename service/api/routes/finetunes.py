@@ -36,8 +36,8 @@ def get_curves(finetune: Finetune, services: Context) -> Response:
 def get_analysis(finetune: Finetune, services: Context, against: Against) -> Response:
     """The distributions of the experts' task vectors and the losses of their merges, for comparison.
 
-    They are computed if the specification has `analysis`. With `against`, the document also has those of other
-    fine-tunings, whose experts must have the same names and tasks.
+    The analysis is computed if the specification has the key `analysis`. With `against`, the document also has the
+    analyses of other fine-tunings, whose experts must have the same names and tasks.
     """
     return Json(_analysis(services, [finetune, *against]))
 

@@ -76,11 +76,7 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
     of_name = Query(None, description=f"Only {kind.plural} with this name.")
 
     def list_all(services: Context, state: StateFilter | None = in_state, name: str | None = of_name) -> Response:
-        jobs = [
-            job
-            for job in services.store.jobs(kind.name)
-            if (state is None or job.state.value == state) and (name is None or job.name == name)
-        ]
+        jobs = services.store.jobs(kind.name, state=None if state is None else JobState(state), name=name)
         return Json({kind.collection: _documents(services, jobs, kind)})
 
     location = {"Location": {"description": f"The address of the {noun}.", "schema": {"type": "string"}}}
@@ -266,7 +262,7 @@ async def _created(
 def _cancel(services: Services, job_id: str) -> JobRecord:
     """Cancel a job permanently. The results so far are kept.
 
-    A job that is CANCELLED stays so. Raises Conflict (409) if the job is COMPLETE or FAILED.
+    A job that is already CANCELLED is not changed. Raises Conflict (409) if the job is COMPLETE or FAILED.
     """
     while True:
         record = services.store.job(job_id)

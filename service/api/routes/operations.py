@@ -41,7 +41,7 @@ async def healthz() -> Response:
 def readyz(services: Context) -> Response:
     """Report whether the database responds and jobs can make progress.
 
-    Jobs can be submitted even if they cannot make progress yet, but not while the server is drained.
+    The server accepts jobs even if jobs cannot make progress yet, but not while it is drained.
     """
     services.store.last_event_id("")
     if reason := services.cluster.not_ready():

@@ -40,9 +40,9 @@ def written_spec(directory: Path) -> FinetuneSpec | None:
 
 
 def trained_fleet(directory: Path) -> tuple[dict[str, FinetuneSpec], dict[str, Path]]:
-    """Specifications and directories of the experts that were trained in `directory`, two dicts by alias.
+    """Specifications and directories of the experts that were trained in `directory`, as two dicts by alias.
 
-    Raises NotFound if no expert was trained there, and Conflict if the training of one is not finished.
+    Raises NotFound if no expert was trained there, and Conflict if the training of an expert has not ended.
     """
     places = {place.name: place for place in sorted((directory / EXPERTS).glob("*")) if place.is_dir()}
     experts = {}
@@ -57,7 +57,7 @@ def trained_fleet(directory: Path) -> tuple[dict[str, FinetuneSpec], dict[str, P
 
 
 def read_document(file: Path) -> dict[str, Any] | None:
-    """Read the JSON document in `file`; returns None if the file does not exist."""
+    """Read the JSON document in `file`. Returns None if the file does not exist."""
     try:
         document: dict[str, Any] = json.loads(file.read_text())
         return document

@@ -1,8 +1,8 @@
 """Events and progress of a stored fine-tuning, from the histories that its training workers write.
 
 An event of the kind `training` has the step, losses and other numbers of an expert's last updates, or the results of an
-evaluation. The stored events say which lines of the histories were stored already, so that a driver continues where the
-previous one ended.
+evaluation. From the stored events, a new driver knows which lines of the histories are stored already, and continues
+after them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def storing_events(
 ) -> Iterator[None]:
     """Context in which new losses and evaluations of running trainings are stored as events every 2 s.
 
-    `places` has the experts' directories by alias. `spec_file` and `worker_file` are names of files there: the first is
-    written when a training starts, the second when the training's workers start. While the second is missing, or older
-    than the first, the driver reports that it waits for workers.
+    `places` has the experts' directories by alias. `spec_file` and `worker_file` are names of files in these
+    directories: `spec_file` is written when a training starts, `worker_file` when the training's workers start. While
+    `worker_file` is missing, or older than `spec_file`, the driver reports that it waits for workers.
     """
     history = _HistoryEvents(store, writer, heartbeat, places)
     done = threading.Event()
@@ -110,8 +110,8 @@ class _HistoryEvents:
 def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield one event for the training `updates`: the last update, with a key `losses` for all of them.
 
-    `losses` has at most 10 pairs (step, loss). A pair stands for neighbouring updates: it has the step of the last one
-    and the mean of their losses. Nothing is yielded without updates.
+    `losses` has at most 10 pairs (step, loss). A pair represents several adjacent updates: it has the step of the last
+    of them and the mean of their losses. If there are no updates, no event is yielded.
     """
     if updates:
         size = -(-len(updates) // MAX_LOSSES)

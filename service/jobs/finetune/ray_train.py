@@ -35,9 +35,9 @@ PREDECESSOR_WAIT_S = 120.0
 def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
     """Train the expert that `spec` describes on Ray Train's workers, which write to `directory`.
 
-    The workers write the expert and a summary, or a file with the reason why the training failed. `access` limits the
-    files that evaluation tasks may read; None is no limit. Ray must be connected. Raises Conflict if the cluster has
-    fewer CPU cores than the specification has workers.
+    The workers write the trained expert and a summary or, if the training fails, a file with the reason. `access`
+    limits the files that evaluation tasks may read; None is no limit. Ray must be connected. Raises Conflict if the
+    cluster has fewer CPU cores than the specification has workers.
     """
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -99,9 +99,10 @@ def train_here(
 ) -> None:
     """Train an expert in the current process, which may be one of several that train the expert together.
 
-    The one process with `is_writer` first waits until workers of an earlier driver have ended. It writes the summary,
-    or the reason why the training failed, to `directory`. `report` receives the numbers of updates and evaluations.
-    `device` is the torch device. `access` limits the files that evaluation tasks may read; None is no limit.
+    `is_writer` is True in exactly one of these processes. That process first waits until the workers of an earlier
+    driver have ended; at the end it writes the summary, or the reason why the training failed, to `directory`. `report`
+    receives the numbers of updates and evaluations. `device` is the torch device. `access` limits the files that
+    evaluation tasks may read; None is no limit.
     """
     from workers.training.finetuning.trainer import train
 
@@ -134,7 +135,8 @@ def _report(line: Mapping[str, Any]) -> None:
 def _alone(directory: Path) -> Iterator[None]:
     """Context in which no other worker writes to `directory`.
 
-    It waits until workers of an earlier driver have ended. Raises TimeoutError if one has not ended after 120 s.
+    Entering the context waits until the workers of an earlier driver have ended. Raises TimeoutError if one of them
+    still runs after 120 s.
     """
     with (directory / WRITER_LOCK).open("w") as file:
         deadline = time.monotonic() + PREDECESSOR_WAIT_S

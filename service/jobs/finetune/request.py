@@ -61,8 +61,8 @@ def check_server_paths(pipeline: Pipeline) -> None:
 def check_finetune_files(pipeline: Pipeline, access: FileAccess | None) -> None:
     """Check that a fine-tuning's files exist, are regular files, and may be read according to `access`.
 
-    `access` None is no limit. Raises FilesRefused with every file, directory, dataset and hub model that `access` does
-    not allow, and InvalidStudy with every file that is missing or not a regular file.
+    If `access` is None, all files may be read. Raises FilesRefused with every file, directory, dataset and hub model
+    that `access` does not allow, and InvalidStudy with every file that is missing or not a regular file.
     """
     if access is not None:
         refused = (*_problems(pipeline, lambda spec: _refusals(spec, access)), *_in_study(pipeline, access.refusal))

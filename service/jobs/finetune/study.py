@@ -24,7 +24,7 @@ COPY = "expert-"
 
 
 def study_of(store: Store, finetune_id: str) -> JobRecord | None:
-    """Study that was created from the experts of a fine-tuning; None if there is none (yet)."""
+    """Study that was created from the experts of a fine-tuning; None if no study was created (yet)."""
     return store.job_of_key(_study_key(finetune_id))
 
 
@@ -79,8 +79,8 @@ def begin_study(
 def collect_sources(store: Store, data_dir: Path) -> None:
     """Delete copies of trained experts that no stored study has as a source.
 
-    The copies are made for studies that follow a fine-tuning. Nothing is deleted while such a fine-tuning is
-    unfinished.
+    The copies are made for studies that follow a fine-tuning. Nothing is deleted while any fine-tuning with such a
+    study is unfinished.
     """
     if any(STUDY in job.document and not job.state.is_finished for job in store.jobs()):
         return

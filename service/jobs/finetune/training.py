@@ -95,8 +95,7 @@ def run_fleet(
     All trainings use one connection to Ray. All experts are checked before the first training starts. `specs` and
     `directories` are by alias. `finished` is called with the alias and the summary of an expert as soon as the expert
     is trained. `resources` are functions that connect to Ray and train on Ray Train; `note` is called with messages
-    about the progress; `access` limits the files that evaluation tasks may read. The errors are those of
-    `run_finetune`.
+    about the progress; `access` limits the files that evaluation tasks may read. Raises the errors of `run_finetune`.
     """
     unfinished = [alias for alias in specs if read_document(directories[alias] / SUMMARY_FILE) is None]
     if len(unfinished) > 1:

@@ -24,10 +24,10 @@ __all__ = ["work"]
 
 
 def work(attempt: Attempt) -> None:
-    """Train the experts of a stored fine-tuning, and store each as an artifact under its alias.
+    """Train the experts of a stored fine-tuning, and store each expert as an artifact under its alias.
 
     An analysis and a study of the experts follow if the specification has them. Raises Conflict if models or data
-    cannot be used or a training fails, because another driver would meet the same problem.
+    cannot be used or a training fails, because every later driver would have the same problem.
     """
 
     def keep(alias: str, summary: Mapping[str, Any]) -> None:

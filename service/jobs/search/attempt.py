@@ -15,6 +15,7 @@ from typing import Any
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.objectives import Objective
+from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import Study
 from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
@@ -25,7 +26,16 @@ from service.resolved_study import ResolvedStudy
 from service.results.selection import best_trial, held_out
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
-from service.store.documents import CANARIES, VERIFICATION, Canaries, read_verification
+from service.store.documents import (
+    ALIGNMENT_COST,
+    CANARIES,
+    VERIFICATION,
+    AlignmentCost,
+    Canaries,
+    read_alignment_cost,
+    read_verification,
+)
+from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.models import check_unchanged
@@ -36,6 +46,7 @@ from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.completions import SourceCompletions
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, SearchSetting
+from service.tune.searchers.descents import descents_of, num_steps_for
 from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer
@@ -64,11 +75,11 @@ def with_alignments(
 ) -> PreflightResult:
     """Learn the alignments that a study's search space needs, and return the prepared study with alignments.
 
-    An alignment is a map of the residual stream between two layers. The files of the alignments are in `directory`.
-    They are learned once and stored with the study, so that the study's recipes stay the same. If `artifacts` is in an
-    object store, the files are stored there too, so that engines on other machines, and later drivers, can read them. A
-    study whose search space uses no alignments is returned unchanged. Ray must be connected. `note` is called with
-    messages about the progress.
+    An alignment is a map of the residual stream between two layers. The files of the alignments are written to
+    `directory`. Alignments are learned once and stored with the study, so that the study's recipes stay the same. If
+    `artifacts` is in an object store, the files are stored there too, so that engines on other machines, and later
+    drivers, can read them. A study whose search space uses no alignments is returned unchanged. Ray must be connected.
+    `note` is called with messages about the progress.
 
     Raises:
         StudyFailed: The alignments cannot be learned; the study is stored as FAILED.
@@ -93,7 +104,10 @@ def with_alignments(
     try:
         if artifacts.remote is not None:
             _restore(artifacts, directory, before.values())
+        started = time.monotonic()
         names = alignments_in(directory, inputs, space.pairs, before=before, note=note)
+        earlier = read_alignment_cost(store.document(writer.job_id, ALIGNMENT_COST)).seconds
+        cost = AlignmentCost(earlier + time.monotonic() - started)
         if artifacts.remote is not None:
             artifacts.put(writer.job_id, ALIGNMENTS, directory)
     except (InvalidModel, InvalidTask, StudyFailed) as error:
@@ -102,6 +116,7 @@ def with_alignments(
     except OSError as error:
         raise EngineUnavailable(f"alignments cannot be stored: {error}") from error
     writer.set_document_named(ALIGNMENTS, [[*pair, name] for pair, name in names.items()])
+    writer.set_document_named(ALIGNMENT_COST, asdict(cost))
     family = replace(preflight.models.family, alignments_dir=artifacts.remote or str(directory.resolve()))
     return replace(preflight, space=space.with_alignments(names), models=replace(preflight.models, family=family))
 
@@ -137,7 +152,7 @@ def execute(
     view: ProgressReporter,
     observer: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run the study whose id `writer` has, from its stored state until the study is COMPLETE.
+    """Run the study that `writer` writes to, from its stored state until the study is COMPLETE.
 
     Args:
         store: Database with the study's earlier results.
@@ -187,7 +202,7 @@ def execute(
         )
         expected = preflight.expected_samples()
         planned = preflight.within_limit(expected.search) + expected.holdout
-        snapshots = _Snapshots(coordinator, preflight, planned)
+        snapshots = _Snapshots(coordinator, preflight, planned, _planned_steps(algorithm, setting))
         watch = _EngineWatch(scorer, writer, heartbeat)
 
         def show(snapshot: ProgressSnapshot) -> None:
@@ -252,7 +267,7 @@ def _checkpoints(
 def described_recipes(
     store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> list[str]:
-    """Digests of the recipes whose responses a complete study always keeps, sorted.
+    """Digests, sorted, of the recipes whose responses are never removed from a complete study.
 
     They are the recipes of trials that are scored on holdout data, and of trials that were verified. A response is the
     text that a merge generated for a sample.
@@ -266,10 +281,20 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
     return baselines_of(store.trials(study_id), preflight.baselines(), has_begun=has_begun)
 
 
-class _EngineWatch:
-    """Reports to the driver's heartbeat, while an engine starts, that the driver waits for it and makes progress.
+def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
+    """Number of gradient steps and policy updates that a search takes if nothing ends it early."""
+    options = setting.options
+    if algorithm == GRADIENT:
+        return num_steps_for(options.max_trials, descents_of(options.gradient, setting.vectors))
+    if SEARCHERS[algorithm].trains_policy:
+        return (options.max_trials - 1) // options.hm3.episodes  # none follows the last iteration
+    return 0
 
-    Without these reports, the driver would be replaced if a start takes long.
+
+class _EngineWatch:
+    """Reports to the driver's heartbeat that the driver waits for an engine, while the engine starts.
+
+    A starting engine counts as progress. Without these reports, the driver would be replaced during a long start.
     """
 
     def __init__(self, scorer: Scorer, writer: JobWriter, heartbeat: Heartbeat) -> None:
@@ -296,13 +321,14 @@ class _Snapshots:
     """Source of progress snapshots of a running study.
 
     The method `due` returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now`
-    always returns one.
+    always returns a snapshot.
     """
 
-    def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int) -> None:
+    def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int, planned_steps: int) -> None:
         self._coordinator = coordinator
         self._preflight = preflight
         self._planned = planned
+        self._planned_steps = planned_steps
         self._taken_at = 0.0
 
     def due(self) -> ProgressSnapshot | None:
@@ -329,6 +355,8 @@ class _Snapshots:
             samples_planned=max(self._planned, scored),
             samples_used=self._coordinator.num_samples_used,
             max_samples=study.limits.max_samples,
+            steps=self._coordinator.num_steps,
+            steps_planned=max(self._planned_steps, self._coordinator.num_steps),
         )
 
 
@@ -337,8 +365,8 @@ def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightRes
 
     - After StudyFailed and EvidenceMismatch the study cannot continue.
     - After any other error the study's models and tasks are checked again. The study cannot continue if they have
-      changed since it was created, or may no longer be read. Another attempt may succeed if they cannot be used at the
-      moment.
+      changed since the study was created, or if the study may no longer read them. Another attempt may succeed if they
+      are only temporarily unusable.
     - If models and tasks are unchanged, another attempt may succeed only after EngineUnavailable.
     """
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
@@ -373,7 +401,7 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
     """Call `close`, which checks the engines and verifies trials, and return whether the study is finished.
 
-    The study is not finished if an engine failed a check, during the call or earlier, because the samples that this
+    The study is not finished if an engine has failed a check, during this call or earlier, because samples that this
     engine scored must be scored again.
     """
     try:
@@ -388,8 +416,8 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
     """Run a canary (fixed prompts that show whether an engine computes correctly) in every running engine.
 
-    A sample counts as checked once its engine has passed a canary after scoring it. The number of the study's samples
-    that are not checked is stored with the study.
+    A sample counts as checked once its engine has passed a later canary. The number of the study's samples that are not
+    checked is stored with the study.
     """
     reports: Sequence[CanaryReport] = scorer.check()
     passed = {report.replica: report.canaries for report in reports}

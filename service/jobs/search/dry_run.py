@@ -41,12 +41,12 @@ class CheckedPlan:
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
     - `max_samples`: the limit of samples of the search; None if there is none
     - `samples_used`: the samples that earlier runs have used and that count towards the limit
-    - `samples_planned`: the samples that count towards the limit if nothing ends the search early, those of steps
-      included
+    - `samples_planned`: the samples, including those of steps, that count towards the limit if nothing ends the search
+      early
     - `tokens`: the least and the most tokens that a sample is expected to have
     - `hours`, `most_hours`: rough estimates of the running time for these two numbers of tokens
-    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available, which the memory of machines for
-      engines lacks if it is not known
+    - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available; the bytes available are left out for
+      machines whose memory is not known
     - `absent_models`: models whose weights must be downloaded first
     """
 
@@ -110,7 +110,7 @@ class CheckedPlan:
         )
 
     def _limit(self) -> tuple[str, ...]:
-        """Line of the printed plan about the limit of samples: how many are used, and whether the planned ones fit.
+        """Line of the printed plan about the limit of samples: samples used, and whether the planned samples fit.
 
         The line is returned as a tuple of one text. If the study has no limit, the line says only how many samples
         earlier runs used. If there were no earlier runs either, the tuple is empty.
@@ -126,7 +126,7 @@ class CheckedPlan:
         )
 
     def _baselines(self) -> str:
-        """Text of the number of baselines, and of the samples that they take of those in the line `samples`."""
+        """Text about the baselines: their number, and how many samples they take in the search and on holdout data."""
         if not self.trials["extras"]:
             return "no baselines"
         held_out = f" and {self.samples.holdout_baselines:,} held out" if self.samples.holdout_baselines else ""
@@ -144,7 +144,7 @@ class CheckedPlan:
     def _ladders(self) -> str:
         """Text of the numbers of samples at each rung, such as `90 -> 270 samples of each objective, 2 objectives`.
 
-        If the objectives differ, the numbers of each objective are stated.
+        If the numbers differ between objectives, the text has the numbers of each objective.
         """
         ladders = {name: " -> ".join(str(rung[name]) for rung in self.rungs) for name in self.rungs[-1]}
         if len(set(ladders.values())) > 1:
@@ -155,8 +155,8 @@ class CheckedPlan:
 def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPlan:
     """Check a study that would run in `directory`, and compute its expected cost.
 
-    No engine is started, and no weights are downloaded. With `exports`, whether the best merge can be exported is
-    checked too. Sources that are merges of other studies are exported to a temporary directory. Raises InvalidStudy
+    No engine is started, and no weights are downloaded. With `exports`, it is also checked whether the best merge can
+    be exported. Sources that are merges of other studies are exported to a temporary directory. Raises InvalidStudy
     with every problem.
     """
     with TemporaryDirectory() as temporary:
@@ -213,8 +213,8 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
 def _samples_used(directory: Path) -> int:
     """Number of samples that the search of the study in `directory` has used.
 
-    They are the scored samples, and those that the searcher's steps count as. Returns 0 if the directory holds no
-    study.
+    The number includes the scored samples, and the samples that the searcher's steps count as. Returns 0 if the
+    directory holds no study.
     """
     with suppress(NotFound), read_run(directory) as (store, record):
         scored = sum(trial.samples_scored for trial in store.trials(record.id))
@@ -243,7 +243,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _range(least: str, most: str) -> str:
-    """Text of a range between two texts with equal units: "6 min" and "8 min" give "6 to 8 min"."""
+    """Text of a range between two texts that end with a unit: "6 min" and "8 min" give "6 to 8 min"."""
     if least == most:
         return least
     unit = f" {most.rpartition(' ')[2]}" if " " in most else ""

@@ -181,10 +181,11 @@ def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, 
 
 
 def _with_new_defaults(stored: Study, record: JobRecord, given: Study) -> Study:
-    """The stored study as this program would store it, where `given` leaves out an option whose default has changed.
+    """The stored study without the option `search.hm3.gamma`, if its value is only an earlier default.
 
-    Earlier programs stored `search.hm3.gamma: 0.99` as a default with every study. Where nothing is stated, policies of
-    that version of the searcher still use it.
+    Earlier programs stored the default `search.hm3.gamma: 0.99` with every study. The option is removed if `given` does
+    not state it, unless the study uses the searcher `hm3` in a version above 1. Policies of version 1 use 0.99 without
+    it, too.
     """
     resolved, options = ResolvedStudy.of(record), stored.search.hm3
     is_new = resolved.algorithm == "hm3" and resolved.searcher_version > 1

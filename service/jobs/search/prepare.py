@@ -44,16 +44,16 @@ def prepared(
         study: The study file.
         open_study: Opens the other studies, whose merges, policies or results the study uses.
         directory: Directory of the run or of the server, to which merges of other studies are exported.
-        artifacts_in: Location of the artifacts, in which policies of other studies are; None is a directory in
-            `directory`. If it is an object store, merges of other studies are stored there.
-        before: For a study that continues, what it resolved to before, so that hub models keep their commits.
-            None for a new study.
+        artifacts_in: Location of the artifacts, such as policies of other studies; None is a directory in `directory`.
+            If it is an object store, merges of other studies are stored there.
+        before: For a study that continues, the record that was stored when it was created, so that hub models keep
+            their commits. None for a new study.
         access: The files that may be read besides the exported merges; None for all.
         note: Called with messages about the progress.
         **options: Further arguments of `service.studies.preflight.examine.examine`.
 
     Raises:
-        InvalidStudy: The study has problems; the error has every one.
+        InvalidStudy: The study has problems; the error lists all of them.
     """
     artifacts_in = artifacts_in or artifacts_dir(directory)
     exported, chained = with_exported_sources(

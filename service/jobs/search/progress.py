@@ -1,6 +1,7 @@
-"""Progress of a run: snapshots of it, the protocol of reporters that show them, and the run's pace.
+"""Progress of a run: snapshots of the progress, the protocol of reporters that show them, and the run's speed.
 
-The module does not depend on terminals; `service.cli.progress` and `service.jobs.search.progress_log` display it.
+The module does not depend on terminals; `service.cli.progress` and `service.jobs.search.progress_log` display the
+snapshots.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ __all__ = ["Pace", "PaceMeter", "ProgressReporter", "ProgressSnapshot", "as_line
 # Samples per second and time left are measured over this window: long enough to hold several chunks and swaps.
 RATE_WINDOW_S = 60.0
 
+# The stage in which a searcher makes steps.
+SEARCHING = "searching"
+
 
 class ProgressReporter(Protocol):
     """Interface of receivers of a study's progress.
@@ -34,7 +38,7 @@ class ProgressReporter(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Receive a message to show once, such as that an engine starts."""
+        """Receive a message to show once, for example that an engine starts."""
         ...
 
 
@@ -44,13 +48,15 @@ class ProgressSnapshot:
 
     - `stage`: the current stage, "searching" or "held-out".
     - `trials`: the number of trials in each state; `max_trials`: the planned number of trials, baselines included.
-    - `bracket`, `rung`: the current bracket and rung, counted from 0; None while several are worked on.
+    - `bracket`, `rung`: the current bracket and rung, counted from 0; None while trials of several are scored.
     - `num_brackets`: the number of brackets; None if it is not known.
     - `rungs`: the samples at each rung, of the objective with the most samples.
     - `best_trial`: the number of the best trial at full budget so far; `best`: its values by objective.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
-    - `samples_used`: the samples that the search has used: scored ones, and those that its steps count as.
+    - `samples_used`: the number of samples that the search has scored, plus the number that its steps count as.
     - `max_samples`: the limit of `samples_used`; None if there is none.
+    - `steps`: the gradient steps and policy updates that the searcher has made; `steps_planned`: those expected in all,
+      0 for a searcher without steps.
     """
 
     study: str
@@ -67,6 +73,8 @@ class ProgressSnapshot:
     samples_planned: int = 0
     samples_used: int = 0
     max_samples: int | None = None
+    steps: int = 0
+    steps_planned: int = 0
 
     @property
     def num_finished(self) -> int:
@@ -86,28 +94,31 @@ class ProgressSnapshot:
 
 @dataclass(frozen=True)
 class Pace:
-    """Pace of a study: the seconds that it has been worked on, its speed, and the estimated seconds left.
+    """Pace of a study: the seconds that drivers have worked on it, its speed, and the estimated seconds left.
 
-    The speed `samples_per_second` and `time_left_s` are None until they can be measured.
+    The speeds and `time_left_s` are None until they can be measured. `samples_per_second` is None, too, while the
+    searcher makes steps and no sample is scored, and `steps_per_second` while it makes none.
     """
 
     elapsed_s: float
     samples_per_second: float | None
     time_left_s: float | None
+    steps_per_second: float | None = None
 
 
 class PaceMeter:
-    """Measures a study's `Pace`: the time worked, the samples scored per second, and the time left.
+    """Measures a study's `Pace`: the time worked, the samples and steps per second, and the time left.
 
-    The speed is measured over the last 60 s of the current stage (search or held-out scoring). `worked_s` are the
-    seconds that earlier attempts worked, which count as time worked. `clock` returns a time in seconds.
+    Speeds are measured over the last 60 s of the current stage (search or held-out scoring). The time left assumes that
+    each remaining sample and step takes the time of the last ones, one after the other. `worked_s` is the number of
+    seconds that earlier attempts worked; it is included in the time worked. `clock` returns a time in seconds.
     """
 
     def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._started_at = clock() - worked_s
         self._snapshot: ProgressSnapshot | None = None
-        self._points: deque[tuple[float, int]] = deque()
+        self._samples, self._steps = _Speed(), _Speed()
 
     @property
     def elapsed_s(self) -> float:
@@ -120,36 +131,72 @@ class PaceMeter:
         """
         is_new_stage = self._snapshot is None or snapshot.stage != self._snapshot.stage
         if is_new_stage:
-            self._points.clear()
+            self._samples, self._steps = _Speed(), _Speed()
         self._snapshot = snapshot
         now = self._clock()
-        # Two points within a second are hardly more accurate than one and would fill the window.
-        if len(self._points) > 1 and now - self._points[-2][0] < 1.0:
-            self._points.pop()
-        self._points.append((now, snapshot.samples_scored))
-        while len(self._points) > 2 and now - self._points[1][0] > RATE_WINDOW_S:
-            self._points.popleft()
+        self._samples.add(now, snapshot.samples_scored)
+        self._steps.add(now, snapshot.steps)
         return is_new_stage
 
     def pace(self) -> Pace:
-        rate, snapshot = self._samples_per_second(), self._snapshot
-        samples_left = snapshot.samples_planned - snapshot.samples_scored if snapshot else 0
+        now, snapshot = self._clock(), self._snapshot
+        samples, steps = self._samples.now(now), self._steps.now(now)
+        time_left_s: float | None = None
+        if snapshot is not None and (self._samples.is_known or self._steps.is_known):
+            steps_left = snapshot.steps_planned - snapshot.steps if snapshot.stage == SEARCHING else 0
+            needed = (
+                self._samples.seconds_for(snapshot.samples_planned - snapshot.samples_scored),
+                self._steps.seconds_for(steps_left),
+            )
+            time_left_s = None if needed[0] is None or needed[1] is None else needed[0] + needed[1]
         return Pace(
             elapsed_s=self.elapsed_s,
-            samples_per_second=rate,
-            time_left_s=max(0, samples_left) / rate if rate else None,
+            samples_per_second=None if steps and not samples else samples,
+            time_left_s=time_left_s,
+            steps_per_second=steps or None,
         )
 
-    def _samples_per_second(self) -> float | None:
-        """Samples scored per second, over the last 60 s of the stage or since its start.
 
-        Returns None in the first two seconds of a stage. The result falls while no samples are scored.
+class _Speed:
+    """The speed of a count that only grows, in one stage."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+        self._busy: float | None = None  # the speed when the count last grew
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._busy)
+
+    def add(self, now: float, count: int) -> None:
+        has_grown = bool(self._points) and count > self._points[-1][1]
+        # Two points within a second are hardly more accurate than one and would fill the window.
+        if len(self._points) > 1 and now - self._points[-2][0] < 1.0:
+            self._points.pop()
+        self._points.append((now, count))
+        while len(self._points) > 2 and now - self._points[1][0] > RATE_WINDOW_S:
+            self._points.popleft()
+        if has_grown:
+            self._busy = self.now(now)
+
+    def now(self, now: float) -> float | None:
+        """Counts per second, over the last 60 s of the stage or since its start.
+
+        Returns None in the first two seconds of a stage. The result falls while nothing is counted.
         """
-        now = self._clock()
         if not self._points or now - self._points[0][0] < 2.0:
             return None
         (first, before), (_, after) = self._points[0], self._points[-1]
         return max(0.0, (after - before) / (now - first))
+
+    def seconds_for(self, count: int) -> float | None:
+        """Seconds that `count` more take at the speed of when the last one was counted.
+
+        Returns None if `count` is above 0 and no speed was measured yet.
+        """
+        if count <= 0:
+            return 0.0
+        return count / self._busy if self._busy else None
 
 
 def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
@@ -163,18 +210,22 @@ def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
     if snapshot.best:
         values = " ".join(f"{name} {value:.4g}" for name, value in snapshot.best.items())
         parts.append(f"best #{snapshot.best_trial}: {values}")
+    if snapshot.steps_planned:
+        parts.append(f"{snapshot.steps}/{snapshot.steps_planned} steps")
     parts.append(f"{snapshot.samples_scored}/{snapshot.samples_planned} samples{speed_text(pace, ', ')}")
     return f"[{duration(pace.elapsed_s)}] {snapshot.stage}: " + ", ".join(parts)
 
 
 def speed_text(pace: Pace, separator: str) -> str:
-    """Text of the speed and the time left: `, 50/s, 4m10s left` with ", " as separator.
+    """Text of the speeds and the time left: `, 50/s, 0.4 steps/s, 4m10s left` with ", " as separator.
 
     A value that is not measured yet is left out. The separator precedes each value.
     """
     text = ""
     if pace.samples_per_second is not None:
         text += f"{separator}{pace.samples_per_second:.3g}/s"
+    if pace.steps_per_second is not None:
+        text += f"{separator}{pace.steps_per_second:.2g} steps/s"
     if pace.time_left_s is not None:
         text += f"{separator}{duration(pace.time_left_s)} left"
     return text

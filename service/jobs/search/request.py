@@ -1,4 +1,4 @@
-"""Reading and checking of a submitted study before the server stores it."""
+"""Reads and checks a submitted study before the server stores it."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 def studies_of(context: RequestContext) -> OpenStudy:
     """Return a function that opens the server's other studies by their ids, for studies that refer to them.
 
-    The function first lifts the limits of memory and processor time, because merges of the opened study are written
-    next.
+    The returned function first removes the current process's limits of memory and processor time, because its caller
+    writes merges of the opened study next.
     """
 
     @contextmanager

@@ -1,7 +1,7 @@
 """Verification of a study: plain transformers score some of its trials again.
 
-Stored reports say which trials were verified, and with which samples. Every attempt verifies the chosen trials without
-a report, and verifies trials again whose samples differed before.
+A stored report states which trial was verified, and with which samples. Every attempt verifies the chosen trials that
+have no report yet, and the trials whose samples differed in an earlier verification.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def verify_trials(
     *,
     note: Callable[[str], None],
 ) -> str | None:
-    """Verify some trials: compare their stored samples with those that plain transformers give.
+    """Verify some trials: compare their stored samples with the results of plain transformers.
 
     The trials are the best one and others drawn with the study's seed. Trials whose samples a stored report found equal
     are not verified again.
@@ -42,7 +42,8 @@ def verify_trials(
     verification off.
 
     Raises:
-        StudyFailed: Samples differ by more than rounding explains, or transformers cannot score what the engine scored.
+        StudyFailed: Samples differ by more than rounding explains, or transformers cannot score samples that the engine
+            scored.
     """
     options = preflight.study.engine.verify
     document = store.document(writer.job_id, VERIFICATION)
@@ -80,7 +81,7 @@ def _store(writer: JobWriter, verification: Verification) -> None:
 def _chosen(
     preflight: PreflightResult, options: Verify, trials: Sequence[TrialRecord], known: Mapping[int, TrialVerification]
 ) -> list[TrialRecord]:
-    """Trials to verify: those whose samples differed before, the best trial, and trials drawn at random.
+    """Trials to verify: trials whose samples differed before, the best trial, and trials drawn at random.
 
     The best trial and the drawn trials are `options.trials` trials together. The study's seed determines which trials
     at full budget are drawn. `known` has the stored reports of earlier verifications by trial number.
@@ -109,8 +110,8 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
     """Whether a stored report found the samples of a trial's merge equal; `digest` is the hash of these samples.
 
-    False if `report` is None, or if it is about another recipe or other samples. Reports of earlier versions do not say
-    which samples they compared, so their trials count as not verified.
+    The result is False if `report` is None, or if it is about another recipe or other samples. Reports of earlier
+    versions do not say which samples they compared, so their trials count as not verified.
     """
     return (
         report is not None

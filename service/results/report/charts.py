@@ -1,6 +1,6 @@
 """Charts as plain HTML and SVG strings, without scripts or external files.
 
-Horizontal positions are percentages and vertical ones pixels, so a chart fills the width it gets while its text keeps
+Horizontal positions are percentages and vertical ones pixels, so a chart fills the available width while its text keeps
 its size. Colours are CSS classes and variables, so that the style sheet handles light and dark mode. Marks have a
 title, which browsers show as a tooltip.
 """

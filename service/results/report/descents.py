@@ -55,7 +55,7 @@ def descents_section(run: RunRecord) -> dict[str, Any] | None:
 def _chart(
     found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str], *, is_relative: bool
 ) -> Markup:
-    """Draw the losses of all descents; with `is_relative`, they are in units of their means over the baselines."""
+    """Draw the losses of all descents; with `is_relative`, each loss is divided by its mean over the baselines."""
     lines = [(descent, _smooth(descent.steps)) for descent in found]
     values = [value for _, line in lines for _, losses, loss in line for value in (*losses.values(), loss)]
     last = found[-1].steps[-1].gradient

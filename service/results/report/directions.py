@@ -56,7 +56,7 @@ def directions_section(run: RunRecord) -> dict[str, Any] | None:
 def _chart(name: str, found: Sequence[tuple[float, DirectionPoint]], colours: Mapping[str, str]) -> Markup:
     """Draw the value of each objective over `name`, which is the first number of each pair.
 
-    A line joins the means at numbers that several merges have.
+    Where several merges have the same number, a line passes through the mean of their values.
     """
     plot = Plot(
         nice_scale([at for at, _ in found]),

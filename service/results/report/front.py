@@ -114,9 +114,9 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
 
 
 def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
-    """Ends of the 95 % interval of a trial's value, inside the objective's range.
+    """Ends of the 95 % interval of a trial's value, clipped to the objective's range.
 
-    A value without a standard error is of a single sample; its interval is the whole range.
+    A value of a single sample has no standard error; its interval is the whole range.
     """
     value, error = point.values[objective.name], point.standard_errors.get(objective.name, 0.0)
     low, high = objective.bounds
@@ -134,7 +134,7 @@ def _thinned(points: Sequence[FrontPoint]) -> list[FrontPoint]:
 def _pair_front(points: Sequence[FrontPoint], x: Objective, y: Objective) -> list[tuple[float, float]]:
     """Pairs of values on the Pareto front of the objectives `x` and `y` alone, sorted along x from its better end.
 
-    No other point dominates one of them in these two objectives. The pairs are drawn as a staircase.
+    The report draws them as a staircase.
     """
     costs: dict[Costs, tuple[float, float]] = {}
     for point in points:

@@ -100,10 +100,10 @@ def _point_title(point: HistoryPoint) -> str:
 
 
 def _thinned(points: Sequence[HistoryPoint], plot: Plot, limit: int) -> list[HistoryPoint]:
-    """Choose at most `limit` points of a chart that look like all of them when they are drawn, in their order.
+    """Choose at most `limit` points of a chart, in their order, whose picture looks like that of all points.
 
-    If there are more, one point is kept in each cell of a fine grid over `plot`; if these are too many, they are
-    thinned evenly.
+    If there are more than `limit` points, one point is kept in each cell of a fine grid over `plot`; if these are still
+    too many, they are thinned evenly.
     """
     if len(points) <= limit:
         return list(points)

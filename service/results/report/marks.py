@@ -1,6 +1,7 @@
 """Marks of charts with many trials: their shapes and colours, and how many are drawn.
 
-Large studies are drawn from a sample of their points. The table under a chart says where the other points are.
+Large studies are drawn from a sample of their points. The table under a chart states in which file the other points
+are.
 """
 
 from __future__ import annotations

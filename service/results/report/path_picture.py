@@ -76,8 +76,8 @@ def _drawing(plot: PathPlot, far: float) -> Markup:
 def _cell(step: PathStep, x: float, y: float, far: float) -> str:
     """Draw one layer of a path as a box with the layer's number, at the position (x, y) in pixels.
 
-    The box is coloured by the scale of the layer's output or, if that is 1, of its MLP, a line in it by the scale of
-    its weights. A scale that is `far` from 1 has the full colour.
+    The colour of the box shows the scale of the layer's output or, if that is 1, the scale of its MLP. The colour of a
+    line in the box shows the scale of the layer's weights. A scale at the distance `far` from 1 has the full colour.
     """
     layer = "" if step.layer is None else str(step.layer)
     title = f"position {step.position}: {step.model or MERGED}{f', layer {layer}' if layer else ''}"

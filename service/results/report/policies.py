@@ -12,7 +12,7 @@ from service.results.report.charts import Legend, Plot, legend
 from service.results.report.marks import MAX_ROWS, NUM_COLOURS, evenly
 from service.results.report.scales import Scale, nice_scale
 from service.results.report.texts import number_text
-from service.results.series.policies import PolicySeries, policies
+from service.results.series.policies import MeanIteration, PolicySeries, policies
 
 __all__ = ["policies_section"]
 
@@ -29,14 +29,18 @@ UPDATES = {
 
 def policies_section(run: RunRecord) -> dict[str, Any] | None:
     """Build the data from which the report's template draws the trained policies; None if there are none."""
-    found = [policy for policy in policies(run).policies if policy.iterations]
+    plot = policies(run)
+    found = [policy for policy in plot.policies if policy.iterations]
     if not found:
         return None
     names = [objective.name for objective in run.objectives]
-    mean = Legend("mean of an iteration", "loss", "line", style=_colour(0))
-    entries = [mean, Legend("one standard deviation", "range", "line")] if len(found) == 1 else [mean]
+    entries = [Legend("mean of an iteration", "loss", "line", style=_colour(0))]
+    if len(found) > 1:
+        entries.append(Legend("mean over policies", "record", "line"))
+    over = "trials of an iteration" if len(found) == 1 else "policies"
+    entries.append(Legend(f"one standard deviation over {over}", "range", "line"))
     return {
-        "chart": _curves(found),
+        "chart": _curves(found, plot.mean),
         "legend": legend(entries),
         "updates": [chart for chart in (_updates(found, statistic) for statistic in UPDATES) if chart is not None],
         "names": names,
@@ -50,14 +54,18 @@ def _colour(number: int) -> str:
     return f"stroke:var(--c{number % NUM_COLOURS})"
 
 
-def _curves(found: Sequence[PolicySeries]) -> Markup:
-    """Draw the mean outcome of each policy's trials over its iterations.
+def _curves(found: Sequence[PolicySeries], mean: Sequence[MeanIteration]) -> Markup:
+    """Draw the mean outcome of each policy's trials over its iterations, and standard deviations.
 
-    If there is one policy, the standard deviation in each iteration is drawn too.
+    For one policy, the deviations are those over the trials of each iteration. For several, they are deviations over
+    policies, around the mean over policies, in iterations that several have had.
     """
-    every = [(each.outcome, each.outcome_std) for policy in found for each in policy.iterations]
-    spread = len(found) == 1
-    values = [value for mean, std in every for value in ((mean - std, mean + std) if spread else (mean,))]
+    if len(found) == 1:
+        spread = [(turn, each.outcome, each.outcome_std) for turn, each in enumerate(found[0].iterations, start=1)]
+    else:
+        spread = [(turn, m.outcome, m.outcome_std) for turn, m in enumerate(mean, start=1) if m.num_policies > 1]
+    values = [each.outcome for policy in found for each in policy.iterations]
+    values += [value for _, middle, std in spread for value in (middle - std, middle + std)]
     last = max(len(policy.iterations) for policy in found)
     plot = Plot(
         Scale(0, max(last, 1), max(1.0, nice_scale((0, last), count=8).step)),
@@ -67,17 +75,17 @@ def _curves(found: Sequence[PolicySeries]) -> Markup:
         y_title="outcome",
         height=300,
     )
+    for turn, middle, std in spread:
+        plot.line(turn, middle - std, turn, middle + std, css="range")
     for number, policy in enumerate(found):
         points = [(float(turn), each.outcome) for turn, each in enumerate(policy.iterations, start=1)]
-        if spread:
-            for turn, each in enumerate(policy.iterations, start=1):
-                low, high = each.outcome - each.outcome_std, each.outcome + each.outcome_std
-                plot.line(turn, low, turn, high, css="range")
         plot.curve(evenly(points, MAX_STEPS), css="loss", style=_colour(number))
         for (place, outcome), each in zip(points, policy.iterations, strict=True):
             what = f"{number_text(outcome)}, {number_text(each.length)} layers"
             title = f"{policy.name}, iteration {each.iteration}: {what}"
             plot.point(place, outcome, css="mark front", title=title, size=2)
+    if len(found) > 1:
+        plot.curve(evenly([(float(turn), middle) for turn, middle, _ in spread], MAX_STEPS), css="record")
     return plot.render()
 
 

@@ -1,4 +1,4 @@
-"""The section on races: the rungs that each proposed trial reached, and the rule that stopped it."""
+"""The section on races: the rungs that each proposed trial reached, and the rule that stopped the trial."""
 
 from __future__ import annotations
 
@@ -89,8 +89,9 @@ def _rows(entries: Sequence[RaceEntry], samples: Sequence[int]) -> list[dict[str
     """Build a table row for each rung, from the races of the trials.
 
     `entries` has the race of each proposed trial: the rungs that it reached, and what stopped it. `samples` has the
-    number of samples of each objective at each rung. A row has this number, the number of trials that were scored at
-    the rung, how many of them were stopped, and how many by each of the scheduler's stopping rules.
+    number of samples of each objective at each rung. A row has the number of samples, the number of trials that were
+    scored at the rung, the number of trials that were stopped there, and how many each of the scheduler's stopping
+    rules stopped.
     """
     rows = []
     for rung, count in enumerate(samples):

@@ -89,7 +89,7 @@ def _symbol(name: str) -> str:
 
 
 def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
-    """The alias of each source of a merge, with a text of the coefficients that belong to this source alone.
+    """Yield, for each source of a merge, its alias and a text of the coefficients that belong to this source alone.
 
     The text is "" if all sources share the coefficients. For SLERP it is the weight of the source, 1 - t or t.
     """
@@ -128,9 +128,10 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
 
 
 def _distinct_components(recipe: Recipe) -> tuple[Component, ...]:
-    """The components of layers whose shares are shown one by one.
+    """Components of layers whose shares the picture shows separately.
 
-    There are none if every layer is merged as a whole, because each would repeat what is shown for all layers.
+    There are none if each layer of the recipe is merged as a whole, because in this case all components have equal
+    shares.
     """
     is_whole = all(layer.attention == layer.mlp == layer.norm for layer in recipe.layers)
     return () if is_whole else COMPONENTS

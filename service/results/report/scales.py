@@ -28,7 +28,7 @@ class Scale:
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def at_each(self, values: ArrayLike) -> NDArray[np.float64]:
-        """The positions of many values, as the method `at` has them."""
+        """Positions of many values, each as the method `at` computes it."""
         return np.clip((np.asarray(values, dtype=np.float64) - self.low) / (self.high - self.low), 0.0, 1.0)
 
     @property

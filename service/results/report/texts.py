@@ -32,12 +32,12 @@ def trial_name(trial: TrialResult) -> str:
 
 
 def point_name(point: HistoryPoint | FrontPoint) -> str:
-    """Name of a chart's point in the report: the trial's number, or the label of a baseline."""
+    """Name in the report of the trial that a chart's point stands for: its number, or the label of a baseline."""
     return f"trial {point.trial}" if point.origin == Origin.SEARCH else point.label
 
 
 def row_name(row: HoldoutDocument) -> str:
-    """Name of a held-out row in the report: the trial's number, or the label of a baseline."""
+    """Name of a row of the held-out table in the report: the trial's number, or the label of a baseline."""
     return f"trial {row['trial']}" if row["origin"] == Origin.SEARCH else row["label"]
 
 

@@ -20,7 +20,8 @@ Series = TypeVar("Series")
 class Chart(Generic[Series]):
     """A chart: a function that computes the chart's data series from a run.
 
-    The series is a frozen dataclass, whose fields are the keys of the API's JSON. `place` orders the charts in lists.
+    The series is a frozen dataclass, whose fields are the keys of the API's JSON. Lists of charts are sorted by
+    `place`.
     """
 
     compute: Callable[[RunRecord], Series]
@@ -58,7 +59,7 @@ def chart(*, place: int) -> Callable[[Callable[[RunRecord], Series]], Chart[Seri
     """Make a decorator that declares a function as a chart.
 
     The function's name is the chart's name, its docstring is the title, and its return type is the type of the series.
-    `place` orders the charts in lists.
+    Lists of charts are sorted by `place`.
     """
 
     def declare(compute: Callable[[RunRecord], Series]) -> Chart[Series]:

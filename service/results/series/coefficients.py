@@ -62,8 +62,8 @@ def coefficients(run: RunRecord) -> CoefficientsPlot:
 def _searched(configuration: Mapping[str, Any], experts: list[str]) -> Iterator[Coefficient]:
     """Yield the experts' coefficients that are parameters of the configuration, each with its layer and component.
 
-    A parameter is the coefficient of an expert if its value is a number and its name ends in "." and the expert's
-    alias. Nothing is yielded if the configuration has any other parameter, or if no coefficient is of a layer.
+    A parameter is a coefficient of an expert if its value is a number and its name ends with "." and the expert's
+    alias. Nothing is yielded if the configuration has any other parameter, or if no coefficient belongs to a layer.
     """
     found = []
     by_length = sorted(experts, key=len, reverse=True)  # an alias may have dots
@@ -93,10 +93,10 @@ def _of_recipe(recipe: Recipe, experts: list[str]) -> Iterator[Coefficient]:
 
 
 def _coefficients(merge: Merge) -> Mapping[str, float] | None:
-    """Coefficient of each model in a merge: its weight times lambda, where a number that the merge lacks counts as 1.
+    """Coefficient of each model in a merge: the product of its weight and lambda.
 
-    In a merge that is one unchanged model, the model has the coefficient 1. Returns None if a merge of several models
-    has neither weight nor lambda.
+    A weight or lambda that the merge does not have counts as 1. In a merge that is one unchanged model, the model has
+    the coefficient 1. Returns None if a merge of several models has neither weights nor lambdas.
     """
     if merge.method == "passthrough":
         return {merge.sources[0].model: 1.0}

@@ -1,4 +1,4 @@
-"""The descents of a search by gradients: the losses of every gradient's batch, and which points became trials."""
+"""Gradient descents of a search: the losses on every gradient's batch, and the points that became trials."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DescentsPlot:
 
 @chart(place=6)
 def descents(run: RunRecord) -> DescentsPlot:
-    """The loss over the gradients of each descent, and the points that became trials."""
+    """Losses over the gradients of each descent, with the points that became trials."""
     found: dict[int, list[tuple[int, GradientStep]]] = {}
     for number, gradient in enumerate(run.gradients, start=1):
         found.setdefault(gradient.request.descent, []).append((number, gradient))

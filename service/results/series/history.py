@@ -81,7 +81,7 @@ def _series(
         trials: Trials by number.
         names: The objectives, averaged if there are several.
         objective: Name and direction of the series.
-        left_out: Numbers of trials that violate constraints, which do not count as best so far.
+        left_out: Numbers of trials that violate constraints, which cannot be the best so far.
     """
     points: list[HistoryPoint] = []
     record: list[RecordPoint] = []

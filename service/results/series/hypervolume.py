@@ -67,9 +67,9 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
 
 
 def _spent(run: RunRecord) -> dict[int, int]:
-    """Number of samples spent up to each trial, that trial included, by trial number.
+    """Number of samples that all trials up to each trial have used, by the number of this last trial.
 
-    They are the scored samples, and those that the searcher's steps for proposals count as.
+    The samples that were scored, and the samples that the searcher's steps for proposals count as, are added up.
     """
     trials = sorted(run.trials, key=lambda trial: trial.number)
     each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]

@@ -60,7 +60,7 @@ def path(run: RunRecord) -> PathPlot:
 
 
 def layer_path(layers: Sequence[LayerRecipe]) -> tuple[PathStep, ...]:
-    """Convert the layers of a recipe to the steps of the layer path that they form."""
+    """Convert the layers of a recipe to the steps of its layer path."""
     return tuple(_step(position, layer) for position, layer in enumerate(layers))
 
 

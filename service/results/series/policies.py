@@ -1,8 +1,11 @@
-"""The policies of a search that learns them: the outcomes of each iteration's paths."""
+"""Policies that a search trains: the outcomes of the layer paths in each iteration."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import fmean, stdev
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,7 +14,7 @@ from service.results.record import RunRecord
 from service.results.series.base import chart
 from service.store.steps import UpdateStep
 
-__all__ = ["PoliciesPlot", "PolicyIteration", "PolicySeries", "policies"]
+__all__ = ["MeanIteration", "PoliciesPlot", "PolicyIteration", "PolicySeries", "policies"]
 
 
 @dataclass(frozen=True)
@@ -33,26 +36,44 @@ class PolicySeries:
 
 
 @dataclass(frozen=True)
+class MeanIteration:
+    outcome: Annotated[float, Field(description="Mean over policies of the outcome of their iteration at this place.")]
+    outcome_std: Annotated[float, Field(ge=0, description="The standard deviation over policies; 0 for one policy.")]
+    num_policies: Annotated[int, Field(ge=1, description="Policies that have had so many iterations.")]
+
+
+@dataclass(frozen=True)
 class PoliciesPlot:
-    """The policies that a search has trained, in the order in which they began; none for other searches."""
+    """The policies that a search has trained, in the order in which they began; none for other searches.
+
+    `mean` has the mean over all policies of each policy's first iteration, of its second, and so on.
+    """
 
     plot: Literal["policies"]
     policies: tuple[PolicySeries, ...]
+    mean: tuple[MeanIteration, ...]
 
 
 @chart(place=10)
 def policies(run: RunRecord) -> PoliciesPlot:
-    """The mean outcome of each iteration of the policies that the search learned."""
+    """Mean outcome in each iteration of the policies that the search has trained."""
     found: dict[tuple[tuple[str, float], ...], list[UpdateStep]] = {}
     for update in run.updates:
         found.setdefault(tuple(update.request.preference.items()), []).append(update)
-    return PoliciesPlot(
-        "policies",
-        tuple(
-            PolicySeries(f"policy {number}", dict(preference), tuple(map(_iteration, updates)))
-            for number, (preference, updates) in enumerate(found.items())
-        ),
+    series = tuple(
+        PolicySeries(f"policy {number}", dict(preference), tuple(map(_iteration, updates)))
+        for number, (preference, updates) in enumerate(found.items())
     )
+    return PoliciesPlot("policies", series, _mean(series))
+
+
+def _mean(series: Sequence[PolicySeries]) -> tuple[MeanIteration, ...]:
+    found = []
+    for turn in zip_longest(*(policy.iterations for policy in series)):
+        outcomes = [each.outcome for each in turn if each is not None]
+        deviation = stdev(outcomes) if len(outcomes) > 1 else 0.0
+        found.append(MeanIteration(fmean(outcomes), deviation, len(outcomes)))
+    return tuple(found)
 
 
 MEASURED = ("outcome", "outcome_std", "length")

@@ -1,4 +1,4 @@
-"""Races: the rungs that each proposed trial reached, and the rule that stopped it."""
+"""Races: the rungs that each proposed trial reached, and the rule that stopped the trial."""
 
 from __future__ import annotations
 

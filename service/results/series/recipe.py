@@ -1,4 +1,4 @@
-"""The merge of the best trial: runs of layers that are merged alike, and each model's share."""
+"""Merge of the best trial: groups of adjacent layers that are merged alike, and each model's share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RecipePlot:
 
 @chart(place=4)
 def recipe(run: RunRecord) -> RecipePlot:
-    """Merge of the best trial: every model's share, by runs of equal layers and by component."""
+    """Merge of the best trial: every model's share, by groups of adjacent equal layers and by component."""
     best = run.best
     if best is None:
         return RecipePlot("recipe", trial=None, models=[], embedding=None, layers=[], head=None, tensors={})
@@ -73,12 +73,12 @@ def _picture(merge: Merge) -> MergePicture:
 
 
 def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
-    """Find runs of adjacent layers that are merged alike.
+    """Find groups of adjacent layers that are merged alike.
 
-    Layers are alike if their merges are equal when each source layer is counted from the number of the merged layer.
+    Two layers are alike if their merges are equal when source layers are numbered relative to the merged layer.
 
     Yields:
-        Index of the run's first layer, index after its last layer, and the first layer.
+        Index of the group's first layer, index after its last layer, and the first layer.
     """
 
     def shape(index: int) -> tuple[object, ...]:
@@ -104,8 +104,8 @@ def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerR
 def model_shares(merge: Merge) -> dict[str, float]:
     """Compute the share of each model in a merge; shares sum to 1.
 
-    Shares are proportional to the size of the model's coefficient, and equal without coefficients. For methods on task
-    vectors they are shares of the change that is added to the base, and the base itself is not counted.
+    A model's share is proportional to the magnitude of its coefficient; without coefficients, all shares are equal. For
+    methods on task vectors, the shares divide the change that is added to the base, and the base has no share.
     """
     if merge.method == "slerp":
         t = merge.number("t")

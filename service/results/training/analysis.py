@@ -1,4 +1,4 @@
-"""The analysis of trained fleets: computed from their models, or read as it was stored."""
+"""Analysis of trained fleets: computed from their models, or read from where it was stored."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def analyse(
 
     Args:
         fleets: For each fleet the specifications and the directories of its experts, by alias. The first fleet is shown
-            first, and its tasks give all losses.
+            first, and all losses are on its tasks.
         samples: Number of samples of each evaluation task.
         note: Called with a line of progress.
         progressed: Called after every merge.
@@ -91,7 +91,7 @@ def analyse(
 
 
 def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> tuple[Problem, ...]:
-    """Find problems that would prevent the analysis of a fine-tuning's experts once they are trained."""
+    """List problems for which the analysis of a fine-tuning's experts would fail once they are trained."""
     from workers.training.finetuning.merge_losses import lack_of_losses
 
     return tuple(
@@ -107,7 +107,7 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
         analyses: Fine-tuning and analysis by the name that error messages use.
 
     Raises:
-        Conflict: The analyses are not of the same experts, base and samples.
+        Conflict: The analyses differ in experts, base or samples.
     """
     names = list(analyses)
     (first, _), *_ = analyses.values()
@@ -131,14 +131,14 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
 def stored_analysis(store: Store, study_id: str) -> AnalysisDocument | None:
     """Read the analysis of a stored fine-tuning.
 
-    Returns None before the analysis is computed, and if it was not requested.
+    Returns None if the analysis was not requested, or is not computed yet.
     """
     events = store.events(study_id, kinds=[EventKind.ANALYSIS])
     return cast("AnalysisDocument", dict(events[-1].payload)) if events else None
 
 
 def read_analysis(directory: Path) -> AnalysisDocument | None:
-    """Read the analysis that was written into the directory of a fine-tuning, or return None if there is none."""
+    """Read the analysis that was written to the directory of a fine-tuning; None if no analysis was written."""
     try:
         document: AnalysisDocument = json.loads((directory / ANALYSIS_FILE).read_text())
         return document
@@ -157,8 +157,8 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
     """Name each fleet by the optimizer of its experts, in the order of `fleets`.
 
-    Names of fleets with the same optimizer also have the training options that differ, and, if these are equal, a
-    number.
+    If several fleets have the same optimizer, their names also have the training options that differ; if no options
+    differ, the names have numbers.
     """
     kinds = ["/".join(dict.fromkeys(spec.method.kind for spec in experts.values())) for experts in fleets]
     names = []
@@ -173,7 +173,7 @@ def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
 def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
     """Training options of a fleet as text, by the option's name; `experts` has the specifications by alias.
 
-    If the fleet's experts have different values, all are given, separated by "/".
+    If the fleet's experts have different values of an option, the text has all values, separated by "/".
     """
     documents = [spec.canonical() for spec in experts.values()]
     found = {}
@@ -184,7 +184,7 @@ def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """Convert a value to one that JSON can hold: numbers that are not finite become None, and tuples become lists."""
+    """Convert a value to a JSON value: numbers that are not finite become None, and tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

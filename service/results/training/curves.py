@@ -35,8 +35,8 @@ def directory_curves(places: Mapping[str, Path]) -> CurvesDocument:
 def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocument:
     """Build the curves of one expert from stored lines.
 
-    `lines` come from a history file, with one loss each, or from events, with several losses each. A line with the key
-    "values" is an evaluation instead. The latest line counts for each step.
+    A line from a history file has one loss, a line from an event several losses. A line with the key "values" is an
+    evaluation instead. If several lines are about one step, the last one is used.
     """
     losses: dict[int, float] = {}
     values: dict[int, Mapping[str, float]] = {}
@@ -52,7 +52,7 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
 def _thinned(points: Sequence[tuple[int, float]]) -> list[LossPoint]:
     """Reduce the points of a curve, each (number of the update, loss), to at most MAX_POINTS.
 
-    Each point is the mean of neighbours, weighted by the number of updates between them.
+    Each point of the result is the mean of adjacent points, weighted by the number of updates that each of them covers.
     """
     size = -(-len(points) // MAX_POINTS) or 1
     weights = [after - before for before, after in pairwise([0, *(step for step, _ in points)])]

@@ -82,7 +82,7 @@ def _loss_text(loss: float | None) -> str:
 def num_experts(fleet: FleetAnalysisDocument, row: MergeLossDocument) -> int:
     """Number of experts that the merges of a table row combine.
 
-    Files of earlier versions do not state it; their merges are of all experts.
+    Files of earlier versions do not state it; their merges combine all experts.
     """
     return row.get("num_experts", len(fleet["task_vectors"]))
 

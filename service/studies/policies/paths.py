@@ -1,7 +1,7 @@
 """Paths that a study's policy proposes without further training: for other preferences, and through other models.
 
-A policy that is conditioned on the preference vector proposes paths for any vector. A policy that knows models only by
-statistics of their layers proposes paths through other models with the same number of layers.
+A policy that is conditioned on the preference vector proposes paths for any vector. A policy whose input describes
+models only by statistics of their layers proposes paths through other models with the same number of layers.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def policy_paths(
 ) -> tuple[PolicyPath, ...]:
     """Propose at most `count` layer paths with the trained policy of a study, for a preference vector.
 
-    Paths are ordered by the policy's own estimate, the best first. `preference` has weights by objective. `experts` are
-    other models in place of the study's, by alias. If the study's paths may use merged layers, these are merged by this
-    preference.
+    Paths are ordered by the policy's own estimate of their outcome, the best first. `preference` has weights by
+    objective. `experts` are other models in place of the study's, by alias. If the study's paths may use merged layers,
+    these layers are merged for this preference.
 
     Raises:
-        InvalidPreference: The preference is not one for the study's objectives.
+        InvalidPreference: The preference is not a preference vector of the study's objectives.
         Conflict: The study has no such policy, or its models have changed.
         InvalidModel: A model cannot be used.
         InvalidStudy: No search space can be built over the models.
@@ -116,8 +116,8 @@ def policy_paths(
 def _check_models(record: JobRecord, study: Study, fingerprints: Mapping[str, str], num_layers: int) -> None:
     """Check that the policy of the study `record` can propose paths through models with these fingerprints and layers.
 
-    Raises Conflict if the models have another number of layers, or if the policy was trained with an embedding of each
-    model (`knows_models`) and for other models.
+    Raises Conflict if the models have another number of layers. Also raises Conflict if the policy has a learned
+    embedding of each model (`knows_models`) and was trained for other models.
     """
     before = ResolvedStudy.of(record)
     if num_layers != before.num_layers:

@@ -1,7 +1,8 @@
 """Studies that begin with the policies of another study.
 
-The policies are those that the other study has when the new one first runs. They are stored as artifacts of the new
-study, and their digests as one of its documents. So the new study can be resumed whatever happens to the other study.
+When the new study first runs, the policies that the other study has at that time are stored as artifacts of the new
+study, and their digests as one of its documents. So the new study can be resumed even if the other study has changed or
+was deleted.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ __all__ = ["check_start", "with_start"]
 
 
 def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: str | Path) -> None:
-    """Check that the policies with which a study begins exist and fit the study.
+    """Check that the policies from which a study's policies start exist and fit the study.
 
-    Raises InvalidStudy if they do not. A study that begins with new policies always passes.
+    Raises InvalidStudy if they do not. A study whose policies start untrained always passes.
     """
     if preflight.study.search.hm3.start is None:
         return
@@ -53,8 +54,9 @@ def with_start(
 ) -> PreflightResult:
     """The study's preflight result with the policies that the study starts with (`search.hm3.start`).
 
-    The policies are copied to the study's own artifacts when it first runs. If the study names no policies, the result
-    is unchanged. Raises StudyFailed if the policies cannot be used; the study's state is then FAILED, with the reason.
+    The policies are copied to the study's own artifacts when it first runs. If the study names no policies, the
+    preflight result is returned unchanged. Raises StudyFailed if the policies cannot be used; the study's state is then
+    FAILED, with the reason.
     """
     if preflight.study.search.hm3.start is None:
         return preflight
@@ -86,8 +88,9 @@ def _found(
 ) -> tuple[PolicyStart, tuple[bytes, ...]]:
     """The policies of the study that `search.hm3.start` in the study file names, and their checkpoints.
 
-    There is one for each policy of the study in `preflight`. `artifacts_in` is where the server's artifacts are; a
-    study in a directory has its own. Raises NotFound if there is no such study, Conflict if its policies do not fit.
+    The result has one policy for each policy of the study in `preflight`. `artifacts_in` is the location of the
+    server's artifacts; a study of `mergesearch run` has artifacts in its own directory. Raises NotFound if there is no
+    such study, Conflict if its policies do not fit.
     """
     start = preflight.study.search.hm3.start
     assert start is not None
@@ -112,8 +115,8 @@ def _iterations(
     """For each policy of the study, the iteration of the other study from which its checkpoint is taken.
 
     A policy for one preference vector takes the latest checkpoint of the other study's policy for this vector. A single
-    policy for all vectors takes the latest checkpoint of all. `other` is the other study's setting, `checkpoints` has
-    its checkpoints by iteration. Raises Conflict if the other study has no policy for one of the vectors.
+    policy for all vectors takes the latest checkpoint. `other` is the other study's setting, and `checkpoints` has the
+    other study's checkpoints by iteration. Raises Conflict if the other study has no policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]
@@ -147,9 +150,9 @@ def _check_searcher(record: JobRecord) -> None:
 
 
 def _check_actions(preflight: PreflightResult, record: JobRecord, kept: tuple[bytes, ...]) -> None:
-    """Check that the policies of the study `record`, with the checkpoints `kept`, draw what this study's draw.
+    """Check that the policies of the study `record` have the same kind of action (`search.hm3.action`) as this study's.
 
-    Raises Conflict if they do not.
+    `kept` has the checkpoints of these policies. Raises Conflict if the kinds differ.
     """
     from workers.training.hm3.learner import action_in
 
@@ -167,7 +170,7 @@ def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -
     """Check that the policies of the study `other` have the inputs and outputs that this study needs.
 
     Both studies must have the same kind of policy, number of layers, and objectives in one order. `record` is the job
-    of `other`. Raises Conflict if they do not.
+    of `other`. Raises Conflict otherwise.
     """
     where = f"study {record.name!r}: "
     ours, theirs = preflight.study.search.hm3, other.search.hm3
@@ -199,8 +202,8 @@ def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -
 def _check_models(preflight: PreflightResult, record: JobRecord, other: Study, where: str) -> None:
     """Check that networks with an embedding for each model were trained for this study's models.
 
-    `other` is the study that trained them, `record` its job, and `where` begins the error message. Raises Conflict if
-    the models or their order differ.
+    `other` is the study that trained the networks, `record` is its job, and `where` is the beginning of the error
+    message. Raises Conflict if the models or their order differ.
     """
     space = other.search_space
     chosen = getattr(space, "models", None) or tuple(other.models.experts)

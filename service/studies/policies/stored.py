@@ -1,4 +1,4 @@
-"""Reading the policies that a study has learned from its store and its artifacts."""
+"""Reads the policies that a study has trained from its store and its artifacts."""
 
 from __future__ import annotations
 

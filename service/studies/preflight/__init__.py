@@ -1,12 +1,12 @@
-"""Everything about a study that can be checked before an engine starts.
+"""All checks of a study that are made before an engine starts.
 
 - `examine`: the checks in order
-- `result`: what they found, and the plan of the search that follows from it
-- `files`: which files a study may name, when it was sent over HTTP
+- `result`: the results of the checks, and the plan of the search that follows from them
+- `files`: the files that a study may name when it was sent over HTTP
 - `models`: models, weights and engine support; that a study's models are unchanged
-- `algorithm`: which searcher a study has
+- `algorithm`: the choice of a study's searcher
 - `tasks`: tasks, objectives and prompts
 - `resources`: GPUs and memory
 - `dtype`: the dtype of a study's engine
-- `durations`: how long a study will take
+- `durations`: the expected duration of a study
 """

@@ -1,4 +1,4 @@
-"""Choice of a study's searcher: the one that the study file names, or one that suits its space and tasks."""
+"""Choice of a study's searcher: the searcher that the study file names, or one that suits the space and the tasks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def algorithm_of(
     tasks: Mapping[str, TaskSpec],
     problems: list[Problem],
 ) -> Algorithm:
-    """Choose a study's searcher. What the searcher does not support is added to `problems`.
+    """Choose a study's searcher, and add a problem to `problems` for each part of the study that it does not support.
 
     The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have reference
     answers, because that is best in tests/benchmarks/bench_search.py; otherwise it means the searcher that the
@@ -94,7 +94,7 @@ def _draws_of(study: Study) -> tuple[float, float]:
 
 
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
-    """Warning about a length penalty so large that the shortest paths win whatever they score.
+    """Warning about a length penalty so large that the shortest paths are best whatever their scores are.
 
     The penalty is too large if it costs the longest path at least 1 more than the shortest, because scores differ by at
     most 1. Returns "" if the penalty is not too large, or if the space has no layer paths.
@@ -145,15 +145,15 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
 
 
 def num_policies_of(study: Study) -> int:
-    """The number of policies that a study's searcher trains, if it trains any."""
+    """The number of policies that a study's searcher trains; it is only used for searchers that train policies."""
     vectors = study.search.preferences
     return 1 if vectors is None or study.search.hm3.policy == "conditioned" else vectors.size(len(study.objectives))
 
 
 def iterations_ahead(num_policies: int) -> int:
-    """The number of iterations by which proposals may run ahead of results if `num_policies` policies train in turn.
+    """The largest number of iterations by which proposals may run ahead of results, for `num_policies` policies.
 
-    It is at least 1, and below the number of policies if there are several.
+    The policies train in turn. The result is at least 1, and below the number of policies if there are several.
     """
     return max(1, num_policies - 1)
 

@@ -1,7 +1,7 @@
 """Expected duration of a study, computed before an engine starts from the samples' tokens and this machine's speed.
 
-The estimate does not include how often equal merges are proposed, how long merging takes (of small models, less than
-scoring), and what else the machine does.
+The estimate ignores three things: proposals of merges that were scored before, the time for merging (which is shorter
+than scoring for small models), and other work of the machine.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class ExpectedTime:
 
 
 def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedTime:
-    """Estimate how long the search, the held-out stage and the start of engines take.
+    """Estimate the hours for the search, the held-out stage and the start of engines, and the tokens of a sample.
 
-    Gradients cost as much as `step_samples` samples in total. The first samples of each task are tokenized to find how
-    long prompts and answers are. Raises InvalidStudy with every task whose prompts cannot be built.
+    Gradients are counted as `step_samples` samples in total. The first samples of each task are tokenized to find the
+    lengths of prompts and answers. Raises InvalidStudy with every task whose prompts cannot be built.
     """
     samples = preflight.expected_samples()
     lengths = _lengths(preflight)
@@ -133,8 +133,9 @@ def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Len
 def _num_evaluations(preflight: PreflightResult) -> int:
     """Number of evaluations that a study is expected to make, at all rungs and on holdout data.
 
-    An evaluation scores one trial at one rung, or on the holdout data. As in `PreflightResult.expected_samples`, no
-    trial fails and no two recipes are equal. On holdout data, four finalists are assumed besides the baselines.
+    An evaluation scores one trial at one rung, or on the holdout data. It is assumed, as in
+    `PreflightResult.expected_samples`, that no trial fails and no two recipes are equal. On holdout data, four
+    finalists are assumed besides the baselines.
     """
     num_baselines = len(preflight.baselines())
     brackets = bracket_plan(preflight.budget.cycle, preflight.study.search.max_trials)

@@ -1,4 +1,4 @@
-"""Everything that can be checked before an engine starts, in order, and the plan that follows from it.
+"""All checks of a study that need no engine, in order, and the plan that follows from them.
 
 All problems of a study are reported together. Weights are read only if there are no problems in headers, configurations
 and task data, because reading large models takes minutes (and is cached by content).
@@ -60,15 +60,17 @@ def examine(
     before_weights: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = logger.info,
 ) -> PreflightResult:
-    """Check everything about a study that can be checked without an engine, and return the result.
+    """Make all checks of a study that need no engine, and return the result.
 
-    - `machines`: the machines that are known to run engines; those that are stated for this installation come first,
-      and without any it is this machine (`service.studies.preflight.resources.machines_for`)
-    - `available_bytes`: the memory of this machine, on which engines run then; None for the one that it has
+    - `machines`: the machines that are known to be able to run engines; machines that are stated for this installation
+      replace them, and this machine is used if there are neither (`service.studies.preflight.resources.machines_for`)
+    - `available_bytes`: if given, engines run on this machine, which then counts as having this memory; None for its
+      real memory
     - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
     - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
       otherwise they are not checked
-    - `access`: the files that may be read, or None for all; if the study names others, nothing is opened
+    - `access`: the files that may be read, or None for all; if the study names a file that may not be read, no file is
+      opened
     - `chained`: the sources that were exported from other studies for this one (`service.studies.chains`)
     - `before_weights`: called once only the weights are left to check
     - `note`: called with messages about downloads
@@ -198,7 +200,7 @@ def _check_sample_limit(
 ) -> None:
     """Check that the limit of samples suffices for the baselines and the first proposals.
 
-    The first proposals are one trial or, under Hyperband, the whole first bracket of `cycle`. `rung_samples` has the
+    The first proposals are one trial or, with Hyperband, the whole first bracket of `cycle`. `rung_samples` has the
     number of samples at each rung by objective. A limit that is too low is added to `problems`.
     """
     if (most := study.limits.max_samples) is None:
@@ -233,7 +235,7 @@ def _check_alignments(infos: Mapping[str, TaskInfo], problems: list[Problem]) ->
 def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
     """The study's preference vectors, each as weights by objective; only objectives with a task have a weight.
 
-    Without preference vectors in the study file, it is a single vector of equal weights.
+    Without preference vectors in the study file, the result is a single vector of equal weights.
     """
     names = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences

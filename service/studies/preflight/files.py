@@ -1,6 +1,6 @@
 """Checks that a study or fine-tuning names only files that it may read, with paths that a server accepts.
 
-Nothing is opened here.
+These checks open no file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class FilesRefused(InvalidStudy):
-    """A study names files that it may not read.
+    """Raised if a study names files that it may not read.
 
     Retrying does not help, because the list of files that a study may read is stored with the study.
     """
@@ -37,8 +37,9 @@ class FilesRefused(InvalidStudy):
 def check_files(study: Study, access: FileAccess | None) -> None:
     """Check that a study names only files, directories and hub models that `access` allows.
 
-    With `access` None all are allowed. Raises FilesRefused with each file, directory and hub model that is not allowed.
-    Files that task files lead to, such as included ones, are checked when they are read (`workers.evaluation`).
+    If `access` is None, all files are allowed. Raises FilesRefused with each file, directory and hub model that is not
+    allowed. Files that task files refer to, such as included files, are checked when they are read
+    (`workers.evaluation`).
     """
     if access is not None and (problems := tuple(_problems(study, access))):
         raise FilesRefused(problems)
@@ -95,9 +96,9 @@ def file_path_problem(file: str) -> str | None:
 
 
 def no_file_problem(file: str) -> str | None:
-    """Reason why `file` is not opened although it may be read: it is a directory, a device or a pipe.
+    """Reason why `file` is not opened although it may be read, namely that it is a directory, a device or a pipe.
 
-    Returns None for a file, and for a missing file, which is reported when it is opened.
+    Returns None for a regular file, and for a missing file, which is reported when it is opened.
     """
     # Reading a device or a pipe might never end.
     return f"{file}: is not a file" if os.path.exists(file) and not os.path.isfile(file) else None

@@ -1,4 +1,4 @@
-"""Checks of a study's models, and that they have not changed since the study was created."""
+"""Checks of a study's models, and of whether they have changed since the study was created."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
-    """Replace the models in a study by those with which it was created.
+    """Replace the models in a study by the versions with which the study was created.
 
-    A hub model gets the commit of that time. A merge of another study is replaced by the directory to which it was
-    exported.
+    A hub model gets the commit that it had at that time. A merge of another study is replaced by the directory to which
+    it was exported.
     """
 
     def name(model: str) -> str:
@@ -60,7 +60,7 @@ def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
 
 
 def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
-    """Raise Conflict if models or task data are not what they were when the study was created.
+    """Check that models and task data are the same as when the study was created; raise Conflict if they are not.
 
     Also raises Conflict if this program does not have the version of the searcher that the study was created with.
     """
@@ -106,7 +106,7 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
 
 
 def check_layers(study: Study, sources: ResolvedFamily, problems: list[Problem]) -> None:
-    """Check that the layers of the study's models can be reordered and scaled, if merges of the study need that."""
+    """Check that the layers of the study's models can be reordered and scaled, if merges of the study need this."""
     section = study.search_space
     if section.changes_layers:
         problems.extend(Problem("models", text) for text in path_problems(sources))
@@ -128,10 +128,10 @@ def check_weights(
     downloads: bool,
     note: Callable[[str], None] = logger.info,
 ) -> ResolvedFamily:
-    """Read the weights of the models, after downloading those that are missing if `downloads` says so.
+    """Read the weights of the models, after downloading missing weights if `downloads` is True.
 
-    Returns the models with their content fingerprints. Wrong contents are added to `problems`. Raises InvalidStudy if
-    weights cannot be read.
+    Returns the models with their content fingerprints. A problem is added to `problems` for each model with invalid
+    weights. Raises InvalidStudy if weights cannot be read.
     """
     try:
         sources = sources.fetched(note=note) if downloads else sources
@@ -151,7 +151,7 @@ def searched_models(
     max_layers: int | None = None,
     preferences: tuple[Mapping[str, float], ...] = (),
 ) -> SearchedModels:
-    """Describe the models as a search space sees them, together with the study's preference vectors.
+    """Describe the models, and the study's preference vectors, in the form in which a search space needs them.
 
     A merge may have at most `max_layers` layers, or any number if it is None.
     """
@@ -194,7 +194,7 @@ def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
 
 
 def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
-    """Start to find out in the background whether vLLM can run the base model; experts have the same architecture.
+    """Start a process that asks vLLM whether it can run the base model; experts have the same architecture.
 
     Returns None if the base's configuration cannot be read, which `check_models` reports.
     """
@@ -208,9 +208,9 @@ def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
 
 
 def check_engine(study: Study, probe: CapabilityProbe | None, problems: list[Problem]) -> str:
-    """Check that engines can run the models.
+    """Check that engines can run the models, and add a problem to `problems` if they cannot.
 
-    `probe` gives the answer of vLLM about the base model. Returns a message for the user, or "" if there is none.
+    `probe` is the process that asks vLLM about the base model. Returns a message for the user, or "" if there is none.
     """
     if probe is None:
         return ""

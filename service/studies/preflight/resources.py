@@ -76,14 +76,14 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing that is known says that the study does not fit."""
+        """Whether the study fits into the available memory; True also if the available memory is not known."""
         return self.has_host_memory and self.has_gpu_memory
 
 
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
     """Check that the models can be split between GPUs, and that this machine has enough GPUs.
 
-    If the study runs on a Ray cluster, its number of GPUs is not checked, because Ray counts them.
+    If the study runs on a Ray cluster, the number of GPUs is not checked here, because Ray counts the cluster's GPUs.
     """
     import torch
 
@@ -122,9 +122,10 @@ def machines_for(
 ) -> tuple[EngineMachines, ...]:
     """Groups of machines that can run a study's engines.
 
-    They are those that are stated for this installation, else those that are `known`, else this machine; those with
-    GPUs if there are any. If engines need GPUs and none is seen, the result is one machine with a GPU of which nothing
-    else is known. With `available_bytes` it is always this machine, with that memory.
+    The groups are the ones that are stated for this installation. If none are stated, they are the `known` groups, or
+    this machine if none are known. If some groups have GPUs, the others are left out. If engines need GPUs and no group
+    has any, the result is one machine with one GPU and unknown memory. With `available_bytes`, the result is always
+    this machine, with this memory.
     """
     import torch
 
@@ -147,10 +148,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of the bank of source weights, of the engines and, if there is one, of the gradient actor.
 
-    The plan is for one machine; with several machines, it has only its share of the replicas. `machines` are the groups
-    of machines that can run engines: the plan is for the first one that the study fits on, or for the one with most
-    memory if it fits on none. `max_layers` is the number of layers of the longest merge if merges have any number of
-    layers, else 0. With `aligns`, merges may have alignments between layers.
+    The plan is for one machine; if there are several, this machine has only a part of the replicas. `machines` are the
+    groups of machines that can run engines: the plan is for the first machine that the study fits on, or for the
+    machine with most memory if it fits on none. `max_layers` is the number of layers of the longest merge if merges
+    have any number of layers, else 0. With `aligns`, merges may have alignments between layers.
     """
     replicas = math.ceil(study.engine.replicas / sum(group.most for group in machines))
     plans = [
@@ -217,7 +218,8 @@ def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_o
 
     If there is room, the pool holds all layers of all sources and, in addition, the `max_layers` layers of the longest
     path. Otherwise it holds as many layers as fit, together with the tensors outside layers, into HOST_SHARE of the
-    `available` bytes. A number takes `bytes_of_value` bytes. With 0 the pool takes no host memory, so there is room.
+    `available` bytes. Each element of a tensor takes `bytes_of_value` bytes. 0 means that the pool takes no host
+    memory, so that it always fits.
     """
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:
@@ -235,8 +237,8 @@ def check_memory(
 ) -> None:
     """Check that the planned memory is available, and suggest a lower limit of layers if that would help.
 
-    `shorter` are the numbers of layers to which `limits.max_layers` could be lowered, ascending. `plan` gives the
-    memory for one of them, which must grow with the number of layers.
+    `shorter` are the numbers of layers to which `limits.max_layers` could be lowered, ascending. `plan` computes the
+    memory for a number of layers; the memory must grow with this number.
     """
     if not memory.has_gpu_memory and memory.gpu_bytes is not None:
         problems.append(

@@ -43,8 +43,8 @@ class ExpectedSamples:
 
     `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
     at full budget. All of them include baselines, which take `baselines` samples in the search and `holdout_baselines`
-    held out. Under asha `search` is the least number: asha decides early, so it also promotes trials that later results
-    show not to be among the best of their rung.
+    in the held-out stage. With the scheduler asha, `search` is a lower bound: asha decides early, so it also promotes
+    trials that later turn out not to be among the best of their rung.
     """
 
     search: int
@@ -62,9 +62,10 @@ class StudyModels:
         family: The base and the experts, with content fingerprints.
         num_layers: Decoder layers of each model.
         num_parameters: Parameters of one model.
-        export_bytes: Size of the weights of an exported merge; of the largest, where merges differ in layers.
+        export_bytes: Size of the weights of an exported merge; of the largest merge if merges have different numbers of
+            layers.
         commits: Commits of hub models, by the names in the study file.
-        absent_bytes: Size of the weights that are not on this machine yet, and were not checked.
+        absent_bytes: Size of the weights that are not on this machine yet, and were therefore not checked.
         engine_note: A message for the user about how vLLM runs the models; "" if there is none.
         chained: The sources that are merges of other studies, by alias.
         size: Parameters by layer and component, from which costs of recipes are computed; None if all merges have the
@@ -86,7 +87,7 @@ class StudyModels:
 class StudyTasks:
     """The objectives of a study, with their tasks on search data and on holdout data by the objective's name.
 
-    `search_infos` and `holdout_infos` have, among others, the number of samples of each task.
+    `search_infos` and `holdout_infos` have facts about each task, such as its number of samples.
     """
 
     objectives: tuple[Objective, ...]
@@ -109,7 +110,7 @@ class PreflightResult:
     """The result of preflight: a study that can run.
 
     Attributes:
-        study: The study file, with directories in place of merges of other studies.
+        study: The study file, in which merges of other studies are replaced by the directories of their exports.
         models: Models of the study.
         tasks: Objectives of the study and their tasks.
         budget: Rungs and brackets of the search.
@@ -117,7 +118,7 @@ class PreflightResult:
         algorithm: Searcher of the study, and why it was chosen.
         memory: Memory that the study needs.
         access: Files that the study may read; None for all.
-        start: Checkpoints with which policies begin (`service.studies.policies.start`).
+        start: Checkpoints from which the policies start (`service.studies.policies.start`).
         observed: Results of an earlier study that the searcher begins with (`service.studies.warm_start`).
     """
 
@@ -138,7 +139,7 @@ class PreflightResult:
 
     @property
     def engine_options(self) -> EngineOptions:
-        """Options of the study's engines. Their `max_layers` is set if merges may have other layers than the base."""
+        """Options of the study's engines. `max_layers` is set if merges may have any number and order of layers."""
         options = self.study.engine.options
         if not isinstance(self.space, LayeredSpace):
             return options
@@ -169,9 +170,9 @@ class PreflightResult:
         """The largest number of trials that proposals may run ahead of results.
 
         The study file may state it; the default depends on the number of replicas. A searcher that trains a policy
-        learns from whole iterations. By default it proposes at least half an iteration ahead, so that engines do not
-        wait while it learns or proposes repeated paths, which need no scoring. It proposes at most as many iterations
-        ahead as there are replicas, and at most `iterations_ahead`.
+        learns from whole iterations. By default its proposals may run ahead by at least half an iteration, so that
+        engines do not wait while the searcher learns or proposes repeated paths, which need no scoring. They run ahead
+        by at most as many iterations as there are replicas, and at most `iterations_ahead`.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness
@@ -188,7 +189,7 @@ class PreflightResult:
 
         `num_baselines` is the number of trials before the first proposal. `batch` is the number of proposals in a row
         that are made from the same results. `version` is the version of the searcher that the study was created with;
-        None stands for a new study, which takes the newest.
+        None means a new study, which uses the newest version.
         """
         given = self.study.search.preferences
         scored = {
@@ -218,18 +219,19 @@ class PreflightResult:
     def _num_repeated(self) -> int:
         """Number of repeated proposals in a row that end a search by policies.
 
-        A proposal is repeated if an earlier trial has its recipe. The number is that of two iterations of every policy:
-        if all paths proposed there are known, nothing is left to learn. It is at least two for each preference vector.
+        A proposal is repeated if an earlier trial has its recipe. The result is the number of proposals in two
+        iterations of every policy, but at least two for each preference vector: if all of these proposals are repeated,
+        the policies have nothing left to learn from.
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))
         return 2 * max(search.hm3.episodes * num_policies_of(self.study), num_vectors)
 
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
-        """The plan of the study's driver: what it evaluates.
+        """The plan of the study's driver, which fixes everything that the driver evaluates.
 
-        `resolved` is what was stored when the study was created; the plan keeps its searcher and staleness. `baselines`
-        are the baselines of a study that is resumed, or None for those of a new study.
+        `resolved` is the record that was stored when the study was created; the plan uses its searcher and staleness.
+        `baselines` are the baselines of a study that is resumed, or None to use those of a new study.
         """
         declared = SEARCHERS[resolved.algorithm or self.study.search.algorithm]
         return Plan(
@@ -271,14 +273,14 @@ class PreflightResult:
         return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
 
     def within_limit(self, num_samples: int) -> int:
-        """The given number of samples of the search, or the study's limit of samples if that is smaller."""
+        """`num_samples`, or the study's limit of samples if that is smaller."""
         limit = self.study.limits.max_samples
         return num_samples if limit is None else min(num_samples, limit)
 
     def expected_samples(self) -> ExpectedSamples:
         """Numbers of samples that the study will score if no trial fails and no two recipes are equal.
 
-        The whole plan is counted, even if `limits.max_samples` may cut it short (`within_limit`).
+        The whole plan is counted, even if `limits.max_samples` may end the search earlier (`within_limit`).
         """
         totals = [sum(samples.values()) for samples in self.budget.rung_samples]
         brackets = bracket_plan(self.budget.cycle, self.study.search.max_trials)

@@ -1,4 +1,4 @@
-"""Checks of a study's tasks: their data, their objectives, and prompts that leave room for an answer."""
+"""Checks of a study's tasks: their data, their objectives, and whether prompts leave room for an answer."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def check_tasks(
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
     """Check the tasks in a section of the study file, "objectives" or "holdout".
 
-    `specs` are the section's entries by position. Returns two mappings by the objective's name: the tasks as replicas
-    build them, and facts about their data. `access` limits the files that task files may lead to; None is no limit.
+    `specs` are the section's entries by position. Returns two mappings by the objective's name: the tasks in the form
+    from which replicas build them, and facts about their data. `access` limits the files that task files may refer to;
+    None is no limit.
     """
     tasks: dict[str, TaskSpec] = {}
     infos: dict[str, TaskInfo] = {}

@@ -1,7 +1,8 @@
 """Proposals, computed while the driver works.
 
-- `proposals`: the results that a proposal may use, the protocol of what computes proposals, and the storing of steps
-- `ray_proposer`: the searcher on Ray, in a process of its own
+- `proposals`: the results that a proposal may use, the interface of objects that compute proposals, and how steps are
+  stored
+- `ray_proposer`: the searcher on Ray, in a separate process
 - `searcher_state`: a searcher with the steps and checkpoints of its study
 - `checkpoints`: checkpoints of policies, stored as artifacts
 - `completions`: the sources' own correct completions, as references of gradients

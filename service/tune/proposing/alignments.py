@@ -1,4 +1,7 @@
-"""The alignments of a study, learned in Ray tasks: one task reads the texts for each model, one fits each pair."""
+"""Learning of a study's alignments in Ray tasks.
+
+One task for each model reads the texts, and one task for each pair of layers fits the pair's alignment.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,8 @@ def alignments_in(
 
     `before` has the names of alignments that the study already has, by pair; they are not learned again unless their
     file is missing. `note` receives lines of progress. Returns the name of each pair's alignment. Raises StudyFailed if
-    the file of such an alignment is missing and the alignment learned in its place is different. It also raises what
-    `learn_alignments` raises.
+    the file of such an alignment is missing and the alignment learned in its place is different. It also raises the
+    errors of `learn_alignments`.
     """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}
@@ -100,7 +103,8 @@ def learn_alignments(
 def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[LayerPair, Any]:
     """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results by pair.
 
-    One task for each model reads activations (`_read`); one for each pair then fits the pair's alignment to them.
+    One task for each model reads activations (`_read`). After that, one task for each pair fits the pair's alignment to
+    them.
     """
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
@@ -110,7 +114,8 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
     for (first, layer), (second, after) in pairs:
         needed.setdefault(first, set()).add(layer + 1)
         needed.setdefault(second, set()).add(after)
-    # The activations before each layer are an object of their own, so that a task fetches the two that it needs.
+    # The activations before each layer, those of first tokens apart, are an object of their own, so that a task fetches
+    # the two that it needs.
     rows: dict[tuple[str, int], Any] = {}
     is_held_out: dict[str, Any] = {}
     for alias in sorted(needed):
@@ -128,8 +133,9 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[Any]:
     """Read the activations before certain layers of one model of the pool, as a Ray task.
 
-    `alias` names the model, `before` has the indices of the layers. Returns a NumPy array for each of these layers, and
-    then one array that says of each row of activations whether it is held out from fitting.
+    `alias` names the model, `before` has the indices of the layers. Returns two NumPy arrays for each of these layers,
+    first the activations of all tokens but the first of each text, then those of these first tokens. After them comes
+    one boolean array that is True for the rows of the former that are held out from fitting.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)
@@ -141,10 +147,11 @@ def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[An
     with torch.no_grad():
         merge_into(inputs.pool[alias], bank, model.memory)
     activations = read_activations(model.module, prompts)
-    return [*(activations.before[layer].numpy() for layer in before), activations.is_held_out.numpy()]
+    found = [(activations.before[layer].numpy(), activations.first[layer].numpy()) for layer in before]
+    return [*found, activations.is_held_out.numpy()]
 
 
-def _fit(kind: Any, x: Any, y: Any, is_held_out: Any) -> bytes:
+def _fit(kind: Any, x: tuple[Any, Any], y: tuple[Any, Any], is_held_out: Any) -> bytes:
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
-    rows = (torch.tensor(each) for each in (x, y, is_held_out))
-    return fit_alignment(kind, *rows).to_bytes()
+    rows_x, first_x, rows_y, first_y, held_out = map(torch.tensor, (*x, *y, is_held_out))
+    return fit_alignment(kind, rows_x, rows_y, held_out, first=(first_x, first_y)).to_bytes()

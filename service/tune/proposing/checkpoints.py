@@ -25,7 +25,7 @@ class PolicyCheckpoints:
     """The checkpoints of the policies that one study trains, stored as artifacts.
 
     The last two checkpoints of each policy are kept, each in its own artifact. If an attempt ends after it has stored a
-    checkpoint and before it has stored the step that states it, the previous checkpoint is still available.
+    checkpoint and before it has stored the checkpoint's step, the previous checkpoint is still available.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ def kept_iterations(num_finished: int, num_policies: int) -> range:
 
 
 def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
-    """The sha256 of the checkpoint of each iteration in `steps`.
+    """The sha256 of the policy's checkpoint for each iteration in `steps`, by iteration.
 
     It is "" for an iteration in which nothing was learned.
     """

@@ -1,6 +1,6 @@
-"""The sources' own correct completions among the stored samples: references of gradients.
+"""The sources' own correct completions, from the stored samples, as reference answers for gradients.
 
-They are used for objectives where a lower loss on the task's reference answers does not come with a better score.
+They are used for objectives for which a lower loss on the task's reference answers does not imply a better score.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SourceCompletions:
     A completion is correct if its sample has the best value of the objective's range. Three kinds of samples have no
     completion: options of a multiple choice, samples of several completions (single ones may be wrong), and samples
     stored without tokens. Every source model must be scored in full. Samples of an engine that failed a check are
-    scored again and keep their values; if their tokens differ, a later attempt reads the new ones.
+    scored again and must get the same values; if their tokens differ, a later attempt reads the new tokens.
     """
 
     def __init__(self, store: Store, study_id: str, objectives: Sequence[Objective]) -> None:

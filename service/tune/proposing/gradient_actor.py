@@ -35,8 +35,8 @@ class GradientInputs:
 class GradientActor:
     """The actor that computes losses and gradients of merges, one step at a time.
 
-    It holds a trainable model and the bank of source weights. Equal requests have equal results on one device with one
-    number of threads.
+    It holds a trainable model and the bank of source weights. Equal requests have equal results on the same device with
+    the same number of threads.
     """
 
     def __init__(self, inputs: GradientInputs) -> None:
@@ -51,8 +51,8 @@ class GradientActor:
     def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:
         """Compute the mean loss of each objective and, for a GradientRequest, the derivatives of their weighted sum.
 
-        The derivatives are with respect to all parameters of the search space. If a loss is not finite, the result has
-        a failure. Raises InvalidModel and InvalidTask if models or task data cannot be used.
+        The derivatives are with respect to all parameters of the search space. If a loss is not finite, the result
+        contains a failure instead of losses. Raises InvalidModel and InvalidTask if models or task data cannot be used.
         """
         return self._losses(request) if isinstance(request, LossesRequest) else self._gradient(request)
 
@@ -91,8 +91,8 @@ class GradientActor:
         """The trainable model, which is opened at the first call and computes losses and gradients.
 
         Completions that `use_completions` has set since the last call are passed on to the model. The constructor does
-        not open the model, because Ray reports an error there as the death of the process. `use_completions` does not
-        open it either, because nobody reads the result of that call.
+        not open the model, because Ray reports an error in the constructor as the death of the process.
+        `use_completions` does not open it either, because errors of that call are not read.
         """
         if self._opened is None:
             import torch
@@ -112,7 +112,8 @@ class GradientActor:
         """The derivatives of a loss with respect to the parameters of the search space, by the parameter's name.
 
         `result` has the derivatives with respect to the coefficients of the merge. Several coefficients may have the
-        value of one parameter. The parameter's derivative is the sum of theirs.
+        value of one parameter. The derivative with respect to this parameter is the sum of the derivatives with respect
+        to these coefficients.
         """
         space = self._inputs.space
         slopes: dict[str, float] = {}
@@ -128,11 +129,12 @@ class GradientActor:
 
 
 def _with_stated_coefficients(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
-    """Move `point` as little as needed so that its recipe states every coefficient, and return the new point.
+    """Change `point` as little as possible so that its recipe contains every coefficient, and return the new point.
 
-    A loss has derivatives with respect to stated coefficients only. A point has a value for each parameter of `space`.
-    A recipe in canonical form does not state a source's coefficient of 0, or a shared coefficient that has its default.
-    Such a value of `point` is changed by the smallest step that recipes can express, upwards if the range allows.
+    A loss has derivatives only with respect to coefficients that the recipe contains. A point has a value for each
+    parameter of `space`. A recipe in canonical form leaves out a source's coefficient that is 0, and a shared
+    coefficient that has its default. Such a value of `point` is changed by the smallest step that recipes can express,
+    upwards if the range allows.
     """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0

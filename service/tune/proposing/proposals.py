@@ -1,4 +1,4 @@
-"""Proposals as the driver sees them: which results they may use, who computes them, and how their steps are stored."""
+"""How the driver obtains proposals: the results that they may use, the interface that computes them, their steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from search_spaces.spaces.base import SearchSpace
 from service.store import JobWriter
-from service.store.steps import ChargedRequest, GradientRequest, LossesRequest, NoteStep, Step
+from service.store.steps import ChargedRequest, GradientRequest, GradientStep, LossesRequest, NoteStep, Step, UpdateStep
 from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.schedulers.base import Proposal
@@ -23,7 +23,7 @@ class Proposer(Protocol):
     """The interface of objects that compute proposals while the driver works."""
 
     def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
-        """Start to compute the proposal of trial `number`.
+        """Begin to compute the proposal of trial `number` in the background.
 
         `observations` are the results that the proposal may use. `pending` are the configurations of earlier trials
         whose results it may not use.
@@ -31,16 +31,16 @@ class Proposer(Protocol):
         ...
 
     def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
-        """The configuration that was proposed, a step that was computed for the proposal, or a request for a step.
+        """The outcome of the computation: a configuration, a computed step of the proposal, or a request for a step.
 
-        Returns None if none of them is ready within `timeout_s`. The caller stores a step and then calls `stored`. A
-        requested step counts against the limit of samples: the caller calls `compute` if the limit allows it. After
-        either call the computation continues.
+        Returns None if there is no outcome within `timeout_s` seconds. If the outcome is a step, the caller stores it
+        and then calls `stored`. A requested step counts against the limit of samples: the caller calls `compute` if the
+        limit allows it. After either call the computation of the proposal continues.
         """
         ...
 
     def compute(self, request: ChargedRequest) -> None:
-        """Start to compute the step that was requested last."""
+        """Begin to compute, in the background, the step that was requested last."""
         ...
 
     def stored(self, step: Step) -> None:
@@ -49,14 +49,20 @@ class Proposer(Protocol):
 
 
 class Asking:
-    """The proposal that the searcher is computing for the driver, if there is one.
+    """The proposal that is being computed for the driver, if there is one, and the steps that it needs.
 
     `may_compute` is called with a proposal and the searcher's request for a step that the proposal needs. If it returns
     False, the step is not started: the method `result` returns None, and calls `may_compute` again the next time.
+    `num_steps` is the number of gradient steps and policy updates that are stored; steps of this attempt are added.
     """
 
     def __init__(
-        self, proposer: Proposer, writer: JobWriter, *, may_compute: Callable[[Proposal, ChargedRequest], bool]
+        self,
+        proposer: Proposer,
+        writer: JobWriter,
+        *,
+        may_compute: Callable[[Proposal, ChargedRequest], bool],
+        num_steps: int = 0,
     ) -> None:
         self._proposer = proposer
         self._writer = writer
@@ -64,6 +70,7 @@ class Asking:
         self._asked_at = 0.0
         self._waiting: ChargedRequest | None = None
         self.proposal: Proposal | None = None
+        self.num_steps = num_steps
 
     def submit(self, proposal: Proposal, found: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
         self.proposal, self._asked_at = proposal, time.monotonic()
@@ -72,8 +79,8 @@ class Asking:
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
         """The proposal with its configuration and the seconds that it took, or None if it is not ready in time.
 
-        It waits up to `timeout_s` seconds. Steps that are ready are stored. Raises StaleAttempt if another driver has
-        replaced this one.
+        The method waits up to `timeout_s` seconds. Steps that are ready are stored. Raises StaleAttempt if another
+        driver has replaced this one.
         """
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s
@@ -96,12 +103,13 @@ class Asking:
 
     def _store(self, step: Step) -> None:
         self._writer.add_step(step)
+        self.num_steps += isinstance(step, (GradientStep, UpdateStep))
         if isinstance(step, NoteStep):
             self._writer.add_event(EventKind.SEARCH_NOTE, {"trial": step.proposal, "text": step.request.label})
 
 
 class Observations:
-    """Makes the observations that a searcher may use for a proposal, from the stored trials."""
+    """Converts stored trials to the observations that a searcher may use for a proposal."""
 
     def __init__(self, space: SearchSpace, plan: Plan, feasibility: Feasibility) -> None:
         self._space = space
@@ -116,7 +124,7 @@ class Observations:
         """The observations that a proposal may use: the results that its field `visible` lists, and the failed trials.
 
         `trials` are the study's trials by number. Trials whose recipe has no configuration in the search space are left
-        out. Every call returns the same object for the same result.
+        out. For the same result, every call returns the same `Observation` object.
         """
         for seen in proposal.visible:
             if seen not in self._built:
@@ -152,7 +160,7 @@ class Observations:
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
         """The configuration of the search space that gives a baseline's recipe, or None if there is none.
 
-        It is computed once for each baseline.
+        The configuration of each baseline is computed only once.
         """
         if trial.number not in self._baselines:
             self._baselines[trial.number] = self._space.from_recipe(replace(trial.read_recipe(), keeps_equal=False))

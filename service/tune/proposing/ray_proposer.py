@@ -1,4 +1,4 @@
-"""Proposals on Ray: the searcher in a process of its own, and the gradient actor that computes its steps."""
+"""Proposals on Ray: the searcher in a separate process, and the gradient actor that computes its steps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RayProposer:
     - `steps`: the steps that the study already has
     - `gradient_inputs`: the input of the gradient actor; None for a searcher that needs no gradients
     - `completions`: reads correct completions of the study's source models
-    - `checkpoints`: stores the policies of a searcher that trains some
+    - `checkpoints`: stores the policies of a searcher that trains policies
 
     The method `result` raises EngineUnavailable if an actor keeps dying or cannot read its files, InvalidModel and
     InvalidTask if an actor cannot use them, StudyFailed if an actor cannot work for another reason, for example because
@@ -97,7 +97,7 @@ class RayProposer:
         self._num_deaths = 0
 
     def submit(self, **call: Any) -> None:
-        """Start to compute a proposal, with the arguments `call` of `Proposer.submit`.
+        """Begin to compute a proposal in the background, with the arguments `call` of `Proposer.submit`.
 
         If the searcher computes no steps (`proposes_at_once`), the actor also computes the other proposals of the
         batch, which are made from the same results. When one of these is submitted, it is not computed again.
@@ -111,9 +111,9 @@ class RayProposer:
         self._propose_rest()
 
     def _propose_rest(self) -> None:
-        """Start to compute the proposals of the batch that follow the present one, if the searcher computes no steps.
+        """Begin to compute the proposals of the batch that follow the present one, if the searcher computes no steps.
 
-        Those that were computed before, such as before a note of the searcher, are dropped.
+        Proposals that were computed earlier, for example before the searcher's last note, are dropped.
         """
         self._next.clear()
         if SEARCHERS[self._algorithm].proposes_at_once:
@@ -123,7 +123,7 @@ class RayProposer:
     def _follows(self, call: Mapping[str, Any]) -> bool:
         """Whether `call`, the arguments of `submit`, is for the proposal that the actor has computed ahead.
 
-        This is so if three things hold: its number follows that of the last proposal, its observations are the same,
+        Three conditions must hold: its number follows the number of the last proposal, its observations are the same,
         and its pending configurations are those of the last proposal with the last proposal added.
         """
         last = self._call
@@ -152,8 +152,8 @@ class RayProposer:
     def _finish(self) -> Step | ChargedRequest | dict[str, Any] | None:
         """Handle the result of the last call to an actor, which is ready.
 
-        The result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns what the method
-        `result` returns to the driver, or None if another call to an actor must end first.
+        The result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns the value that
+        the method `result` returns to the driver, or None if another call to an actor must end first.
         """
         request, self._computing = self._computing, None
         if request is None:
@@ -176,7 +176,7 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _message(self) -> dict[str, Any]:
-        """The arguments of the present call as the searcher's actor receives them, with indices for observations.
+        """The arguments of the present call for the searcher's actor, with indices in place of observations.
 
         Observations that the actor does not have yet are sent to it first.
         """
@@ -188,10 +188,10 @@ class RayProposer:
     def _answer(self) -> Step | ChargedRequest | dict[str, Any] | None:
         """Handle the searcher's answer to a call for a proposal.
 
-        Returns the proposed configuration; or a request for losses or a gradient, which the driver must admit first; or
-        the step of a note or of completions, which is computed here at once. Returns None if the searcher needs an
-        update of a policy, which this method has started, or if the actor died; a new actor then computes the proposal
-        again.
+        Returns the proposed configuration; or a request for losses or a gradient, which needs the driver's permission;
+        or the step of a note or of completions, which this method computes at once. Returns None if the searcher needs
+        an update of a policy, which this method has started, or if the actor died; a new actor then computes the
+        proposal again.
         """
         try:
             answer: StepRequest | dict[str, Any] = _learned(self._pending)
@@ -227,8 +227,8 @@ class RayProposer:
     def _updated(self, request: UpdateRequest) -> Step | None:
         """The update of a policy, which the searcher's actor has computed, as a step.
 
-        Stores the policy's checkpoint if the actor returned one. Returns None if the actor died; this method has then
-        started a new actor, which computes the update again.
+        Stores the policy's checkpoint if the actor returned a checkpoint. Returns None if the actor died; this method
+        has then started a new actor, which computes the update again.
         """
         try:
             result, content = _learned(self._pending)
@@ -245,7 +245,7 @@ class RayProposer:
     # -- the gradient actor ----------------------------------------------------------------------------------------
 
     def _compute(self, request: ChargedRequest | UpdateRequest) -> None:
-        """Start to compute a step: updates of policies in the searcher's actor, all others in the gradient actor.
+        """Begin to compute a step: updates of policies in the searcher's actor, all other steps in the gradient actor.
 
         The gradient actor computes losses and gradients. It is started when it is first needed, with a GPU if one is
         free.
@@ -298,9 +298,9 @@ class RayProposer:
     # -- both ------------------------------------------------------------------------------------------------------
 
     def _count_death(self, what: str, error: Exception) -> None:
-        """Count the death of an actor, which `what` names in messages.
+        """Count the death of an actor; `what` is the word for the actor in messages.
 
-        Raises EngineUnavailable at the MAX_DEATHS-th death since an actor last returned a result.
+        Raises EngineUnavailable if MAX_DEATHS actors have died since an actor last returned a result.
         """
         self._num_deaths += 1
         logger.warning("the %s died: %s", what, error)

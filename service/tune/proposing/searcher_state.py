@@ -1,9 +1,10 @@
-"""A searcher in the process that proposes: it receives the steps of its study, and the checkpoints that it needs."""
+"""The searcher and the data that it needs in the process that computes proposals: its study's steps and checkpoints."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from search_spaces.parameters import Parameters
@@ -20,7 +21,7 @@ class SearcherState:
 
     It runs in the process that proposes. In its methods, `call` has the fields of `ProposalContext` that differ between
     proposals: `number`, `seed`, `observations` and `pending`. `observations` may have an index in place of an
-    observation: the index of one of the observations that the method `receive` was given.
+    observation: the index of one of the observations that the method `receive` has received.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class SearcherState:
     def receive(self, observations: Sequence[Observation]) -> None:
         """Keep observations, to which later calls refer by index.
 
-        A study of many trials then sends each observation once, and not with every call.
+        Each observation is then sent to this process once, and not with every call.
         """
         self._received += observations
 
@@ -62,8 +63,9 @@ class SearcherState:
     def propose_next(self) -> StepRequest | dict[str, Any]:
         """The configuration of the trial after the last proposal, or a request for a step that must be computed first.
 
-        It uses the same results as the previous proposal did; the previous proposal's configuration counts as pending.
-        If the last answer is a request for a step, it is returned again, because the last proposal must be made first.
+        The proposal uses the same results as the previous one; the configuration of the previous one counts as pending.
+        If the last answer was a request for a step, this request is returned again, because its proposal must be made
+        first.
         """
         if not isinstance(self._last_answer, dict):
             assert self._last_answer is not None, "nothing was proposed"
@@ -73,7 +75,7 @@ class SearcherState:
         return self.propose(**{**call, "number": call["number"] + 1, "pending": pending})
 
     def propose_after(self, step: Step, **call: Any) -> StepRequest | dict[str, Any]:
-        """Add `step`, which the driver has stored, and propose as the method `propose` does, with `call`."""
+        """Add `step`, which the driver has stored, and return the result of the method `propose` for `call`."""
         self._steps.append(step)
         return self.propose(**call)
 
@@ -99,7 +101,7 @@ class SearcherState:
             context = self._context(self._last_call)
             known = self._searcher.learned_from(context, iteration=iteration)
             if known is not None:
-                self._ahead = _Ahead(iteration, known, *self._searcher.learn(context, iteration=iteration))
+                self._ahead = _Ahead(iteration, known, *_timed(self._searcher, context, iteration))
 
     def _context(self, call: Mapping[str, Any]) -> ProposalContext:
         given = (each if isinstance(each, Observation) else self._received[each] for each in call["observations"])
@@ -116,7 +118,7 @@ class SearcherState:
         if ahead is not None and is_ahead and ahead.known == searcher.learned_from(context, iteration=iteration):
             result, content = ahead.result, ahead.content
         else:
-            result, content = searcher.learn(context, iteration=iteration)
+            result, content = _timed(searcher, context, iteration)
         self._ahead = None
         if content is not None:
             needed = kept_iterations(iteration + 1, searcher.num_policies(self._setting))
@@ -125,7 +127,7 @@ class SearcherState:
         return result, content
 
     def _restore_checkpoints(self, searcher: LearningSearcher, call: Mapping[str, Any]) -> None:
-        """If a checkpoint that the searcher needs is missing, compute all updates of policies again, in their order.
+        """Compute all updates of policies again, in their order, if a checkpoint that the searcher needs is missing.
 
         `call` has the arguments of the present proposal, whose observations the updates learn from.
         """
@@ -148,9 +150,9 @@ class SentObservations:
         self._indices: dict[int, tuple[int, Observation]] = {}  # by id; observations are kept so that ids stay theirs
 
     def add(self, observations: Sequence[Observation]) -> tuple[list[Observation], list[int]]:
-        """The observations that must be sent before a call, and the indices by which the call names its observations.
+        """Observations that must be sent to the other process before a call, and the indices of all that the call uses.
 
-        Observations to send are those that were not sent before, in order.
+        The observations to send are those that were not sent before, in order.
         """
         new = []
         for observation in observations:
@@ -158,6 +160,13 @@ class SentObservations:
                 self._indices[id(observation)] = len(self._indices), observation
                 new.append(observation)
         return new, [self._indices[id(observation)][0] for observation in observations]
+
+
+def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int) -> tuple[UpdateResult, bytes | None]:
+    """What `searcher.learn` returns, with the seconds that it took in the result."""
+    started = time.perf_counter()
+    result, content = searcher.learn(context, iteration=iteration)
+    return replace(result, seconds=time.perf_counter() - started), content
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class ProvenanceCheck:
             self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
-        """Check the evidence of a result, and return the result with the split in the names of its prompt hashes.
+        """Check the evidence of a result, and return the result with prompt hashes whose names contain the split.
 
         An engine names a prompt hash by objective and positions. The returned name is "split objective[start:stop]".
         Raises EvidenceMismatch if the evidence does not agree with the request or with earlier evidence.

@@ -36,8 +36,8 @@ class Rescoring:
     """The void samples of one study: those that an engine scored between its last passed check and a failed one.
 
     The old value of a void sample stays in the store until a sample with the same value replaces it. If the sample has
-    another value when it is scored again, that value is never stored and the study fails. It fails again if it is
-    resumed.
+    another value when it is scored again, that value is never stored and the study fails. If the study is resumed, it
+    fails again.
     """
 
     def __init__(self, study_id: str, store: Store, writer: JobWriter, samples: SampleCache) -> None:
@@ -60,10 +60,10 @@ class Rescoring:
         return bool(self._void)
 
     def is_void(self, replica: str, canaries: int | None) -> bool:
-        """Whether samples are void that the engine of `replica` scored after it had passed `canaries` canaries.
+        """Whether the samples that the engine of `replica` scored after it had passed `canaries` canaries are void.
 
-        They are if the engine later failed a check, and had passed no more canaries by then. `replica` is the replica's
-        id. If `canaries` is None, an earlier version stored the samples, and they are not void.
+        They are void if the engine later failed a check, and had passed no more canaries by then. `replica` is the
+        replica's id. If `canaries` is None, an earlier version stored the samples, and they are not void.
         """
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries
@@ -74,7 +74,7 @@ class Rescoring:
     def report(self, fault: EngineFault) -> None:
         """Store that an engine which scores for this study failed a check.
 
-        Raises StudyFailed if this is the MAX_FAULTS-th engine that failed one.
+        Raises StudyFailed if MAX_FAULTS engines have failed a check.
         """
         self._writer.record_engine_fault(fault.replica, fault.canaries, str(fault))
         self._reported.add(fault.replica)
@@ -145,7 +145,7 @@ class Rescoring:
 
         Returns the samples with an equal value, and those with another value, which must not be stored. Raises
         StudyFailed once all void samples have been scored again and some have another value. The message names the
-        trials, among `trials`, that have the recipe, and the objectives and positions.
+        trials, among `trials`, that have the recipe, and the objectives and positions of the samples.
         """
         held = evaluation.recipe.digest, evaluation.split
         void = self._void.get(held, {})

@@ -1,4 +1,4 @@
-"""The scored samples of one study: which are missing for a recipe, and the estimates of a rung."""
+"""Scored samples of one study: which samples of a recipe are missing, and the estimates of a rung."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["SampleCache"]
 class SampleCache:
     """The stored sample values of one study, in memory, by recipe.
 
-    Trials with equal recipes share their samples. Holdout data have a single rung, of all samples.
+    Trials with equal recipes share their samples. Holdout data have a single rung, which has all samples.
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
@@ -38,7 +38,7 @@ class SampleCache:
 
     @property
     def num_scored(self) -> int:
-        """Number of samples that are stored, of search and holdout."""
+        """Number of samples that are stored, on search data and holdout data together."""
         return sum(self._num_scored.values())
 
     @property
@@ -65,7 +65,8 @@ class SampleCache:
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
         """The spans of samples at a rung that are not stored for the recipe with the digest `digest`.
 
-        Chunks are stored whole, so there are gaps only where an attempt was interrupted or void samples were removed.
+        Chunks are stored whole, so gaps between stored samples exist only where an attempt was interrupted or void
+        samples were removed.
         """
         samples, tasks = self._targets(rung, split)
         known = self._values[split].get(digest, {})
@@ -87,7 +88,7 @@ class SampleCache:
         return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe | StoredRecipe, rung: int) -> RungRecord:
-        """The estimates of a recipe's values at a rung of the search, whose samples must all be stored.
+        """Estimates of a recipe's values at a rung of the search; all samples of the rung must be stored.
 
         The result also has the values of objectives that are costs of the recipe, which need no samples.
         """
@@ -106,10 +107,10 @@ class SampleCache:
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
-        """A function that returns the cost differences between two trials: `cost_differences` with numbers for recipes.
+        """Make a function that returns the differences in cost between two trials, from `cost_differences`.
 
-        Its arguments are a trial's number, its rival's number and a rung. `trials` has the trials by number; their
-        recipes are looked up when the function is called.
+        The function's arguments are a trial's number, its rival's number and a rung. `trials` has the trials by number;
+        their recipes are looked up when the function is called.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
@@ -118,10 +119,11 @@ class SampleCache:
     ) -> tuple[NDArray[np.float64], ...]:
         """Differences in cost between a recipe and its `rival`, for each objective, in [-1, 1].
 
-        One array per objective [num_samples]: the cost of the recipe minus that of the rival on each sample of the
-        rung, in the order of the samples, which both must have. Costs are clipped to [0, 1]. For an objective that
-        follows from the recipe alone, the array has one number: -1 if the recipe is better, else 1. Samples that were
-        removed count with their old values, as in the decisions that were made with them.
+        There is one array per objective [num_samples]: the cost of the recipe minus the cost of the rival on each
+        sample of the rung, in the order of the samples. Both must have been scored on all of these samples. Costs are
+        clipped to [0, 1]. For an objective that follows from the recipe alone, the array has one number: -1 if the
+        recipe is better, else 1. Void samples, which were removed, count with their old values, because earlier
+        decisions used these values.
         """
 
         def costs(recipe: Recipe | StoredRecipe, objective: Objective) -> NDArray[np.float64]:
@@ -148,7 +150,7 @@ class SampleCache:
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
     """Sample positions, by objective and ascending, as spans of consecutive positions.
 
-    `tasks` has the task of each objective, which a span also states.
+    `tasks` has the task of each objective, which becomes a part of the span.
     """
     spans: list[Span] = []
     for objective, left in positions.items():
@@ -163,7 +165,7 @@ def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]
 def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
     """The spans in order, divided into chunks of `limit` samples; the last chunk may be smaller.
 
-    A span that does not fit into what is left of a chunk is cut in two.
+    A span that does not fit into the rest of a chunk is cut in two.
     """
     chunks: list[tuple[Span, ...]] = []
     current: list[Span] = []

@@ -1,6 +1,6 @@
-"""Results of scored chunks on their way from the scorer to the store.
+"""Checks and stores the results of scored chunks.
 
-They are checked before they are stored. Results of an engine that later failed a check are removed and scored again.
+Results of an engine that later failed a check are removed and scored again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ScoredChunks"]
 class ScoredChunks:
     """Checks and stores the results of engines, and removes the results of engines that later failed a check.
 
-    `observer` is called with "commit" whenever a chunk was stored, so that tests can stop the process there.
+    `observer` is called with "commit" whenever a chunk was stored, so that tests can stop the process at this moment.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ScoredChunks:
         return self._rescoring.next_evaluation(in_flight, trial_of=self._trials.first_with)
 
     def report_fault(self, fault: EngineFault) -> None:
-        """Store that an engine failed a check. Raises StudyFailed if too many engines did."""
+        """Store that an engine failed a check. Raises StudyFailed if too many engines have failed one."""
         self._rescoring.report(fault)
         self.look_for_faults()
 
@@ -82,8 +82,8 @@ class ScoredChunks:
         """Store a result of an engine.
 
         Returns False, and stores nothing, if the result is void because the engine has failed a check. Raises
-        EvidenceMismatch if the result is not of the requested recipe, sources or prompts, StudyFailed if samples have
-        other values when they are scored again.
+        EvidenceMismatch if the result belongs to another recipe, other sources or other prompts than requested. Raises
+        StudyFailed if samples that are scored again have other values than before.
         """
         trial, split = evaluation.trial, evaluation.split
         if self._rescoring.is_void(result.evidence.replica, result.evidence.canaries):

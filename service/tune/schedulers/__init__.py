@@ -1,4 +1,4 @@
-"""Schedulers: when trials are promoted from rung to rung, and which results a proposal may know.
+"""Schedulers: when trials are promoted from rung to rung, and which results a proposal may use.
 
 - `base`: the table of rungs and brackets that every scheduler keeps
 - `successive_halving`: Hyperband, ASHA, and one rung without promotion
@@ -39,9 +39,9 @@ def rung_table(
 ) -> RungTable:
     """A new rung table, still without trials, for the scheduler of `plan`.
 
-    It decides which trial is evaluated at which rung, and which are promoted. `violation(trial, rung)` is the total
-    constraint violation of a trial at a rung. `differences(trial, rival, rung)` has an array for each objective: the
-    trial's cost minus that of the trial `rival` on each sample of the rung.
+    The table decides which trial is evaluated at which rung, and which trials are promoted. `violation(trial, rung)` is
+    the total constraint violation of a trial at a rung. `differences(trial, rival, rung)` has an array for each
+    objective: the trial's cost minus that of the trial `rival` on each sample of the rung.
     """
     own: dict[str, Any] = {}
     if plan.error_rate is not None:

@@ -1,7 +1,7 @@
-"""The table of rungs and brackets: which trial is evaluated at which rung next, and which are promoted.
+"""The table of rungs and brackets: which trial is evaluated at which rung next, and which trials are promoted.
 
-The table is rebuilt from the stored trials, rungs and brackets at every start, and knows neither SQL nor Ray. A
-scheduler is a subclass, which decides when a rung promotes and which results a proposal may know.
+The table is rebuilt from the stored trials, rungs and brackets at every start, and uses neither SQL nor Ray. A
+scheduler is a subclass, which decides when a rung promotes trials and which results a proposal may use.
 
 A search gives the same trials for any number of replicas and after any interruption, because nothing depends on the
 order in which results arrive. The members of a rung have a fixed order, that of their promotion. Decisions are made on
@@ -31,8 +31,8 @@ __all__ = ["Decision", "Entry", "Proposal", "Rung", "RungTable"]
 class Entry:
     """A trial in the rung table: its bracket, its next rung, its costs by rung, and its state.
 
-    `bracket` is None for a baseline. `is_finished` is True once the trial is complete, pruned or failed, and
-    `is_waiting` while it waits for a decision on its promotion.
+    `bracket` is None for a baseline. `is_finished` is True once the trial is complete, pruned or failed. `is_waiting`
+    is True while the trial waits for a decision on its promotion.
     """
 
     number: int
@@ -54,7 +54,7 @@ class Rung:
     - `order`: the members in the order of their arrival
     - `members`: for each member, the number of the newest trial whose first result was needed to promote the member to
       this rung; it never decreases along `order`
-    - `num_decided`: decisions have been made on this number of first members
+    - `num_decided`: the number of members, from the first one on, on which decisions have been made
     - `ranking`: the members on which decisions have been made, without those that failed
     - `is_closed`: no further decision is made at this rung
     """
@@ -112,9 +112,9 @@ class RungTable(ABC):
     - `cycle`: the brackets, which repeat until `max_trials` configurations are proposed
     - `num_baselines`: the number of baselines, which are the first trials and are evaluated once, at the last rung
     - `max_staleness`: how many trials proposals may run ahead of evaluations, which keeps replicas busy
-    - `batch`: how many proposals in a row are made from the same results, at most `max_staleness`; these are the
-      results that the last of them must know
-    - `waits_for_baselines`: whether each proposal knows the results of all baselines
+    - `batch`: how many consecutive proposals are made from the same results, at most `max_staleness`; these are the
+      results that the last of these proposals must use
+    - `waits_for_baselines`: whether each proposal must use the results of all baselines
     - `open_brackets`: the number of brackets of Hyperband that may be open at a time
     - `violation(trial, rung)`: the trial's violation of constraints at a rung for which it has a result; called when a
       decision is made on a proposed trial
@@ -165,23 +165,24 @@ class RungTable(ABC):
 
     @abstractmethod
     def _num_promoted_early(self, num_decided: int) -> int:
-        """The number of trials that a rung promotes once its first `num_decided` members are evaluated.
+        """The number of trials that a rung promotes, in total, once its first `num_decided` members are evaluated.
 
-        The members are the trials that arrived at the rung; more may still arrive. Trials promoted before are counted.
+        The members are the trials that arrived at the rung; more may still arrive. The number includes trials that were
+        promoted earlier.
         """
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Let proposals use the results at higher rungs that proposal `number`, in bracket number `bracket`, must know.
+        """Let proposals use the results at higher rungs that proposal `number`, in bracket number `bracket`, must use.
 
-        A higher rung is any after a trial's first. A subclass decides which results the proposal must know, and calls
-        the method `_see` for each. Returns False while one of them is missing; the proposal then waits. A result that
-        was made visible stays visible for all later proposals.
+        A higher rung is any rung after a trial's first. A subclass decides which results these are, and calls the
+        method `_see` for each. Returns False while one of the results is missing; the proposal then waits. A result
+        that proposals may use can be used by all later proposals too.
         """
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """The (bracket, rung) at which the search is, for progress displays; None if it is at several at once."""
+        """The bracket and the rung that the search is at, for displays of progress; None if there are several."""
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -213,9 +214,9 @@ class RungTable(ABC):
         return self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
-        """Add the costs that a trial has at lower rungs, by rung.
+        """Record the costs of a trial at the rungs below the last, by rung.
 
-        The trial is one that is evaluated only at the last rung, such as a baseline.
+        It is needed for trials that are evaluated only at the last rung, such as baselines.
         """
         self._at_looks[number] = dict(costs)
 
@@ -229,9 +230,9 @@ class RungTable(ABC):
     def end_search(self) -> tuple[int, ...]:
         """Stop proposals, because a limit is reached or the searcher repeats known configurations.
 
-        Open rungs still finish. A bracket of several rungs that is not full gets the number of its members as its size;
-        the indices of these brackets are returned. A bracket of one rung promotes nothing, and keeps its size for a
-        search that continues.
+        Evaluations at open rungs still finish. The size of a bracket of several rungs that is not full is reduced to
+        the number of its trials; the indices of these brackets are returned. A bracket of one rung promotes nothing,
+        and keeps its size in case the search continues later.
         """
         self._is_search_over = True
         short = [
@@ -251,19 +252,19 @@ class RungTable(ABC):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the trials in the table can still take, if each is evaluated up to the last rung.
 
-        `totals` has each rung's number of samples, of all objectives together. Subclasses may know a lower number.
+        `totals` has each rung's number of samples, of all objectives together. Subclasses may return a smaller number.
         """
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples that a new proposal adds to the result of `most_samples_left`.
+        """The most samples that a new proposal adds to the result of `most_samples_left`: all samples of the last rung.
 
         `totals` has each rung's number of samples, of all objectives together.
         """
         return totals[-1]
 
     def _most_of(self, entry: Entry, totals: Sequence[int]) -> int:
-        """The most samples that a trial can still take: those of the last rung that it has not been scored on.
+        """The most samples that a trial can still take: the samples of the last rung on which it has not been scored.
 
         `totals` has each rung's number of samples, of all objectives together.
         """
@@ -293,7 +294,8 @@ class RungTable(ABC):
     def ready(self) -> Iterator[tuple[int, int]]:
         """The evaluations that may run now, as (trial number, rung).
 
-        Evaluations at later rungs come before first ones; then they are ordered by trial number.
+        Evaluations at later rungs come before evaluations at first rungs. Within both groups they are ordered by trial
+        number.
         """
         runnable = [self._entries[number] for number in self._runnable]
         runnable.sort(key=lambda entry: (entry.bracket is not None and not entry.costs, entry.number))
@@ -355,8 +357,8 @@ class RungTable(ABC):
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
         """The number of the next proposal's bracket, and the bracket itself if the proposal opens it, else None.
 
-        A new bracket is opened when the newest one has all its trials. It is the next one of the repeated `cycle`, and
-        is smaller if fewer configurations are left to propose.
+        A new bracket is opened when the newest bracket has all its trials. The new bracket is the next one of the
+        repeated `cycle`, and is smaller if fewer configurations are left to propose.
         """
         newest = next(reversed(self._brackets), -1)
         if newest >= 0 and not self._is_full(newest):
@@ -377,8 +379,8 @@ class RungTable(ABC):
     def _see_first(self, last: int) -> bool:
         """Let proposals use the first results of all trials up to number `last`.
 
-        Trials that failed without a result are added to the failed ones, which proposals receive. Returns False at the
-        first trial that has neither a result nor failed.
+        Trials that failed without a result are added to the failed trials, which proposals receive. Returns False if a
+        trial has no result yet and has not failed.
         """
         while self._num_known <= last:
             entry = self._entries[self._num_known]
@@ -392,7 +394,7 @@ class RungTable(ABC):
         return True
 
     def _see(self, number: int, rung: int) -> bool:
-        """Let proposals use the result of a trial at a rung, and return whether the trial was evaluated there.
+        """Let proposals use a trial's result at a rung, if it exists; return whether the trial was evaluated there.
 
         A trial that failed counts as evaluated, but has no result that proposals could use.
         """
@@ -448,8 +450,8 @@ class RungTable(ABC):
     def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
         """Promote trials of `rung` to the rung `above` once no trial can arrive at `rung` any more.
 
-        Returns the numbers of the promoted trials. The number of promoted trials follows from the number of members,
-        failed ones included, but failed members are not promoted.
+        Returns the numbers of the promoted trials. The number of promoted trials depends on the number of members,
+        including failed members, but failed members are not promoted.
         """
         if not rung.members:
             return ()

@@ -5,7 +5,7 @@ Waudby-Smith and Ramdas, "Estimating means of bounded random variables by bettin
 rival: each sample multiplies the gambler's capital by a factor. If the trial is not worse on all samples together, the
 expectation of this factor is at most 1, so the capital is a nonnegative supermartingale. By Ville's inequality, the
 probability that it ever reaches 1 / alpha is then at most alpha. On paired differences of right and wrong answers, this
-needs far fewer samples than the bounds of Hoeffding and Serfling.
+bound needs far fewer samples than the bounds of Hoeffding and Serfling.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def largest_capital(differences: Differences, *, population: int) -> float:
 
     A large capital is evidence for a positive sum: if the sum is not positive, the capital reaches c with a probability
     of at most 1 / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a random order. The
-    capital is infinite if the sum is positive whatever the remaining numbers are.
+    capital is infinite if the sum must be positive for any remaining numbers in [-1, 1].
     """
     drawn = np.arange(len(differences))
     sums = np.concatenate(([0.0], np.cumsum(differences)[:-1]))
@@ -50,10 +50,11 @@ class Bound:
 
     With a probability of at least 1 - `error_rate`, every trial that is stopped would have been worse than its rival on
     all samples. The k-th trial that may be stopped, called candidate k, has the share 1 / (k (k + 1)) of the error
-    rate, for any number of candidates. Its rivals share this equally. Rungs need no shares, because the bound holds at
-    all of them. Objectives need none either: a trial that is not worse in one of them is stopped only if the bound of
-    that objective is wrong. The trial is assumed not to depend on which samples come first. A searcher that learns from
-    the lower rungs of earlier trials makes the rate approximate.
+    rate, for any number of candidates. This share is divided equally between the candidate's rivals. It is not divided
+    between rungs, because the bound holds at all rungs together. It is not divided between objectives either: a trial
+    that is not worse in one objective is stopped only if the bound of that objective is wrong. The bound assumes that a
+    trial's recipe does not depend on which samples come first. If a searcher learns from the lower rungs of earlier
+    trials, the error rate is only approximate.
 
     `differences(trial, rival, rung)` has an array for each objective: the cost of the trial minus that of the rival on
     each sample of the rung, in [-1, 1], in the order of the samples. `populations` are the numbers of all samples, in

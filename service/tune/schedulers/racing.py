@@ -1,9 +1,9 @@
-"""Racing: a trial is compared with the best trials on the same samples, and stopped when it is behind.
+"""Racing: each trial is compared with the best trials on the same samples, and stopped when it is behind them.
 
 Trials are compared at each rung, which is a fixed number of samples of every objective. Birattari et al., "A racing
-algorithm for configuring metaheuristics" (2002), stop a trial by a statistical test. Here it is stopped as soon as it
-is behind: a worse trial costs few samples, at the risk of losing a better one that starts badly. With a `Bound`, a
-trial is stopped when that risk is known to be small.
+algorithm for configuring metaheuristics" (2002), stop a trial by a statistical test. Here a trial is stopped as soon as
+it is behind: bad trials cost few samples, but a good trial that starts badly may be lost. With a `Bound`, a trial is
+stopped only if the probability of this is known to be small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["RacingTable"]
 
 
 class RacingTable(RungTable):
-    """A rung table for racing: each trial climbs the rungs by itself, and is stopped when a rival is ahead of it.
+    """A rung table for racing: each trial moves up the rungs independently, and is stopped when a rival is ahead of it.
 
     Trial and rival are compared at the trial's rung. A rival is ahead if it has a smaller cost or, with several
     objectives, if it dominates the trial; with constraints, a rival that violates them less is ahead. With a `bound`, a
@@ -80,7 +80,7 @@ class RacingTable(RungTable):
         return self._num_ended > number - self._max_staleness
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
-        """The rivals of trial `number` that have costs at the rung, each with these costs.
+        """The rivals of trial `number` that have costs at the rung, each with its costs there.
 
         Rivals are the trials on the front of all trials up to `number` - `max_staleness`.
         """

@@ -3,8 +3,8 @@
 The order is that of `search_spaces.objectives.promotion_order`, which sorts all candidates anew. Here, a candidate is
 inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method for Steady-State
 Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that dominates others
-moves them one front back. Only the fronts that were asked for are separated; all other candidates are kept together,
-unsorted.
+moves them one front back. Only the fronts that were requested so far are separated; all other candidates are kept
+together, unsorted.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Ranking:
         self._feasible.add(candidate.number, candidate.costs)
 
     def take(self, count: int) -> list[int]:
-        """The trial numbers of the best `count` candidates, the best first, without those that were returned before."""
+        """The trial numbers of the best `count` candidates, the best first, except those that were returned before."""
         if self._feasible is None:
             return self._infeasible.take(count)
         return self._feasible.take(count) + self._infeasible.take(count - len(self._feasible))
 
 
 class _Order(Protocol):
-    """The interface of candidates for promotion in an order: trials with their costs at one rung.
+    """The interface of ordered candidates for promotion: trials with their costs at one rung.
 
-    The method `take` returns the best ones that it has not returned before.
+    The method `take` returns the best candidates that it has not returned before.
     """
 
     def __len__(self) -> int: ...

@@ -1,7 +1,7 @@
 """Hyperband and ASHA.
 
 Hyperband: Li et al., "Hyperband" (JMLR 18, 2018), algorithm 1. ASHA: Li et al., "A System for Massively Parallel
-Hyperparameter Tuning" (MLSys 2020), algorithm 2. Bracket sizes are `search_spaces.fidelity`'s.
+Hyperparameter Tuning" (MLSys 2020), algorithm 2. `search_spaces.fidelity` computes the sizes of brackets.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ __all__ = ["AshaTable", "HyperbandTable"]
 
 
 class HyperbandTable(RungTable):
-    """Rung table of Hyperband: a rung promotes once, when no further trial can arrive there from its bracket.
+    """Rung table of Hyperband: a rung promotes trials once, when no further trial of its bracket can arrive there.
 
     Proposal n, in bracket b, uses these results:
 
     - the first result of each trial up to n - max_staleness; the proposal waits for these results
-    - all other results of those trials up to n - max_staleness that are in brackets up to b - open_brackets; bracket b
-      opens when those brackets are closed
+    - all other results of the trials up to n - max_staleness whose brackets are at most b - open_brackets; bracket b
+      opens when these brackets are closed
 
-    No other results are used, even if they are known, so the evaluations of `open_brackets` brackets may overlap. In a
+    Other results are not used, even if they are known. So the evaluations of `open_brackets` brackets may overlap. In a
     batch, all proposals use the same results: n is the last proposal of the batch, and b the bracket of its first one.
     With one open bracket, brackets follow each other as in the paper.
     """
@@ -67,9 +67,9 @@ class HyperbandTable(RungTable):
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
         """The most samples that a new proposal adds to the result of `most_samples_left`.
 
-        A proposal that opens a bracket adds those of the whole bracket; other proposals add none. In a bracket of one
-        rung, where nothing is promoted, each proposal adds its own samples. `totals` has each rung's number of samples,
-        of all objectives together.
+        A proposal that opens a bracket adds the samples of the whole bracket; other proposals add none. In a bracket of
+        one rung, where nothing is promoted, each proposal adds its own samples. `totals` has each rung's number of
+        samples, of all objectives together.
         """
         shape = proposal.opens or self._brackets[proposal.bracket]
         if shape.first_rung == self.last_rung:
@@ -77,7 +77,7 @@ class HyperbandTable(RungTable):
         return 0 if proposal.opens is None else shape.samples(totals)
 
     def position(self) -> tuple[int, int] | None:
-        """The oldest bracket with unfinished trials, and the lowest rung at which one of them is.
+        """The oldest bracket with unfinished trials, and the lowest rung that has such a trial.
 
         Returns None if there is no such bracket.
         """
@@ -93,9 +93,9 @@ class AshaTable(RungTable):
 
     The search departs from the paper's in two ways, which make it independent of the order of results:
 
-    - A rung counts its members in the order of their arrival, not of their evaluation: decisions on the first k are
-      made when all k are evaluated. A slow member delays the promotions after it (and, `max_staleness` trials later,
-      proposals), but nothing waits for a bracket. Promotions are those of the paper with one worker.
+    - The members of a rung are ordered by their arrival, not by the time of their result: decisions on the first k
+      members are made when all k are evaluated. A slow member delays later promotions (and, `max_staleness` trials
+      later, proposals), but nothing waits for a whole bracket. Promotions are the same as in the paper with one worker.
     - The paper's search never ends. When this one ends, a rung that has promoted no trial promotes its best, so that
       the full budget is reached, and the remaining trials are pruned. Trials added to a search that had ended form
       another bracket.
@@ -124,9 +124,9 @@ class AshaTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the trials in the table can still take.
 
-        Each result lets at most one trial of the same rung be promoted. So for each member of a rung on which no
-        decision has been made, one trial may still be scored at all rungs above. `totals` has each rung's number of
-        samples, of all objectives together.
+        Each decision at a rung promotes at most one trial. So for each member of a rung on which no decision has been
+        made, one trial may still be scored at all rungs above this rung. `totals` has each rung's number of samples, of
+        all objectives together.
         """
         left = 0
         for entry in (self._entries[number] for number in self._runnable):

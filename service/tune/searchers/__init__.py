@@ -2,11 +2,11 @@
 
 Importing this package does not import the libraries that propose: SMAC, scikit-learn, Optuna and cmaes.
 
-- `base`: the interface, and all that a searcher may know
+- `base`: the interface of searchers, and the data that they receive
 - `descents`: the descents of a search by gradients, in their order
 - `elites`: the best known layer paths of each preference vector, and mutants of them
 - `encoding`: configurations as rows of numbers
-- `history`: each trial at its highest rung, and which of two is better
+- `history`: each trial's result at its highest rung, and an order of trials
 - `loss_comparison`: whether a search uses gradients
 - `midpoints`: points halfway between two trials of a front
 - `rung_choice`: whether a surrogate learns from all rungs or from the highest alone

@@ -1,8 +1,8 @@
-"""The interface of a searcher: a pure function from what is known to the next configuration.
+"""The interface of a searcher: a pure function from the known results to the next configuration.
 
-Searchers keep no state between proposals. Proposal n depends only on its context, so a resumed search proposes what an
-uninterrupted one would have proposed. A searcher that needs more than scores is such a function too: it answers with a
-step to compute, and finds the result in the context of its next call, until it has a configuration.
+Searchers keep no state between proposals. Proposal n depends only on its context, so a resumed search makes the same
+proposals as an uninterrupted one. A searcher that needs more than scores is such a function too: it returns a request
+for a step, and finds the step's result in the context of its next call, until it returns a configuration.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _MAX_DRAWS = 64
 
 @dataclass(frozen=True)
 class Observation:
-    """The result of a trial at one rung, as a searcher sees it.
+    """The result of a trial at one rung, in the form that searchers receive.
 
-    - `fidelity`: the rung's share of the full budget, in (0, 1]. A failed trial has that of the last rung.
+    - `fidelity`: the rung's share of the full budget, in (0, 1]. For a failed trial, it is that of the last rung.
     - `costs`: one cost per objective, smaller is better. None if the trial failed.
-    - `standard_errors`: the standard errors of the costs, None for an unknown one.
+    - `standard_errors`: the standard error of each cost; None if it is not known.
     - `constraints`: one value per constraint. The constraint holds if its value is at most 0.
     - `is_proposed`: False for baselines and for trials of an earlier study.
     """
@@ -69,7 +69,7 @@ class SearchSetting:
     - `family`: the models whose weights describe the layers to a policy; None if layers are described by their
       positions alone
     - `start`: the checkpoints from which policies start; empty for new policies
-    - `batch`: the number of proposals in a row that are made from the same results
+    - `batch`: the number of consecutive proposals that are made from the same results
     - `observed`: results of an earlier study, which come before those of the study's own trials; their trials have
       negative numbers and count as not proposed
     - `version`: the version of the searcher that the study was created with; None for the newest
@@ -89,7 +89,7 @@ class SearchSetting:
 
     @property
     def vectors(self) -> tuple[tuple[float, ...], ...]:
-        """The study's preference vectors, or a single one of equal weights if the study has none."""
+        """The study's preference vectors, or a single vector of equal weights if the study has none."""
         return self.preferences or (equal_preference(len(self.objectives)),)
 
     def first_in_batch(self, number: int) -> int:
@@ -104,7 +104,7 @@ class SearchSetting:
         return self.first_in_batch(number) + self.batch - 1 - number
 
     def fitted(self, name: str) -> range:
-        """The sample positions of the objective `name` that losses and gradients may use."""
+        """The sample positions of the objective `name` that may be used for losses and gradients."""
         return range(self.first_fitted.get(name, 0), self.num_samples[name])
 
 
@@ -112,10 +112,10 @@ class SearchSetting:
 class ProposalContext:
     """All that a searcher may use to propose the configuration of trial `number`.
 
-    `observations` have each trial at each of its rungs. `pending` are the configurations of earlier proposals whose
-    results may not be used for this one; there may be any number of them. `steps` are all steps of the study, in order.
-    `checkpoints` are, for a searcher that trains policies, the checkpoints of the last two iterations of each policy,
-    by iteration.
+    `observations` has the result of each trial at each of its rungs. `pending` are the configurations of earlier
+    proposals whose results may not be used for this one; there may be any number of them. `steps` are all steps of the
+    study, in order. For a searcher that trains policies, `checkpoints` has the checkpoints of the last two iterations
+    of each policy, by iteration.
     """
 
     parameters: Parameters
@@ -132,7 +132,7 @@ class ProposalContext:
         return proposal_generator(seed=self.seed, number=self.number)
 
     def known_configurations(self) -> list[Mapping[str, Any]]:
-        """The configurations that need not be proposed again: those of trials with results, then the pending ones."""
+        """Configurations that need not be proposed again: first those of trials with results, then pending ones."""
         return [*{o.number: o.configuration for o in self.observations}.values(), *self.pending]
 
     def sample_unseen(self, rng: np.random.Generator) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Searcher(Protocol):
         """The configuration of trial `context.number`, or a request for a step that must be computed first.
 
         The configuration is valid in `context.parameters`, with inactive parameters left out. Most searchers need no
-        steps, except to note a decision, and answer with a configuration at once.
+        steps, except to note a decision, and return a configuration at once.
         """
         ...
 
@@ -165,8 +165,8 @@ class Searcher(Protocol):
 class LearningSearcher(Searcher, Protocol):
     """The interface of a search algorithm that trains policies between proposals.
 
-    It computes its update steps itself. The checkpoint of iteration i is a function of the seed and of the results of
-    the trials up to that iteration, so a lost checkpoint can be computed again.
+    The searcher computes its update steps itself. The checkpoint of iteration i is a function of the seed and of the
+    results of the trials up to that iteration, so a lost checkpoint can be computed again.
     """
 
     def learn(self, context: ProposalContext, /, *, iteration: int) -> tuple[UpdateResult, bytes | None]:

@@ -2,8 +2,8 @@
 
 Hansen, "The CMA evolution strategy: a tutorial" (2016); Ros and Hansen, "A simple modification in CMA-ES" (2008) for
 its diagonal form, which spaces of many parameters use. The implementation is the package cmaes, on which Optuna's
-sampler is based. The distribution starts at the best baseline. For every proposal it receives all proposed trials
-again, in their order; each counts with its result at the highest rung that it has reached.
+sampler is based. The distribution starts at the best baseline. For every proposal, the distribution is computed again
+from all proposed trials, in their order, each with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class CmaEsSearcher:
 
     A generation consists of the next trials in order, even if some of them were drawn from an earlier distribution,
     because proposals may run ahead of results. The first distribution has the standard deviation `first_sigma`, as a
-    share of each parameter's range. Up to `max_full` parameters, all correlations between parameters are learned.
+    share of each parameter's range. In spaces of at most `max_full` parameters, all correlations between parameters are
+    learned.
     """
 
     # A share of each parameter's range. The search starts at a good recipe: with 0.2, the first generations were far

@@ -1,7 +1,8 @@
 """Differential evolution, DE/rand/1/bin: Storn and Price, J. Global Optimization 11, 1997.
 
-The population is in a steady state: trial n competes for member n modulo the population's size, which is the best trial
-that competed for it. Each trial counts with its result at the highest rung that it has reached.
+The population changes with every trial: trial n competes for the place n modulo the population's size, and the member
+at a place is the best trial that has competed for it. The result of a trial is its result at the highest rung that it
+has reached.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class DifferentialEvolution:
     """The searcher by differential evolution, for one objective.
 
     It changes the members of a population by the differences between other members, times `scale`. Choices and inactive
-    parameters are treated as numbers in [0, 1], as numeric parameters are.
+    parameters are treated as numbers in [0, 1], like numeric parameters.
     """
 
     population_size: int = 20

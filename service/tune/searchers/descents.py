@@ -1,4 +1,4 @@
-"""The descents of a search by gradients: one for each preference vector, ordered so that each follows a neighbour.
+"""The descents of a search by gradients: one for each preference vector, in an order in which neighbours are similar.
 
 The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
 the vectors of earlier ones, and starts at the end of the nearest earlier descent, so that few steps are enough.
@@ -16,7 +16,7 @@ import numpy as np
 from search_spaces.preferences import equal_preference
 from search_spaces.study.search import GradientOptions
 
-__all__ = ["Descent", "descents_of", "place_of"]
+__all__ = ["Descent", "descents_of", "num_steps_for", "place_of"]
 
 # Decimals to which distances are compared: neighbours on a lattice are equally far.
 DECIMALS = 9
@@ -27,7 +27,8 @@ class Descent:
     """A gradient descent of `num_steps` steps for one preference vector.
 
     `num_points` of its points, evenly spaced and including the end, become trials. `neighbours` are the numbers of
-    earlier descents, the nearest first. `learning_rate` is that of the first step; it falls linearly.
+    earlier descents, the nearest first. `learning_rate` is the learning rate of the first step; it falls linearly from
+    step to step.
     """
 
     preference: tuple[float, ...]
@@ -66,9 +67,10 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
 
 
 def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
-    """The number of the descent and the index of the point in it that become the proposal with index `index`.
+    """The descent, and the index of its point, that become the proposal with index `index`.
 
-    Proposals are counted from 0 without baselines. Returns None if the proposal follows the points of all descents.
+    Descents are identified by their numbers. Proposals are counted from 0 without baselines. Returns None if the
+    proposal comes after the points of all descents.
     """
     for number, descent in enumerate(descents):
         if index < descent.num_points:
@@ -77,10 +79,21 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
     return None
 
 
+def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
+    """The number of gradients that the first `num_proposals` proposals need, those of baselines not counted."""
+    total = 0
+    for descent in descents:
+        if num_proposals <= 0:
+            break
+        total += descent.num_steps_to(min(num_proposals, descent.num_points) - 1)
+        num_proposals -= descent.num_points
+    return total
+
+
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
     """The order in which descents are made for the preference vectors [num_vectors, num_objectives].
 
-    The first descent is for the vector nearest to equal weights. Each later one is for the vector nearest to the
+    The first descent is for the vector nearest to equal weights. Each later descent is for the vector nearest to the
     vectors before it. For each descent, the result has the index of its vector and the numbers of all earlier descents,
     sorted by the distance of their vectors from this one. At equal distances the earlier descent comes first.
     """

@@ -2,8 +2,8 @@
 
 A column is a parameter, in the order of the space. Values are in [0, 1]: a real number is encoded by its position in
 its range, a whole number or a choice by the middle of its cell. INACTIVE marks a parameter that does not exist in that
-row. In a space with a structure, every row that is made here encodes a repaired configuration, and rows are drawn as
-the space draws. Arrays are [num_rows, num_parameters], float64.
+row. In a space with a structure, every row that this module makes encodes a repaired configuration, and random rows are
+drawn by the space itself. Arrays are [num_rows, num_parameters], float64.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Encoding:
         return self._first_columns(configurations, len(self._parameters))
 
     def _first_columns(self, configurations: Iterable[Mapping[str, Any]], num: int) -> Rows:
-        """The first `num` columns of the rows that encode `configurations`."""
+        """The first `num` columns of the encoded `configurations`."""
         found = itertools.chain.from_iterable(self._numbers(configuration, num) for configuration in configurations)
         rows = np.fromiter(found, dtype=np.float64).reshape(-1, num)
         rows -= self._low[:num]  # in place: a table of thousands of rows does not fit in the processor's cache
@@ -100,8 +100,8 @@ class Encoding:
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
         """Random rows, each the encoding of a random configuration.
 
-        If the space has a structure, such as layer paths, the configurations are drawn as the space draws them.
-        Otherwise the rows are drawn uniformly.
+        If the space has a structure, such as layer paths, the space itself draws the configurations. Otherwise the rows
+        are drawn uniformly.
         """
         if self._space.structure is not None:
             return self.encode(self._space.sample(rng) for _ in range(num_rows))
@@ -122,7 +122,7 @@ class Encoding:
         return self._is_categorical
 
     def fill(self, rows: Rows, rng: np.random.Generator) -> Rows:
-        """The rows with a random number for each inactive parameter, so that rows can be added and subtracted."""
+        """Copy of the rows with random numbers for inactive parameters, so that rows can be added and subtracted."""
         return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
 
     def first_unknown(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> Rows | None:
@@ -185,9 +185,9 @@ class Encoding:
         return [row.tobytes() for row in np.round(rows * 1e6).astype(np.int64)]
 
     def normalise(self, rows: Rows) -> Rows:
-        """Rows of any numbers in [0, 1] as valid rows of this encoding; `rows` is not changed.
+        """Convert rows of arbitrary numbers in [0, 1] to valid rows of this encoding; `rows` is not changed.
 
-        - A whole number or a choice is moved to the middle of the interval that stands for it.
+        - A whole number or a choice is moved to the middle of its interval.
         - Inactive parameters get the number INACTIVE.
         - Configurations that the space does not allow are repaired.
         """

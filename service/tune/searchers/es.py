@@ -1,8 +1,8 @@
-"""A (1+1) evolution strategy: mutants of the best trial, with a step size that follows their success.
+"""A (1+1) evolution strategy: mutants of the best trial, with a step size that depends on their success.
 
 Rechenberg's one-fifth rule in the form of Kern et al., "Learning probability distributions in continuous evolutionary
 algorithms" (Natural Computing 3, 2004), section 4. In a mutant, each number moves with probability 0.5. The trials are
-replayed in their order for every proposal; each counts with its result at the highest rung that it has reached.
+replayed in their order for every proposal, each with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _NUM_MUTANTS = 16
 class EvolutionStrategy:
     """The searcher by a (1+1) evolution strategy, for one objective.
 
-    Each proposal is a random change of the best trial. The step size begins at `first_step`, grows by `success_factor`
-    after a success and falls after a failure, from `smallest_step` to `largest_step`. A choice changes with a
-    probability equal to the step size, so choices are kept as steps become small.
+    Each proposal is a random change of the best trial. The step size begins at `first_step`, is multiplied by
+    `success_factor` after a success and falls after a failure, within `smallest_step` and `largest_step`. A choice
+    changes with a probability equal to the step size, so choices rarely change once steps are small.
     """
 
     rate: float = 0.5  # the probability that a number moves

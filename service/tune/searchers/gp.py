@@ -1,7 +1,7 @@
 """Optuna's Gaussian process: it proposes the configuration with the largest expected improvement.
 
 With several objectives, this is the expected improvement of the hypervolume. Jones et al., J. Global Optimization 13,
-1998; Ament et al., "Unexpected improvements to expected improvement" (NeurIPS 2023). A process is fitted for every
+1998; Ament et al., "Unexpected improvements to expected improvement" (NeurIPS 2023). A new process is fitted for every
 proposal, which takes long with hundreds of parameters.
 """
 

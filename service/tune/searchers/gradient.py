@@ -1,13 +1,13 @@
 """Gradient descent on the coefficients of a merge, followed by midpoints of the front or a local search.
 
-The loss is that of teacher forcing on reference answers (`workers.training.gradients`): a few forward and backward
-passes improve all coefficients at once. AdaMerging (Yang et al., "AdaMerging: Adaptive Model Merging for Multi-Task
-Learning", 2024) also learns coefficients by gradients, but of the entropy of predictions. Adam is that of Kingma and Ba
-(2015), algorithm 1.
+The loss is the cross-entropy of reference answers under teacher forcing (`workers.training.gradients`): a few forward
+and backward passes improve all coefficients at once. AdaMerging (Yang et al., "AdaMerging: Adaptive Model Merging for
+Multi-Task Learning", 2024) also learns coefficients by gradients, but of the entropy of predictions. Adam is algorithm
+1 of Kingma and Ba (2015).
 
-First, `loss_comparison` decides whether gradients are used. If not, SMAC proposes all trials. If they are, a descent
-starts at the defaults of the space's parameters, and some of its points become trials. A local search from the best
-trial follows.
+First, `loss_comparison` decides whether gradients are used. If they are not used, SMAC proposes all trials. If they are
+used, a descent starts at the defaults of the space's parameters, and some of its points become trials. A local search
+from the best trial follows.
 
 A study with preference vectors has a descent for each vector (`descents`). Then come points halfway between trials of
 the front (`midpoints`). When no midpoint would add to the front, a local search follows for one vector after the other.
@@ -69,8 +69,8 @@ class GradientSearcher:
     def _descend(self, context: ProposalContext, number: int, point: int) -> GradientRequest | dict[str, Any] | None:
         """The configuration at the point with index `point` of the gradient descent with number `number`.
 
-        If the gradients on the way to the point are not all computed, returns a request for the next one. Returns None
-        if the descent has failed, because a loss was not finite.
+        If gradients on the way to the point are still missing, a request for the next gradient is returned instead.
+        Returns None if the descent has failed, because a loss was not finite.
         """
         setting, steps = context.setting, context.steps
         descent = _descents(setting)[number]
@@ -98,8 +98,8 @@ class GradientSearcher:
     def _start(self, context: ProposalContext, number: int) -> Point:
         """The point at which the gradient descent with number `number` starts: the end of a nearby earlier descent.
 
-        It is the nearest one, by preference vector, that has not failed. If there is none, the descent starts at the
-        defaults of the parameters.
+        This descent is the one with the nearest preference vector among those that have not failed. If there is none,
+        the start is at the defaults of the parameters.
         """
         parameters, steps = context.parameters, context.steps
         if done := _steps_of(number, steps):
@@ -149,7 +149,7 @@ def _numbers(parameters: Parameters) -> list[Float]:
 def _minibatch(context: ProposalContext, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """The sample positions of the next gradient, ascending, with an equal share for each of the objectives `names`.
 
-    Over all descents, every sample of an objective is drawn once before one is drawn again.
+    Over all descents, every sample of an objective is drawn once before any sample is drawn again.
     """
     setting = context.setting
     share = max(1, setting.options.gradient.batch // len(names))
@@ -177,8 +177,8 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
     """The observations with a single cost each, for a local search.
 
     The cost is the mean over the objectives or, in a study with preference vectors, the mean weighted by the vector of
-    the proposal (`_turn`). Trials that were proposed for other vectors are then marked as not proposed, because they
-    say nothing about the size of the local search's steps.
+    the proposal (`_turn`). Trials that were proposed for other vectors are then marked as not proposed, because their
+    success says nothing about the size of the local search's steps.
     """
     setting = context.setting
     turn = _turn(context.number, setting)
@@ -195,9 +195,10 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
 
 
 def _turn(number: int, setting: SearchSetting) -> int:
-    """The index of the gradient descent for whose preference vector trial `number` is proposed.
+    """The index of the gradient descent whose preference vector is used to propose trial `number`.
 
-    It is the descent of which the trial is a point. Trials after all descents use the descents' vectors in turn.
+    A trial that is a point of a descent uses this descent's vector. Trials after all descents use the vectors of the
+    descents in turn.
     """
     descents = _descents(setting)
     index = number - setting.num_baselines

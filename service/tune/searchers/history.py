@@ -1,6 +1,6 @@
 """The result of each trial at its highest rung, and an order of trials.
 
-These are for searchers that use a result as it is, and do not learn how rungs differ.
+They are for searchers that use results at different rungs without learning how rungs differ.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
 
 
 def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9, group: int = 1) -> ProposalContext:
-    """The context with only as many observations as a searcher's model has time to learn from.
+    """The context with as many observations as a searcher's model can be fitted to in acceptable time.
 
     Models are fitted anew for every proposal, which takes too long with many observations of many parameters. The table
-    of observations [num_observations, num_parameters] may have `max_numbers` numbers and `max_rows` rows. If it has
-    more, trials are left out:
-
+    of observations [num_observations, num_parameters] may have `max_numbers` numbers and `max_rows` rows. If it is
+    larger, trials are left out:
     - Half of the trials that are kept are the newest.
     - The other half are the best of the earlier trials: those at the highest rungs, and at one rung the first in the
       order of promotion.

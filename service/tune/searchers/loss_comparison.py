@@ -1,10 +1,10 @@
 """Comparison of losses with scores over the baselines: it decides whether a search uses gradients.
 
-A descent lowers losses on reference answers. That helps only where a lower loss comes with a better score, so the
-losses of the baselines in the search space are ranked against their costs first. Where the ranks disagree (as with bare
-answers as references of a task that needs reasoning), the sources' own correct completions are tried as references.
-Where these fail too, gradients are not used. The decision is a note, made once per study; it covers all baselines, as
-the searcher waits for them.
+A descent lowers losses on reference answers. This helps only for objectives for which a lower loss goes with a better
+score. Therefore the losses of the baselines in the search space are first compared with their costs by rank. If the
+ranks disagree for an objective (for example because the references of a task that needs reasoning are bare answers),
+the sources' own correct completions are tried as references. If their ranks disagree too, gradients are not used. The
+decision is stored as a note, once per study. It takes all baselines into account, because the searcher waits for them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Correlations = Mapping[str, float]
 def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | NoteRequest:
     """The request for the next step towards the decision whether a search uses gradients, or the decision itself.
 
-    First the losses of the baselines are computed on the tasks' reference answers. For some objectives these losses may
-    not rank the baselines as their scores do. Their losses are then computed on the source models' correct completions.
-    The decision is a NoteRequest, whose step states it.
+    First the losses of the baselines are computed on the tasks' reference answers. If, for some objectives, these
+    losses do not rank the baselines in the same order as the scores, the losses of these objectives are computed on the
+    source models' correct completions. The decision is a NoteRequest; the step that stores it contains the decision.
     """
     setting, steps = context.setting, context.steps
     known = [o for o in context.observations if not o.is_proposed and o.costs is not None]
@@ -97,9 +97,9 @@ def most_compared_samples(setting: SearchSetting) -> int:
 
 
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
-    """The sample positions that have a correct completion, by objective, for objectives that use them as references.
+    """Sample positions with a correct completion, for each objective whose references are such completions.
 
-    Returns None if the search has not asked for completions.
+    Returns None if the search has not requested completions.
     """
     for step in steps:
         if isinstance(step, CompletionsStep):
@@ -111,7 +111,7 @@ def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] 
 def mean_loss(name: str, steps: Sequence[Step]) -> float:
     """The mean loss of the objective `name` over the baselines, on the references that gradients use.
 
-    It is read from the computed `steps`; if they have no loss of a baseline, it is 1.
+    The result is computed from the stored `steps`; if they have no loss of a baseline, it is 1.
     """
     on_completions = name in (reference_completions(steps) or {})
     compared = [s for s in _comparisons(steps, on_completions=on_completions) if s.result.failure is None]

@@ -1,7 +1,7 @@
 """Proposals halfway between two trials of a front.
 
-Coefficients halfway between those of two good compromises mostly give another good compromise. Merges are averages of
-models, and losses of models that were fine-tuned from one base change smoothly along the line between them (linear mode
+The mean of the coefficients of two good compromises is mostly another good compromise. Merges are averages of models,
+and losses of models that were fine-tuned from one base change smoothly along the line between them (linear mode
 connectivity: Frankle et al., ICML 2020; for fronts: Rame et al., "Rewarded soups", NeurIPS 2023). So a trial in the
 middle of a gap of the front costs one evaluation and no gradient.
 """
@@ -29,9 +29,9 @@ MAX_PARENTS, MAX_PARENTS_OF_MANY, MANY_OBJECTIVES = 64, 12, 6
 def midpoint(context: ProposalContext) -> dict[str, Any] | None:
     """The midpoint of two trials of the front that would add most to the front's hypervolume.
 
-    Returns None if no midpoint would add any. The costs of a midpoint are estimated as the means of the costs of both
-    trials. The front is that of the trials at the highest rung that any trial has reached. All parameters must be
-    numbers.
+    Returns None if no midpoint would add to the hypervolume. The costs of a midpoint are estimated as the means of the
+    costs of both trials. The front is the front of the trials at the highest rung that any trial has reached. All
+    parameters must be numbers.
     """
     encoding = Encoding(context.parameters)
     parents = _parents(context.observations)

@@ -2,7 +2,7 @@
 
 Each member of the population combines the objectives with its own weights (Tchebycheff function). A child replaces
 members whose weights are similar. Trial n is a child of member n modulo the population's size. The trials are replayed
-in their order for every proposal; each counts with its result at the highest rung that it has reached.
+in their order for every proposal, each with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _SMALLEST_WEIGHT = 1e-6
 class MoeadSearcher:
     """The searcher MOEA/D-DE (Li and Zhang, 2009), for several objectives.
 
-    The size of the population and the rates of crossover and mutation are those with which papers on merging run
-    MOEA/D-DE as a baseline. Choices and inactive parameters are treated as numbers in [0, 1], as numeric parameters
-    are.
+    The size of the population and the rates of crossover and mutation are the values that papers on merging use for
+    MOEA/D-DE as a baseline. Choices and inactive parameters are treated as numbers in [0, 1], like numeric parameters.
     """
 
     population_size: int = 30

@@ -16,7 +16,7 @@ __all__ = ["SEARCHER", "NsgaSearcher"]
 
 @dataclass(frozen=True)
 class NsgaSearcher:
-    """The searchers NSGA-II and NSGA-III, for spaces without conditions; `sampler` says which of the two.
+    """The searchers NSGA-II and NSGA-III, for spaces without conditions; `sampler` says which of the two it is.
 
     A child takes a choice from either parent with equal probability; a mutation replaces it by any other choice.
     """

@@ -1,7 +1,7 @@
-"""Optuna's NSGA-III: as NSGA-II, with reference directions that keep the front spread in many objectives.
+"""Optuna's NSGA-III: NSGA-II with reference directions, which keep the front spread out in many objectives.
 
-Deb and Jain, IEEE TEC 18(4), 2014. A generation is filled by the next trials in order; the generations are rebuilt
-for every proposal.
+Deb and Jain, IEEE TEC 18(4), 2014. A generation is filled by the next trials in order; the generations are rebuilt for
+every proposal.
 """
 
 from service.tune.searchers.nsga2 import NsgaSearcher

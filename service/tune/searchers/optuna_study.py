@@ -1,7 +1,7 @@
-"""Proposals by Optuna's samplers: for each proposal, a new study in memory is given all trials.
+"""Proposals by Optuna's samplers: for each proposal, all trials are added to a new study in memory.
 
-A trial counts with its result at the highest rung that it has reached, a failure with the worst observed value.
-Samplers see earlier proposals without results as running trials. Akiba et al., "Optuna" (KDD 2019).
+A trial has its result at the highest rung that it has reached, or the worst observed value if it failed. Earlier
+proposals without results are added as running trials. Akiba et al., "Optuna" (KDD 2019).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def propose(
     max_rows: int = 10**9,
     group: int = 1,
 ) -> dict[str, Any]:
-    """The configuration that a sampler of Optuna proposes, or a random one if the sampler proposes a known one.
+    """The configuration that a sampler of Optuna proposes, or a random configuration if the proposal is a known one.
 
     `sampler_of` makes a sampler from a seed. `max_numbers`, `max_rows` and `group` limit the observations that the
-    sampler is given (`history.thinned`). Until there are `num_initial` trials, configurations are random.
+    sampler receives (`history.thinned`). Until there are `num_initial` trials, configurations are random.
     """
     rng, parameters = context.generator(), context.parameters
     trials = by_trial(thinned(context, max_numbers=max_numbers, max_rows=max_rows, group=group).observations)

@@ -1,9 +1,9 @@
-"""The choice of the results that a surrogate model learns from: those of all rungs, or those of the highest rung alone.
+"""The choice of the results from which a surrogate model learns: results at all rungs, or at the highest rung alone.
 
-Results at lower rungs are many and cheap. They help where they order configurations as the full budget does, and
-mislead where they do not. So the two choices are compared by cross-validation: each predicts results at the full budget
-of trials that its model has not seen. A choice is a note of the search, and is made again whenever twice as many trials
-have results at the full budget.
+Results at lower rungs are many and cheap. They help if they order configurations in the same way as results at the full
+budget; otherwise they mislead. So the two choices are compared by cross-validation: for each, a model predicts results
+at the full budget of trials that it was not fitted to. A choice is stored as a note of the search, and is made again
+whenever twice as many trials have results at the full budget.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The last choice among a study's steps, with the number of results at the full budget that it was made from.
+    """The last choice among a study's steps, with the number of results at the full budget from which it was made.
 
     Returns None if no choice was made yet.
     """
@@ -49,9 +49,9 @@ def choice_of(
 ) -> NoteRequest | None:
     """The request to note a choice, or None if none is due.
 
-    A choice is due if there was none, and then at MIN_RESULTS results at the full budget and whenever their number has
-    doubled. The model that predicts results better is chosen, by the rank correlation of predictions with results; of
-    equal ones, that of all rungs.
+    The first choice is due at MIN_RESULTS results at the full budget, the next whenever the number of these results has
+    doubled. The choice whose model predicts results better, by the rank correlation of predictions with results, is
+    made; if both are equal, it is the choice of all rungs.
 
     - `numbers`, `rows`, `fidelities`, `costs`: trial number, encoded configuration, fidelity and cost of each result
     - `last`: the number of results at the full budget that the last choice was made from; None if there was none

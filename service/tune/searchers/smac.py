@@ -3,8 +3,8 @@
 Lindauer et al., SMAC3, JMLR 23(54), 2022 (forest, expected improvement, interleaved random proposals); Knowles, ParEGO,
 IEEE TEC 10(1), 2006, and Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2 (several objectives). The
 forest and the acquisition function are SMAC's. Its rungs, promotion and state are not used: the forest is trained for
-every proposal. It learns from all rungs, with the fidelity as one more feature, or as SMAC's own from the highest rung
-that has enough results (`rung_choice`).
+every proposal. It learns from all rungs, with the fidelity as one more feature, or from the highest rung that has
+enough results, as in SMAC (`rung_choice`).
 
 SMAC's own maximiser is not used either. Its local search counts an inactive parameter as changed (NaN differs from NaN)
 and skips every neighbour that changes more than one parameter. So in a conditional space it never leaves its starting
@@ -35,10 +35,10 @@ class SmacSearcher:
     """The searcher SMAC, a random forest with expected improvement; its options are those of `search.smac`.
 
     It proposes the candidate with the largest expected improvement. Candidates are `num_uniform` random configurations,
-    `num_tied` in which all layers have the same values, and `num_mutants` random changes of each of `num_parents`
-    scored configurations, those that the forest predicts to be best. A configuration that violates constraints counts
-    as worse than all that do not, the more so the larger its violation. The defaults were chosen with
-    tests/benchmarks/bench_searchers.py.
+    `num_tied` configurations in which all layers have the same values, and `num_mutants` random changes of each of the
+    `num_parents` scored configurations that the forest predicts to be best. A configuration that violates constraints
+    counts as worse than all configurations that do not, and as worse the larger its violation is. The defaults were
+    chosen with tests/benchmarks/bench_searchers.py.
     """
 
     # Configurations with results, baselines included, before the forest is used; with `highest_budget`, at one rung.
@@ -104,7 +104,7 @@ class SmacSearcher:
     ) -> RungChoice | NoteRequest:
         """The results that the forest learns from, or a request to note a choice that is due.
 
-        With a single rung there is nothing to choose. All rungs, the default, are not noted.
+        With a single rung there is nothing to choose. The default, all rungs, needs no note.
         """
         surrogate, last = context.setting.options.smac.surrogate, chosen(context.steps)
         if surrogate == "all_rungs" or len(np.unique(fidelities)) == 1:
@@ -131,8 +131,8 @@ class SmacSearcher:
     def _acquisition(self, rows: Rows, fidelities: Rows, costs: Rows, *, is_log: bool, seed: int) -> _Acquisition:
         """The acquisition function, fitted to encoded configurations `rows` with their fidelities and costs.
 
-        With `is_log`, the costs are logarithms. If data and seed are those of the last call, its function is returned
-        again.
+        With `is_log`, the costs are logarithms. If data and seed are the same as in the last call, the function of that
+        call is returned again.
         """
         data = (rows, fidelities, costs, np.array([seed, is_log]))
         if len(self._last) == 0 or not all(map(np.array_equal, data, self._last[0])):
@@ -166,9 +166,9 @@ class SmacSearcher:
         """One cost for each observation, from which the forest learns.
 
         Each objective is scaled to [0, 1] by its observed range; a failure has the worst cost. Several objectives are
-        joined by the augmented Tchebycheff function (Su and Geiping 2025, section 3.3.2, equation 3), with a weight
+        combined by the augmented Tchebycheff function (Su and Geiping 2025, section 3.3.2, equation 3), with a weight
         vector drawn with `rng`, or equal weights if that is None. An observation that violates constraints has a cost
-        above those of all that do not.
+        above the costs of all observations that do not.
         """
         num_objectives = len(next(o.costs for o in observations if o.costs is not None))
         table = np.array([o.costs if o.costs is not None else (np.nan,) * num_objectives for o in observations])
@@ -194,9 +194,8 @@ class SmacSearcher:
     ) -> Rows:
         """Rows from which the next configuration is taken, by their expected improvement, the best first.
 
-        They are random rows, and mutants of those of the rows `observed` that the forest predicts to be best. At
-        random, with probability `tied_share`, they are only rows in which all parameters with the same role have the
-        same value.
+        The rows are random rows, and mutants of those rows of `observed` that the forest predicts to be best. With
+        probability `tied_share`, only rows are returned in which all parameters with the same role have the same value.
         """
         by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
         parents = np.repeat(observed[by_cost[: self.num_parents]], self.num_mutants, axis=0)
@@ -230,10 +229,10 @@ class _Acquisition:
 
 
 def _log_scaled(costs: Rows) -> Rows:
-    """Logarithms of costs as SMAC takes them (`RunHistoryLogScaledEncoder`), after scaling to (0, 1].
+    """Logarithms of costs after scaling to (0, 1], in the same way as in SMAC (`RunHistoryLogScaledEncoder`).
 
-    The lower end is as far below the best cost as the 5th percentile is above it, so that the best has no infinite
-    logarithm.
+    The lower end of the scale is as far below the best cost as the 5th percentile is above it, so that the logarithm of
+    the best cost is finite.
     """
     best = costs.min()
     low = 2 * best - np.percentile(costs, 5) - 1e-10
@@ -249,7 +248,7 @@ def _at_full_budget(rows: Rows) -> Rows:
 def _columns(num: int) -> Any:
     """A configuration space of `num` numbers in [0, 1] for SMAC's forest; the last number is the fidelity.
 
-    The forest learns from rows that are encoded already, so it only needs to know how many columns there are.
+    The forest learns from rows that are encoded already, so it only needs the number of columns.
     """
     from ConfigSpace import ConfigurationSpace
 

@@ -90,6 +90,41 @@ def test_line_says_where_the_search_stands(clock: Clock) -> None:
     )
 
 
+def test_steps_are_shown_while_no_sample_is_scored(clock: Clock) -> None:
+    """While a searcher makes gradient steps, their number and speed are shown, and the time left has both kinds."""
+    view, stream = lines(clock)
+    planned = replace(SNAPSHOT, samples_planned=2000, steps_planned=48)
+    view.update(planned)
+    clock.now += 10
+    view.update(replace(planned, samples_scored=1500))  # 50 samples a second
+    for step in range(1, 101):  # the descent: a step each 4 s, and no samples for long
+        clock.now += 4
+        view.update(replace(planned, samples_scored=1500, steps=min(step, 40)))
+        if step == 40:
+            during = stream.getvalue().splitlines()[-1]
+    # 9 steps of 4 s, and 500 samples at 50 a second.
+    assert during.endswith("39/48 steps, 1500/2000 samples, 0.25 steps/s, 46s left")
+    after = stream.getvalue().splitlines()[-1]
+    assert " steps/s" not in after
+    json_view, json_stream = lines(clock, ProgressStyle.JSON)
+    json_view.update(replace(planned, steps=40))
+    shown = json.loads(json_stream.getvalue())
+    assert (shown["steps"], shown["steps_planned"], shown["steps_per_second"]) == (40, 48, None)
+    terminal = Terminal()
+    with ProgressView(stream=terminal) as panel:
+        panel.update(replace(planned, steps=40))
+    assert "40 of 48" in terminal.getvalue()
+
+
+def test_steps_of_the_search_are_none_in_the_held_out_stage(clock: Clock) -> None:
+    view, stream = lines(clock)
+    held_out = replace(SNAPSHOT, stage="held-out", steps=40, steps_planned=48)
+    view.update(held_out)
+    clock.now += 10
+    view.update(replace(held_out, samples_scored=2000))
+    assert stream.getvalue().splitlines()[-1].endswith("100/s, 20s left")
+
+
 def test_new_stage_is_shown_at_once_and_measured_afresh(clock: Clock) -> None:
     view, stream = lines(clock)
     view.update(replace(SNAPSHOT, stage="starting engines", samples_scored=0))

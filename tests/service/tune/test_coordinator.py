@@ -15,6 +15,7 @@ import pytest
 from search_spaces.fidelity import Scheduler
 from service.errors import StaleAttempt, StudyFailed
 from service.store import Store
+from service.tune.coordinator import MAX_LOST_ACTORS
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
 from service.types import EventKind, Origin, TrialState
@@ -447,16 +448,28 @@ def test_a_lost_trial_actor_costs_at_most_its_chunk(tmp_path: Path) -> None:
     assert (again.trial, again.chunks) == (evaluation.trial, evaluation.chunks[1:])
 
 
-def test_a_trial_whose_actor_dies_three_times_fails(tmp_path: Path) -> None:
+def test_a_trial_whose_actor_dies_six_times_fails(tmp_path: Path) -> None:
+    """A trial fails when its actor died six times with the same chunk; deaths before a stored chunk do not count."""
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study)
-    for _ in range(3):
-        evaluation = coordinator.next_evaluation()
-        assert evaluation is not None
-        assert evaluation.trial == 0
-        coordinator.on_lost(evaluation, "killed")
+
+    def lose(times: int) -> None:
+        for _ in range(times):
+            evaluation = coordinator.next_evaluation()
+            assert evaluation is not None
+            assert evaluation.trial == 0
+            coordinator.on_lost(evaluation, "killed")
+
+    lose(MAX_LOST_ACTORS - 1)
+    evaluation = coordinator.next_evaluation()
+    assert evaluation is not None
+    assert not coordinator.on_outcome(evaluation, score(FakeScorer(), evaluation, 0))
+    coordinator.on_lost(evaluation, "killed")
+    lose(MAX_LOST_ACTORS - 2)
+    assert not coordinator.trials[0].state.is_finished
+    lose(1)
     assert coordinator.trials[0].state is TrialState.FAIL
-    assert "3 times" in str(coordinator.trials[0].reason)
+    assert "6 times with the same samples" in str(coordinator.trials[0].reason)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from search_spaces.preferences import lattice
 from search_spaces.study.search import MAX_PREFERENCES, GradientOptions
 from service.tune.searchers.base import SearchSetting
-from service.tune.searchers.descents import Descent, descents_of, place_of
+from service.tune.searchers.descents import Descent, descents_of, num_steps_for, place_of
 
 OPTIONS = GradientOptions(steps=12, points=4)
 
@@ -25,6 +25,13 @@ def test_one_descent_without_preferences() -> None:
     assert descents_of(OPTIONS, SearchSetting(objectives=("a", "b", "c", "d")).vectors) == (
         Descent((0.25,) * 4, (), 12, 4, 0.2),
     )
+
+
+def test_number_of_steps_for_proposals() -> None:
+    """Two descents, of 12 steps with 2 points and of 3 steps with 1 point; later proposals need no gradients."""
+    descents = descents_of(GradientOptions(steps=12, points=3), ((1.0, 0.0), (0.0, 1.0)))
+    assert [(each.num_steps, each.num_points) for each in descents] == [(12, 2), (3, 1)]
+    assert [num_steps_for(number, descents) for number in (0, 1, 2, 3, 9)] == [0, 6, 12, 15, 15]
 
 
 def test_descents_follow_neighbours() -> None:

@@ -166,6 +166,7 @@ def test_every_episode_is_a_trial_and_every_iteration_a_step(undisturbed: Search
     assert [bool(step.result.checkpoint) for step in steps] == [False, True, True, True]
     # Each stands before the first episode of the iteration after the next.
     assert [step.proposal - NUM_BASELINES for step in steps] == [10, 15, 20, 25]
+    assert all(step.result.seconds > 0 for step in steps)
 
 
 def test_the_statistics_of_a_step_are_those_of_its_trials(undisturbed: Search) -> None:

@@ -174,7 +174,9 @@ def charged(store: Store, study: str) -> list[int]:
 def test_steps_count_and_the_last_one_fits(tmp_path: Path) -> None:
     """Every gradient counts; none starts that would leave less than its trial may take."""
     whole = study_in(tmp_path / "whole")
-    gradient_attempt(*whole)
+    every = gradient_attempt(*whole)
+    assert every.num_steps == sum(isinstance(step, GradientStep) for step in whole[0].steps(whole[1])) > 0
+    assert gradient_attempt(*whole).num_steps == every.num_steps, "steps of earlier attempts count"
     costs = np.cumsum(charged(*whole))
     scored = sum(trial.samples_scored for trial in whole[0].trials(whole[1]) if trial.origin is not Origin.SEARCH)
     gradients = [step.number for step in whole[0].steps(whole[1]) if isinstance(step, GradientStep)]

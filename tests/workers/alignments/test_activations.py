@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from transformers import AutoModelForCausalLM
+import json
+from itertools import product
+from statistics import median
 
-from workers.alignments.activations import read_activations
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from workers.alignments.activations import Activations, read_activations
+from workers.alignments.fitting import fit_moments
 from workers.alignments.pairs import AlignmentInputs
 from workers.alignments.samples import MIN_SAMPLES, lack_of_samples, positions_of, prompts_of
+from workers.tiny_family import family_dir
 
 
 def test_a_tenth_of_the_samples_is_read_and_too_few_are_refused() -> None:
@@ -32,7 +38,38 @@ def test_activations_are_those_of_the_model_in_its_own_order(inputs: AlignmentIn
     # transformers states the last one after the final norm.
     for layer in range(5):
         assert torch.allclose(activations.before[layer, :size], states[layer][0, 1:], atol=1e-4)
+        assert torch.allclose(activations.first[layer, 0], states[layer][0, 0], atol=1e-4)
+    assert activations.first.shape == (6, 12, activations.before.shape[2])
     assert torch.equal(activations.after(2), activations.before[3])
     # Two of the texts are held out, whole.
     held_out = sum(len(prompts[index]) - 1 for index in (4, 9))
     assert int(activations.is_held_out.sum()) == held_out
+
+
+def shipped(skill: str, prompts: list[list[int]]) -> Activations:
+    model = AutoModelForCausalLM.from_pretrained(family_dir() / "experts" / skill, dtype=torch.float32)
+    return read_activations(model, prompts)
+
+
+def test_alignments_bring_first_tokens_of_the_shipped_family_closer() -> None:
+    """They are fitted to the other tokens; in these models first tokens are no outliers."""
+    tokenizer = AutoTokenizer.from_pretrained(family_dir() / "base")
+    skills = ("math", "text", "lookup")
+    tasks = [(family_dir() / "tasks" / f"{skill}_search.jsonl").read_text().splitlines()[:30] for skill in skills]
+    prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for lines in tasks for line in lines]
+    of = {skill: shipped(skill, prompts) for skill in skills}
+    for each in of.values():
+        ratio = each.first.norm(dim=-1).mean(dim=1) / each.before.norm(dim=-1).mean(dim=1)
+        assert 0.8 < float(ratio.min()) < float(ratio.max()) < 1.8
+        beyond = (each.first - each.before.mean(dim=1, keepdim=True)) / each.before.std(dim=1, keepdim=True)
+        assert beyond.abs().max() < 4.5
+    before, after = [], []
+    for (first, second), layer, jump in product(product(skills, skills), range(8), (0, 1, 2)):
+        x, y = of[first], of[second]
+        if 1 <= layer + jump < 8 and (first, jump) != (second, 1):
+            expected = y.first[layer + jump]
+            aligned = fit_moments(x.after(layer), y.before[layer + jump])(x.first[layer + 1])
+            before.append(float((x.first[layer + 1] - expected).norm() / expected.norm()))
+            after.append(float((aligned - expected).norm() / expected.norm()))
+    assert len(before) == 159
+    assert median(after) < 0.3 < 0.36 < median(before)

@@ -7,7 +7,16 @@ import torch
 from safetensors.torch import save
 
 from workers.alignments.alignment import Alignment
-from workers.alignments.fitting import FittedAlignment, MlpOptions, discrepancy, fit_alignment, fit_mlp, fit_moments
+from workers.alignments.fitting import (
+    KINDS,
+    FittedAlignment,
+    Kind,
+    MlpOptions,
+    discrepancy,
+    fit_alignment,
+    fit_mlp,
+    fit_moments,
+)
 
 QUICK = MlpOptions(epochs=6, batch=128)
 
@@ -66,6 +75,57 @@ def test_what_cannot_be_aligned_is_refused(x: torch.Tensor, y: torch.Tensor, mes
         fit_moments(x, y)
     with pytest.raises(ValueError, match=message):
         fit_mlp((x, y), (x, y), seed=0)
+
+
+# First tokens.
+
+SINK = 3
+
+
+def with_sink(tokens: torch.Tensor, value: float) -> torch.Tensor:
+    """First tokens of texts in a model that gives them a huge value in the channel SINK."""
+    first = tokens[:12].clone()
+    first[:, SINK] = value + torch.arange(12) / 10
+    return first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_huge_first_tokens_keep_the_values_that_the_next_layer_knows(kind: Kind) -> None:
+    """An alignment moves a first token's huge value to that of the other model, and no other channel by it."""
+    x, y = rows(1800, 12, seed=0), rows(1800, 12, seed=1, mixes=2.0)
+    first = with_sink(x, 900.0), with_sink(y, 600.0)
+    held_out = torch.arange(1800) % 5 == 4
+    plain = fit_alignment(kind, x, y, held_out, options=QUICK).alignment
+    found = fit_alignment(kind, x, y, held_out, first=first, options=QUICK)
+    away = (plain(first[0])[:, SINK] / first[1][:, SINK] - 1).abs()
+    assert away.min() > 0.3, "what a map of the other tokens alone does"
+    assert torch.allclose(found.alignment(first[0])[:, SINK], first[1][:, SINK], rtol=1e-2)
+    moderate = first[0].clone()
+    moderate[:, SINK] = 0.0
+    difference = found.alignment(first[0]) - found.alignment(moderate)
+    others = torch.arange(12) != SINK
+    assert difference[:, others].abs().max() == 0
+    assert found.after < 0.8 * found.before, "the other tokens are still aligned"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ordinary_first_tokens_change_nothing(kind: Kind) -> None:
+    x, y = rows(300, 8, seed=0), rows(300, 8, seed=1, mixes=1.0)
+    held_out = torch.arange(300) % 5 == 4
+    for first in ((x[:9], y[:9]), (with_sink(x, 10.0), with_sink(y, 10.0))):
+        found = fit_alignment(kind, x, y, held_out, first=first, options=QUICK)
+        assert found.to_bytes() == fit_alignment(kind, x, y, held_out, options=QUICK).to_bytes()
+
+
+def test_first_tokens_that_are_huge_in_one_model_alone_keep_the_variance() -> None:
+    x, y = rows(300, 8, seed=0), rows(300, 8, seed=1)
+    expected = fit_moments(x, y)
+    for first in (
+        (with_sink(x, 900.0), y[:12]),
+        (x[:12], with_sink(y, 900.0)),
+        (with_sink(x, -900.0), with_sink(y, 900.0)),
+    ):
+        assert torch.equal(fit_moments(x, y, first=first).tensors()["scale"], expected.tensors()["scale"])
 
 
 # The network.

@@ -1,4 +1,4 @@
-"""Plain transformers in float32 on CPU, independent of vLLM: the reference that scores are checked against.
+"""Plain transformers in float32 on CPU, independent of vLLM: scores of engines are checked against it.
 
 - `backend`: generate completions, read and compare log-probabilities
 - `merged_models`: a merge as a transformers model

@@ -1,6 +1,6 @@
 """Plain transformers as a backend: slow, simple and independent of vLLM.
 
-It always computes in float32 on CPU, and generates greedily. The module also compares log-probabilities.
+The backend always computes in float32 on CPU, and generates greedily. The module also compares log-probabilities.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Reference:
     """A transformers model in float32 that completes prompts greedily, and records how clear each choice was.
 
     `gaps` has these records: it maps the token ids of a prompt to one (text so far, gap) for each generated token. The
-    gap is the difference between the two largest log-probabilities in the token's place. `model`, if given, is used
-    instead of the model in `directory`, which then has only the tokenizer and the configuration.
+    gap is the difference between the two largest log-probabilities in the token's place. If `model` is given, it is
+    used instead of the model in `directory`, which then needs only the tokenizer and the configuration.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
@@ -99,7 +99,7 @@ class Reference:
     def _step(
         self, request: Generation, chosen: list[int], steps: list[tuple[str, float]], token: int, gap: float
     ) -> str | None:
-        """Append the next token of a completion to `chosen`, and its (text so far, `gap`) to `steps`.
+        """Append the next token of a completion to `chosen`, and the pair (text so far, `gap`) to `steps`.
 
         Returns the completion's final text if it ends with this token: an end-of-text token, a stop string, or the last
         of `max_tokens`. Otherwise returns None.
@@ -124,7 +124,7 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """The gap of each token of `completion`: the largest log-probability in its place, minus that of the token."""
+    """The gap of each token of `completion`: the largest log-probability at its place, minus that of the token."""
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
     return [float(gap) for gap in scores.amax(-1) - chosen]
@@ -133,7 +133,7 @@ def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) ->
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
     """The typical difference between two lists of log-probabilities; NaN if one of them contains NaN.
 
-    `dtype` is that of the engine. For "float32" the result is the largest difference. For dtypes of 16 bits it is the
+    `dtype` is the engine's dtype. For "float32" the result is the largest difference. For dtypes of 16 bits it is the
     root mean square of the differences, because the rounding errors of a whole model, small on average, change single
     unlikely tokens by large amounts.
     """
@@ -142,7 +142,7 @@ def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype:
 
 
 def whole_characters(text: str) -> str:
-    """Remove replacement characters (U+FFFD) from the end of `text`, where a character is still incomplete.
+    """Remove replacement characters (U+FFFD), which stand for an incomplete character, from the end of `text`.
 
     Engines hold back the bytes of a character until it is complete.
     """

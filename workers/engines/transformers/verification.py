@@ -1,8 +1,8 @@
 """Verification: plain transformers scores an exported checkpoint again, and the samples are compared.
 
-The checkpoint is what users get, so the comparison covers everything behind a score: merge, swap, scoring and export.
-Samples are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities
-within the tolerance for rounding. A completion may still differ from its first unclear token on. A token is unclear if
+Users get this checkpoint, so the comparison covers all steps behind a score: merge, swap, scoring and export. Samples
+are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities within the
+tolerance for rounding. A completion may still differ from its first unclear token on. A token is unclear if
 transformers finds the engine's choice as likely as its own, within the tolerance.
 """
 
@@ -95,10 +95,10 @@ def verify(
 def nothing_to_compare(
     directory: str | Path, evaluator: TaskEvaluator, spans: Sequence[Span], *, depth: float = 1.0
 ) -> str | None:
-    """The reason why a merge cannot be verified, by its tasks or for lack of memory; None if it can be verified.
+    """The reason why a merge cannot be verified, such as its tasks or too little memory; None if it can be verified.
 
-    Only tasks with greedy completions or options can be compared. `depth` is the merge's number of layers divided by
-    that of the checkpoint in `directory`; the memory that is needed grows with it.
+    Only samples of tasks with greedy completions or with options can be compared. `depth` is the merge's number of
+    layers divided by that of the checkpoint in `directory`; the memory that is needed grows with it.
     """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
@@ -159,7 +159,7 @@ class _Comparison:
 
     `apart` maps a sample (objective, position) to the largest `typical_difference` between the engine's and
     transformers' log-probabilities. `num_logprobs` is the number of log-probabilities compared. `tolerance` is the
-    largest difference that rounding explains; `dtype` is the engine's.
+    largest difference that rounding explains; `dtype` is the engine's dtype.
     """
 
     def __init__(self, reference: Reference, tolerance: float, dtype: str) -> None:
@@ -172,8 +172,8 @@ class _Comparison:
     def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
         """Compare log-probabilities by the engine and by transformers, and record the difference for each sample.
 
-        Compared are the tokens of all texts in `engine_logprobs`, and the options of the samples in `pairs` that are
-        multiple choices.
+        The method compares the tokens of all texts in `engine_logprobs`, and the options of those samples in `pairs`
+        that are multiple choices.
         """
         for text, values in engine_logprobs.items():
             self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text))
@@ -196,8 +196,8 @@ class _Comparison:
     def difference(self, pair: _Pair) -> SampleDifference | None:
         """The difference between the answers of engine and transformers to one sample; None if they are equal.
 
-        The difference is beyond rounding if the log-probabilities differ by more than the tolerance, or if answers
-        differ where rounding cannot explain it. The method `read` must have been called before.
+        The difference counts as larger than rounding explains if the log-probabilities differ by more than the
+        tolerance, or if answers differ although no token is unclear. The method `read` must have been called before.
         """
         apart = self.apart.get(pair.key, 0.0)
         is_apart = apart > self.tolerance
@@ -224,7 +224,7 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """How the completions of engine and transformers differ: in "tokens" or only in "text", and by which gap.
+        """How the completions of engine and transformers differ: in "tokens" or only in "text", and with which gap.
 
         A gap is a difference of log-probabilities by transformers. For "tokens" it is the largest amount by which a
         token of the engine's completion is less likely than the likeliest token in its place. For "text" it is the gap
@@ -239,9 +239,9 @@ class _Comparison:
         return None
 
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
-        """The largest amount by which a token of `completion` is less likely than the likeliest token in its place.
+        """The largest gap of a token of `completion`: how much less likely it is than the likeliest token in its place.
 
-        The amount is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
+        The gap is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
         token that the exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
@@ -251,7 +251,7 @@ class _Comparison:
     def _gap_of_text(self, pair: _Pair) -> float:
         """The gap between transformers' two largest log-probabilities at the token where two texts begin to differ.
 
-        The texts are the completion by transformers and the stored one of the engine.
+        The texts are the completion by transformers and the stored completion by the engine.
         """
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))
@@ -270,7 +270,7 @@ def _finite(difference: float) -> float:
 
 
 def _legible(text: str) -> str:
-    """Remove replacement characters (U+FFFD) from a text: their number depends on how the text was decoded."""
+    """Copy of a text without replacement characters (U+FFFD), whose number depends on how the text was decoded."""
     return text.replace("\ufffd", "")
 
 

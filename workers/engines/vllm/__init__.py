@@ -5,13 +5,13 @@
 - `canary`: regular comparison of an engine's log-probabilities with those of transformers
 - `environment`: environment variables, and a fix for llvmlite, for a process that starts an engine
 - `memory`: divide a machine's memory between engine and source weights
-- `worker_extension`: inside vLLM's worker: hold one merge after another, and report which
+- `worker_extension`: inside vLLM's worker: hold one merge after another, and report which merge is held
 - `held`: the weights of the model in the worker, and how a merge is written over them
 - `loading`: where vLLM's loader writes each tensor
 - `checksum`: a checksum of all parameters
 - `plugin`: vLLM's entry point, which keeps plain weights next to packed ones
 - `support`: whether vLLM can run a model, according to its configuration
 - `capabilities`: the process that asks vLLM for `support`
-- `startup`: options and sizes that an engine is started with
+- `startup`: options and sizes with which an engine is started
 - `paths`: engines whose merges have any number and order of layers
 """

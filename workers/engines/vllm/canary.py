@@ -48,8 +48,8 @@ MAX_STANDARD_ERRORS = 5.0
 class Calibration:
     """Measurements on the base model by which a canary decides whether an engine agrees with transformers.
 
-    `base` has the log-probabilities that transformers computes in float32. `dtype` is the engine's. `rounding` is the
-    root mean square by which these log-probabilities change when the weights are rounded to `dtype`. It is None for
+    `base` has the log-probabilities that transformers computes in float32. `dtype` is the engine's dtype. `rounding` is
+    the root mean square by which these log-probabilities change when the weights are rounded to `dtype`. It is None for
     "float32", and if transformers cannot compute in `dtype`.
     """
 
@@ -61,8 +61,8 @@ class Calibration:
     def tolerance(self) -> float:
         """The largest difference between log-probabilities of an engine and of transformers that rounding explains.
 
-        It is compared with the `typical_difference` of two lists. It is a multiple of `rounding`, with a lower bound
-        for each dtype, or a constant of the dtype if `rounding` is None.
+        The `typical_difference` of the two lists is compared with it. It is a multiple of `rounding`, with a lower
+        bound for each dtype, or a constant for each dtype if `rounding` is None.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
@@ -73,9 +73,9 @@ class Calibration:
 
         `ours` are the engine's log-probabilities, `theirs` those of the merge by transformers. The share is 0 if `ours`
         equals `theirs`, and 1 if `ours` equals the base model's. It is a least squares estimate, which averages the
-        rounding of all tokens. Weights that a swap did not write show in the share long before they show in the typical
-        difference. The second result is the largest magnitude of the share that rounding explains. The result is (0,
-        infinity) if rounding was not measured or the merge equals the base model.
+        rounding of all tokens. The share detects weights that a swap did not write much earlier than the typical
+        difference does. The second result is the largest magnitude of the share that rounding explains. The result is
+        (0, infinity) if rounding was not measured or the merge equals the base model.
         """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))
@@ -88,9 +88,10 @@ class Calibration:
     def check(self, ours: Sequence[float], theirs: Sequence[float], *, of: str) -> float:
         """Compare log-probabilities of an engine with those of transformers, and return their typical difference.
 
-        `ours` are the engine's, `theirs` those of transformers for the same tokens; the typical difference is a root
-        mean square (`typical_difference`). `of` names what was compared, for the message. Raises EvidenceMismatch if
-        the difference, or the share of the base model in `ours` (`base_share`), is larger than rounding explains.
+        `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens; the typical
+        difference is a root mean square (`typical_difference`). `of` names the compared texts in the message. Raises
+        EvidenceMismatch if the difference, or the share of the base model in `ours` (`base_share`), is larger than
+        rounding explains.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         share, most = self.base_share(ours, theirs)
@@ -109,7 +110,7 @@ class Canary:
     """Compares one engine with transformers from time to time, and counts the comparisons (canaries) that it passed.
 
     A comparison for which there is too little memory, or whose logits are not finite, is skipped, and the reason of the
-    last one is kept.
+    last skipped comparison is kept.
 
     - `base`: the recipe whose merge is the base model
     - `replica`: the name of the engine's replica
@@ -150,10 +151,10 @@ class Canary:
         free_bytes: int,
         swap_count: int,
     ) -> CanaryReport:
-        """Compare the engine with transformers by the method `compare`, and count the canary as passed or skipped.
+        """Compare the engine with transformers with the method `compare`, and count the canary as passed or skipped.
 
-        `recipe` is the one that the engine is to hold. `engine_logprobs` returns the engine's log-probabilities of the
-        tokens of each prompt except the first. `free_bytes` is the memory that a second model may take, and
+        `recipe` is the recipe that the engine should hold. `engine_logprobs` returns the engine's log-probabilities of
+        the tokens of each prompt except the first. `free_bytes` is the memory that a second model may take, and
         `swap_count` the number of swaps of the engine so far. Raises EvidenceMismatch if the engine fails the canary.
         """
         if self.compare(recipe, engine_logprobs, free_bytes=free_bytes) is None:
@@ -172,10 +173,10 @@ class Canary:
     ) -> float | None:
         """The typical difference between the engine's log-probabilities of fixed prompts and those of transformers.
 
-        `recipe` is the one that the engine is to hold. `engine_logprobs` returns the engine's log-probabilities of the
-        tokens of each prompt except the first. Returns None if a second model does not fit into `free_bytes` of memory,
-        or the merge's logits are not finite. Raises EvidenceMismatch if the difference, or the share of the base model
-        in the engine's log-probabilities, is larger than rounding explains.
+        `recipe` is the recipe that the engine should hold. `engine_logprobs` returns the engine's log-probabilities of
+        the tokens of each prompt except the first. Returns None if a second model does not fit into `free_bytes` of
+        memory, or the merge's logits are not finite. Raises EvidenceMismatch if the difference, or the share of the
+        base model in the engine's log-probabilities, is larger than rounding explains.
         """
         size = sum(file.stat().st_size for file in Path(self._family.base.directory).glob("*.safetensors"))
         needed = 2 * size * max(1.0, len(recipe.layers) / len(self._base.layers))
@@ -230,7 +231,7 @@ def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Ca
 def read(model: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
     """The log-probabilities, by a transformers model, of all prompts' tokens, in one list.
 
-    The first token of each prompt has none.
+    The first token of each prompt has no log-probability.
     """
     return _flat([logprobs(model, prompt) for prompt in prompts])
 

@@ -1,8 +1,8 @@
 """The process that asks vLLM about models: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
 
-It reads a list of configurations as in config.json. For each configuration it writes the results of `describe` for all
-dtypes of engines, by dtype. No weights are loaded and no device is used. The module `support` decides from these
-answers which models can run.
+It reads a list of models' configurations (as in config.json). For each configuration it writes the results of
+`describe` by dtype, for all dtypes that engines can have. No weights are loaded and no device is used. The module
+`support` decides from these answers which models can run.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ def main(questions: Path, answers: Path) -> None:
 
 
 def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
-    """How vLLM would run a model with the configuration `config`, in an engine of `dtype`.
+    """Describe how vLLM would run a model with the configuration `config`, in an engine of `dtype`.
 
     The result has `asked`, the architecture in the configuration. If vLLM refuses the model, there are two more keys:
-
     - `error`: the reason
     - `knows`: whether vLLM knows the architecture
 
-    Otherwise the further keys are:
-
+    Otherwise there are these keys:
     - `runs_as`: vLLM's class for the model
     - `runner`: "generate" or "pooling"
     - `is_multimodal`: whether the model is multimodal
@@ -78,16 +76,17 @@ def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
 
 def model_config(directory: str, *, dtype: str) -> Any:
-    """The configuration that vLLM makes of the model in `directory`. Raises whatever vLLM raises."""
+    """The configuration object that vLLM makes for the model in `directory`. Raises any error of vLLM."""
     return ModelConfig(
         model=directory, dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", trust_remote_code=False
     )
 
 
 def _reason(error: Exception, asked: list[str]) -> str:
-    """Why vLLM refuses a model: the first sentence of its message, or the cause if the message only refers to the log.
+    """The reason why vLLM refuses a model, in one sentence.
 
-    `asked` are the architectures in the model's configuration, which are inspected again to find the cause.
+    It is the first sentence of vLLM's message, or the cause if the message only refers to the log. `asked` are the
+    architectures in the model's configuration, which are inspected again to find the cause.
     """
     details = error.errors() if hasattr(error, "errors") else []  # pydantic's
     text = str(details[0].get("ctx", {}).get("error", details[0]["msg"]) if details else error)

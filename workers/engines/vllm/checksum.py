@@ -18,14 +18,15 @@ WEIGHT = 0x9E3779B97F4A7C15
 def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
     """Checksum of a model's parameters: sha256 (hex) over names, dtypes, shapes and one 64-bit sum for each parameter.
 
-    Each sum multiplies every 64-bit word with an odd number that depends on the word's position, modulo 2^64. Odd
-    numbers can be inverted, so that a change of a single word always changes the sum; exchanging words changes it too.
+    In each sum, every 64-bit word is multiplied by an odd number that depends on the word's position, modulo 2^64. Odd
+    numbers are invertible modulo 2^64, so a change of a single word always changes the sum; exchanging words changes it
+    too.
     """
     return combined(parameters, {name: word_sum(parameter) for name, parameter in parameters.items()})
 
 
 def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> str:
-    """Checksum of a model's parameters, as `checksum` gives it, from sums that are known already.
+    """Checksum of a model's parameters, equal to that of `checksum`, from sums that are known already.
 
     `sums` has the `word_sum` of each parameter by name.
     """
@@ -36,7 +37,7 @@ def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) ->
 
 
 def word_sum(parameter: torch.Tensor) -> int:
-    """Sum of a parameter's 64-bit words, each times an odd number that depends on its position, modulo 2^64.
+    """Sum of a parameter's 64-bit words, each multiplied by an odd number that depends on its position, modulo 2^64.
 
     Words are shorter if the parameter's bytes do not divide into words of 64 bits (`_words`).
     """

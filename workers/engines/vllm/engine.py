@@ -1,9 +1,9 @@
 """The warm engine: one vLLM engine that holds one merge after another without a restart.
 
-A swap requires that no request is in flight. It writes the weights in place, packs them again (CPU), resets the prefix
-cache and computes a checksum of the parameters. The engine's log-probabilities are compared with those of transformers
-when it starts, every `canary.CANARY_EVERY` swaps, and on request. An engine that fails a check refuses all further
-calls, because its results cannot be trusted.
+A swap requires that no request is in flight. The swap writes the weights in place, packs them again (on CPU), resets
+the prefix cache and computes a checksum of the parameters. The engine's log-probabilities are compared with those of
+transformers when it starts, every `canary.CANARY_EVERY` swaps, and on request. An engine that fails a check refuses all
+further calls, because its results cannot be trusted.
 
 Not thread-safe: the owner of an engine (`workers.serving.replica`) holds a lock over swap and score.
 """
@@ -56,10 +56,10 @@ MAX_NUM_BATCHED_TOKENS = 4096
 class SwapReport:
     """Evidence and duration of a swap.
 
-    `digest` is that of the recipe. `materialise_s` are the seconds for computing the merge. `swap_s` are those for
-    writing it, including `repack_s`, the seconds of packing weights for vLLM's CPU kernels. `is_new` is false if the
-    engine already held the recipe and nothing was done. `canary` is the report of the comparison with transformers
-    after the swap; None if no comparison was due.
+    `digest` is the recipe's digest. `materialise_s` is the number of seconds for computing the merge. `swap_s` is the
+    number of seconds for writing it, including `repack_s`, the seconds for packing weights for vLLM's CPU kernels.
+    `is_new` is false if the engine already held the recipe and nothing was done. `canary` is the report of the
+    comparison with transformers after the swap; None if no comparison was due.
     """
 
     digest: str
@@ -73,19 +73,19 @@ class SwapReport:
 
 
 class _SourcesChanged(EvidenceMismatch):
-    """Files of the source models have changed since the engine opened them.
+    """Raised if files of the source models have changed since the engine opened them.
 
-    This is no fault of the engine: other engines would fail in the same way.
+    The engine is not at fault: other engines would fail in the same way.
     """
 
 
 class Engine:
     """One vLLM engine with the source models of a family, which holds one merge at a time.
 
-    It implements `workers.evaluation.prompts.Backend` for the recipe that it holds, which is at first the base model's.
-    `name` is the name of the engine's replica. Raises EngineUnavailable, with the reason, if the models cannot be
-    opened or vLLM cannot start or compute. Raises InvalidModel for sources whose contents have changed or cannot be
-    used. Raises EngineFault if the engine's log-probabilities differ from those of transformers.
+    The engine implements `workers.evaluation.prompts.Backend` for the recipe that it holds, which is at first the
+    recipe of the base model. `name` is the name of the engine's replica. Raises EngineUnavailable, with the reason, if
+    the models cannot be opened or vLLM cannot start or compute. Raises InvalidModel if contents of source models have
+    changed or cannot be used. Raises EngineFault if the engine's log-probabilities differ from those of transformers.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
-        """The directory from which vLLM loads its tokenizer, which must be the same as that of the engine's `prompts`.
+        """The directory from which vLLM loads its tokenizer, which must be the same tokenizer as that of `prompts`.
 
         It is the model's directory, if vLLM loads the same tokenizer from there. Otherwise it is a temporary directory
         with a copy of the tokenizer, whose files name the tokenizer's class.
@@ -204,9 +204,9 @@ class Engine:
         return str(self._call("mergesearch_checksum"))
 
     def fault(self, reason: str) -> EngineFault:
-        """Make the engine refuse all further calls, and return the error to raise, which names `reason`.
+        """Make the engine refuse all further calls, and return the EngineFault to raise.
 
-        `reason` says in words what is wrong with the evidence that the engine gives about its weights.
+        `reason` describes the problem of the engine's evidence about its weights; it is part of the error's message.
         """
         self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
         log.error("%s; this engine is not used again", self._fault)
@@ -218,9 +218,9 @@ class Engine:
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Context manager that turns an EvidenceMismatch into an EngineFault, after which the engine refuses all calls.
+        """Context manager that raises EngineFault for an EvidenceMismatch; the engine then refuses all later calls.
 
-        If files of the sources have changed, the EvidenceMismatch is raised as it is, because the engine is not at
+        If files of the sources have changed, the EvidenceMismatch is raised unchanged, because the engine is not at
         fault. Raises EngineFault at once if the engine has failed a check before.
         """
         self._refuse_after_a_fault()
@@ -232,7 +232,7 @@ class Engine:
             raise self.fault(str(error)) from error
 
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
-        """Write the merge of `recipe` over the engine's weights; does nothing if the engine already holds it.
+        """Write the merge of `recipe` over the engine's weights, unless the engine already holds the recipe.
 
         With `check` the engine is compared with transformers afterwards. Raises TrialFailed if the merge cannot be
         computed, EvidenceMismatch if files of the sources have changed, and EngineFault if the engine does not hold the
@@ -283,7 +283,7 @@ class Engine:
 
         Nothing is compared if the engine has scored nothing since it last passed a comparison. The comparison uses the
         recipe that the engine holds, or the base model if the engine holds none or the recipe's logits are not finite.
-        Raises EngineFault if the engine differs.
+        Raises EngineFault if the engine's log-probabilities differ from those of transformers.
         """
         with self._failing_for_good():
             if not self._is_checked:
@@ -300,7 +300,8 @@ class Engine:
     def check_against_transformers(self, recipe: Recipe) -> float | None:
         """Compare the engine with transformers on the merge of `recipe`, whatever recipe the engine reports to hold.
 
-        Returns what `canary.Canary.compare` returns: the typical difference of log-probabilities, or None if skipped.
+        Returns the typical difference of log-probabilities, or None if the comparison was skipped
+        (`canary.Canary.compare`).
         """
         return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
 
@@ -384,9 +385,9 @@ class Engine:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker extension (`MergeExtension`) in every process of the engine.
 
-        Returns the result. With tensor parallelism the results of several processes (ranks) are made one: counts become
-        their maximum, and checksums are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest
-        or the number of swaps.
+        Returns the result. With tensor parallelism, the results of several processes (ranks) are combined: the result
+        has the maximum of counts, and checksums joined by "+". Raises EvidenceMismatch if the ranks differ in the
+        recipe digest or the number of swaps.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)

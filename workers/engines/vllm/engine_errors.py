@@ -14,10 +14,10 @@ __all__ = ["engine_errors", "not_started"]
 
 @contextmanager
 def engine_errors() -> Iterator[None]:
-    """Context manager around calls of vLLM that raises EngineCrashed for an error from inside vLLM.
+    """Context manager around calls of vLLM that raises EngineCrashed if vLLM raises an error.
 
     An error of reading or writing a file does not end the engine: after a failed swap the engine holds no recipe, and
-    the next swap writes all weights. A lost connection does end it, because a process of the engine has ended.
+    the next swap writes all weights. A lost connection ends the engine, because a process of the engine has ended.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def engine_errors() -> Iterator[None]:
 
 
 def not_started(family: Family, error: BaseException, log_file: str | None) -> EngineUnavailable:
-    """The EngineUnavailable to raise if `error` kept an engine for `family` from starting.
+    """Make the EngineUnavailable to raise after `error` has prevented the start of an engine for `family`.
 
     Its message names `log_file`, unless this is None.
     """
@@ -41,9 +41,9 @@ def not_started(family: Family, error: BaseException, log_file: str | None) -> E
 
 
 def _reason(error: BaseException) -> str:
-    """The reason of an error in one line.
+    """Text of an error in one line, for users.
 
-    This is the first line of the error's message. If vLLM rejects an option, it is the first problem that pydantic
+    It is the first line of the error's message. If vLLM rejects an option, it is the first problem that pydantic
     reports, because vLLM checks its options with pydantic.
     """
     details = error.errors() if hasattr(error, "errors") else ()

@@ -1,4 +1,4 @@
-"""Preparations of a process that starts an engine: environment variables, and a fix for llvmlite.
+"""Prepares a process that starts an engine: environment variables, and a fix for llvmlite.
 
 The module imports little, so that it can run before torch is imported.
 """
@@ -22,9 +22,10 @@ PATH_ARCHITECTURE = "MergesearchPathForCausalLM"
 
 
 def engine_environment(options: EngineOptions, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment variables of an engine's process, which must be set before torch is imported.
+    """Environment variables of an engine's process, which must be set before torch is imported.
 
-    Variables that are already in `environment` keep their values, except those that the engine cannot work without.
+    Variables that are already in `environment` keep their values, except variables that must have a certain value for
+    the engine to work.
     """
     threads = options.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // options.tensor_parallel_size)
     defaults = {
@@ -42,8 +43,8 @@ def engine_environment(options: EngineOptions, environment: Mapping[str, str] | 
 def let_llvmlite_be_inspected() -> None:
     """Fix llvmlite's library handle so that vLLM can inspect its attributes.
 
-    vLLM inspects every object in the loaded modules. The handle, which is loaded with Numba, treats every unknown name,
-    even `__dict__`, as a function of the library, and vLLM fails on this.
+    vLLM inspects every object in the loaded modules. The handle, which is loaded with Numba, treats every unknown
+    attribute, even `__dict__`, as a function of the library, which makes vLLM fail.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is None:

@@ -1,7 +1,7 @@
 """The weights of the model in vLLM's worker, and how a merge is written over them in place.
 
 `HeldWeights` is one model with the base's layers; `paths.held.HeldPath` is a path through a pool of layers. This module
-does not know why a merge is written or what is scored.
+does not depend on scoring.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Into = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
 class NotPacked(Exception):
-    """After weights were packed again, the copies that vLLM's CPU kernels use still differ from the weights.
+    """Raised if the packed copies of weights, which vLLM's CPU kernels use, differ from the weights after packing.
 
     The message names the modules.
     """
@@ -39,9 +39,9 @@ class NotPacked(Exception):
 
 @dataclass(frozen=True)
 class Writing:
-    """The result of writing a merge: the number of tensors written, and two durations in seconds.
+    """Result of writing a merge: the number of tensors written, and two durations in seconds.
 
-    `materialise_s` is the time for computing the merge, `repack_s` that for packing weights for vLLM's CPU kernels.
+    `materialise_s` is the time for computing the merge, `repack_s` the time for packing weights for vLLM's CPU kernels.
     """
 
     tensors_written: int = 0
@@ -53,7 +53,7 @@ class HeldWeights:
     """The parameters of the model in vLLM's worker, over which merges are written in place.
 
     A tensor that a merge computes in the same way as the previous merge did is not written again. After a failed write,
-    the next one writes every tensor.
+    the next write covers every tensor.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -70,19 +70,19 @@ class HeldWeights:
 
     @property
     def is_as_written(self) -> bool:
-        """Whether the model still computes with what was written last, as far as a cheap check can tell."""
+        """Whether a cheap check finds that the model still computes with the weights that were written last."""
         return True
 
     def forget(self) -> None:
-        """Make the next write cover every tensor, whatever was written before."""
+        """Make the next write cover every tensor, even those that would otherwise not be written again."""
         self._computations = {}
         self._sums = {}
 
     def fill(self, bank: Bank, into: Into) -> None:
         """Write weights in advance, before the first merge is known.
 
-        A model with the base's layers writes none. An engine of layer paths (`HeldPath`) writes layers of the sources.
-        `into(name, shape)` returns memory for computing a tensor.
+        A model with the base's layers writes nothing here. An engine of layer paths (`HeldPath`) writes layers of the
+        sources. `into(name, shape)` returns memory for computing a tensor.
         """
 
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
@@ -111,7 +111,7 @@ class HeldWeights:
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
         """The names of those `parameters` without which the model is incomplete: all of them here, fewer in subclasses.
 
-        Writing a merge fails if one of them was written neither by this swap nor by an earlier one.
+        Writing a merge fails if such a parameter has never been written, by this swap or by an earlier one.
         """
         return set(parameters)
 
@@ -153,8 +153,8 @@ class HeldWeights:
     ) -> tuple[set[str], float]:
         """Compute the tensors named in `changed`, and write them into the model's parameters.
 
-        A tensor whose place in a parameter is known is written there directly, the others by vLLM's weight loader.
-        Returns the names of the written parameters, and the seconds of computing.
+        A tensor whose place in a parameter is known is written there directly; vLLM's weight loader writes the others.
+        Returns the names of the written parameters, and the seconds for computing the tensors.
         """
         from workers.merging.materialize import merge_into, merged_tensors
 
@@ -206,10 +206,10 @@ def _repack(
 def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
     """The names of the modules in `packed` whose packed copies can be compared with their weights.
 
-    vLLM's CPU kernels compute with packed copies. Some kernels round the numbers that they multiply, so that a
-    comparison finds even a right copy wrong. Therefore the comparison is tried on copies that vLLM has just made, and a
-    module is comparable if its copy is found right. For all other modules only the canary, a comparison with
-    transformers, detects an outdated copy.
+    vLLM's CPU kernels compute with packed copies. Some kernels round the numbers that they multiply, so that the
+    comparison fails even for a correct copy. Therefore the comparison is tried on copies that vLLM has just made, and a
+    module is comparable if it succeeds. For all other modules only the canary, a comparison with transformers, detects
+    an outdated copy.
     """
     with torch.inference_mode():
         comparable = frozenset(

@@ -34,7 +34,7 @@ class Destination:
         return first < end and begin < last
 
     def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the destination's memory still belongs to its parameter, which `parameters` has by name.
+        """Whether the destination's memory still belongs to its parameter; `parameters` has all parameters by name.
 
         vLLM may have given the parameter other memory since it was loaded.
         """
@@ -46,9 +46,9 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `source` yields the pairs, `parameters` are the model's by name. `seconds` is the time spent computing the tensors.
 
-    If all that the loader does with a tensor is to copy it as a whole to a part of a parameter, this part is the
-    tensor's destination. The tensor can later be written there without the loader. It has no destination if anything
-    else changes the part before loading ends.
+    If the loader only copies a tensor as a whole to a part of a parameter, this part is the tensor's destination. The
+    tensor can later be written there without the loader. A tensor has no destination if the loader changes this part
+    again before loading ends.
     """
 
     def __init__(self, source: Iterator[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:

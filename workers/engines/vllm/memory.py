@@ -1,4 +1,4 @@
-"""How the memory of a machine is divided between an engine, the bank of source weights, and merging.
+"""Division of a machine's memory between an engine, the bank of source weights, and merging.
 
 The module only does arithmetic on bytes: the sizes of free memory are arguments, and nothing is allocated here.
 """
@@ -76,7 +76,7 @@ class MemoryRequirements:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Where source weights may be kept, and the engine's share of a GPU's memory (`gpu_share`).
+    """The places where source weights may be kept, and the engine's share of a GPU's memory (`gpu_share`).
 
     The sources go to the first of `placements` that has room once the engine runs. `reason` explains the choice in
     words.
@@ -94,7 +94,7 @@ def divide_memory(
 
     Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. `copies` is the
     number of copies of the sources that may be in host memory at once. The sources are kept in the first of these
-    places that suits:
+    places that is possible:
 
     - on the GPU, if that leaves room for an engine that serves many texts at once, or a few texts if the host has no
       room
@@ -129,7 +129,7 @@ def divide_memory(
 def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
     """Bytes of a GPU that an engine, its source weights and merging may use together.
 
-    They are the free bytes of the GPU, `gpu_free`, less room for CUDA's context, and at most USABLE_SHARE of
+    The result is `gpu_free`, the free bytes of the GPU, minus room for CUDA's context, but at most USABLE_SHARE of
     `gpu_total`.
     """
     return min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
@@ -144,7 +144,7 @@ def memory_requirements(
 ) -> MemoryRequirements:
     """The memory that an engine of the models in `sources` needs on each GPU.
 
-    `dtype` is that of the engine ("float32", ...), `config` the configuration of the merged model, `max_length` the
+    `dtype` is the engine's dtype ("float32", ...), `config` the configuration of the merged model, `max_length` the
     number of tokens of the longest text, `ranks` the number of GPUs.
     """
     models = sources.views
@@ -176,8 +176,8 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
     """Bytes that an engine on CPU reserves for attention's keys and values.
 
-    They are enough for a full batch of texts of TEXT_TOKENS tokens, but at most 1 GiB. If one text of `max_length`
-    tokens needs more than that, they are enough for this text.
+    The result is enough for a full batch of texts of TEXT_TOKENS tokens, but at most 1 GiB. If one text of `max_length`
+    tokens needs more than that, the result is enough for this text.
     """
     per_token = kv_token_bytes(config, dtype)
     block = 128  # tokens, vLLM's default on CPU

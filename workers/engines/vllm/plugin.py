@@ -1,11 +1,11 @@
 """vLLM's entry point into this package (group `vllm.general_plugins`), which vLLM calls in each of its processes.
 
-On CPU vLLM packs the weights of linear layers and of mixtures of experts for its kernels and drops the plain ones, so
-that nothing could be written in place. This module makes engines of this package keep the plain weights next to the
-packed copies. A layer that has both gets two attributes: `PACK`, a function that packs it again, and `IS_PACKED`, a
-function that tells whether the packed copies equal the plain weights. The module also keeps vLLM from changing
-transformers' classes, so that plain transformers remains available for comparison, and registers the model of path
-engines.
+On CPU, vLLM packs the weights of linear layers and of mixtures of experts for its kernels and drops the plain weights,
+so that no merge could be written in place. This module makes engines of this package keep the plain weights next to the
+packed copies. A layer with both kinds of weights has two more attributes: `PACK`, a function that packs the layer
+again, and `IS_PACKED`, a function that returns whether the packed copies equal the plain weights. The module also keeps
+vLLM from changing transformers' classes, so that plain transformers remains available for comparison, and registers the
+model of path engines.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def _keep_linear_weights(utils: Any) -> None:
 def _gives_its_columns(layer: Any) -> bool:
     """Whether the packed weights of a linear layer equal its plain weights [rows, columns].
 
-    Packed weights are a copy in the layout of vLLM's CPU kernels. They are multiplied with some rows of the identity
-    matrix, and the results are compared with columns of the plain weights. Each result is one weight plus zeros, so
-    that nothing is rounded. The result is True if plain weights are NaN or infinite, because such a merge fails anyway.
+    Packed weights are a copy in the layout of vLLM's CPU kernels. The packed weights are multiplied with some rows of
+    the identity matrix, and the results are compared with columns of the plain weights. Each result is one weight plus
+    zeros, so that nothing is rounded. The result is True if plain weights are NaN or infinite, because such a merge
+    fails anyway.
     """
     weight = layer.weight.detach()
     columns = torch.linspace(0, weight.shape[1] - 1, NUM_COLUMNS, dtype=torch.float64).long()
@@ -106,7 +107,7 @@ def _keep_expert_weights() -> None:
 def _bits(weights: torch.Tensor) -> int:
     """A checksum of weights modulo 2^64, to compare two copies of weights in different layouts.
 
-    It changes with any weight, but does not depend on the order of the weights, or on added zeros.
+    It depends on every weight, but not on the order of the weights, or on added zeros.
     """
     word = {2: torch.int16, 4: torch.int32}[weights.element_size()]
     total = 0
@@ -119,7 +120,7 @@ def _bits(weights: torch.Tensor) -> int:
 def _keep_transformers_classes() -> None:
     """Keep vLLM from changing classes of transformers.
 
-    vLLM uses transformers' modules for models that it has no code of its own for. To compile these modules, vLLM
+    vLLM uses transformers' modules for models for which it has no code of its own. To compile these modules, vLLM
     changes their classes, after which other code cannot use them. Engines of this package do not compile such models.
     """
     from vllm.model_executor.models.transformers.base import Base

@@ -1,8 +1,8 @@
-"""Whether vLLM can run a model, according to its configuration: before a download of weights or a start of an engine.
+"""Checks from a model's configuration whether vLLM can run it, before weights are downloaded or an engine is started.
 
 The installed vLLM decides in a separate process (`capabilities`), in parallel with the other checks. Importing vLLM
-takes seconds, so that answers are cached by version and configuration. Without vLLM the answer is a note that support
-is unknown.
+takes seconds, so answers are cached by version and configuration. Without vLLM the answer is a note that support is
+unknown.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ EXAMPLES = "LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM"
 class Capability:
     """Whether and how vLLM can run a model.
 
-    `problem` is the reason why no engine can run the model, `note` what users should know about how it runs. Each is ""
-    if there is nothing to say.
+    `problem` is the reason why no engine can run the model; "" if an engine can. `note` is a message for users about
+    how the model runs; "" if there is none.
     """
 
     problem: str = ""
@@ -51,7 +51,7 @@ class Capability:
 
 
 class CapabilityProbe:
-    """A query to vLLM, in a process of its own, about which models it can run; the constructor starts the process.
+    """A query to vLLM, in a separate process, about which models it can run; the constructor starts the process.
 
     Models whose answer is in the cache are left out of the query.
     """
@@ -60,7 +60,7 @@ class CapabilityProbe:
         """Start the query.
 
         `configs` are the contents of the models' config.json, `cache` is the directory of the cache, or None for the
-        default one.
+        default directory.
         """
         self._vllm = _vllm_version()
         self._cache = cache
@@ -74,7 +74,7 @@ class CapabilityProbe:
     def answers(self, *, dtype: str) -> list[Capability]:
         """Wait for vLLM's answers, and return the capability of each model for an engine of `dtype`.
 
-        A model without an answer has a capability with a note that says why it is not known.
+        If there is no answer about a model, its capability has a note with the reason.
         """
         reason = "vLLM is not installed here"
         if self._process is not None:
@@ -110,9 +110,9 @@ class CapabilityProbe:
             )
 
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
-        """Wait for vLLM's answers, store them in the cache, and return "".
+        """Wait for vLLM's answers, and store them in the cache.
 
-        If there are no answers, the reason is returned, as a text for users.
+        Returns "", or the reason, as a text for users, if there are no answers.
         """
         self._process = None
         root = Path(self._directory.name)
@@ -135,7 +135,7 @@ class CapabilityProbe:
 
 
 def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
-    """Whether and how version `vllm` of vLLM can run a model, from what `capabilities.describe` said about it."""
+    """Whether and how version `vllm` of vLLM can run a model, from the model's result of `capabilities.describe`."""
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"
     merges = "merging it by a recipe (`mergesearch merge`) needs no vLLM"

@@ -1,4 +1,4 @@
-"""Code inside vLLM's worker, which computes the merge where the weights are, and writes it over them.
+"""Code inside vLLM's worker, which computes a merge in the process that has the weights, and writes it over them.
 
 Only recipes and small records cross the process boundary.
 """
@@ -53,10 +53,10 @@ class MergeExtension:
     ) -> str:
         """Open the bank of source weights, and start to count rows of logits that are NaN or infinite.
 
-        `family` is JSON as `family_to_json` writes it. The bank is kept in the first of `placements` that has room for
-        it. A GPU must also have room for `scratch_bytes`, the memory for merging a tensor. `reason` says in words why
-        the first placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that the
-        method DELLA needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
+        `family` is JSON in the form of `family_to_json`. The bank is kept in the first of `placements` that has room
+        for it. A GPU must also have room for `scratch_bytes`, the memory for merging a tensor. `reason` says in words
+        why the first placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that
+        the method DELLA needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
         """
         device = next(self.model_runner.get_model().parameters()).device
         self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes)
@@ -147,13 +147,13 @@ class MergeExtension:
         }
 
     def mergesearch_forget(self) -> None:
-        """Make the next swap write every tensor, whatever the engine holds."""
+        """Make the next swap write every tensor, even tensors that the engine holds already."""
         self._mergesearch_weights.forget()
 
     def mergesearch_held(self) -> dict[str, Any]:
-        """What the engine holds: {digest, swaps, checksum}.
+        """Report what the engine holds: {digest, swaps, checksum}.
 
-        `digest` is that of the recipe, or None if unknown. `swaps` is the number of swaps so far, `checksum` the
+        `digest` is the digest of the recipe, or None if unknown. `swaps` is the number of swaps so far, `checksum` the
         parameters' checksum at the last swap.
         """
         is_held = self._mergesearch_weights.is_as_written
@@ -170,8 +170,8 @@ class MergeExtension:
     def mergesearch_bad_rows(self) -> list[int]:
         """The number of rows of logits that contained NaN, and the number of infinite rows, since the last call.
 
-        If there were any, all cached keys and values are set to zero: NaN in a block of the cache spreads to other
-        texts that reuse the block, even where it is masked.
+        If the numbers are not both 0, all cached keys and values are set to zero, because NaN in a block of the cache
+        spreads to other texts that reuse the block, even where the block is masked.
         """
         counts: list[int] = self._mergesearch_bad_rows.tolist()
         self._mergesearch_bad_rows.zero_()
@@ -193,14 +193,14 @@ def open_bank(
     device: torch.device | str = "cpu",
     scratch_bytes: int = 0,
 ) -> Bank:
-    """Open the bank of source weights of a family; `family` is JSON as `family_to_json` writes it.
+    """Open the bank of source weights of a family; `family` is JSON in the form of `family_to_json`.
 
     A process has one bank, that of the family that was opened last; if it is open already, it is returned. In a process
     that has an engine, it is the engine's bank. In any other process, for example one that computes a canary, it is a
     bank of mapped files that merges on the CPU.
 
     The weights are kept in the first of `placements` that has room for them. A GPU must also have room for
-    `scratch_bytes`, the memory for merging a tensor. Raises InvalidModel.
+    `scratch_bytes`, the memory for merging a tensor. Raises InvalidModel if the models cannot be opened.
     """
     if family not in _opened:
         _opened.clear()

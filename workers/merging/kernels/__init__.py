@@ -1,8 +1,8 @@
-"""Fused kernels of most methods for CPU (Numba), and of those that searches use most for CUDA (Triton).
+"""Fused kernels for CPU (Numba), of most methods, and for CUDA (Triton), of the methods that searches use most.
 
 On the same kind of device, they give the same bits as the plain methods of `workers.merging.methods`. They need one
-pass over the sources in their stored dtype, or two if coefficients depend on what a method drops. The result is rounded
-once and written to its destination. Kernels receive the sources' statistics and do not know where these are kept.
+pass over the sources in their stored dtype, or two if coefficients depend on the elements that a method drops. The
+result is rounded once and written to its destination. Kernels receive the sources' statistics as arguments.
 
 - `lowering`: the rule of each fused method, from its coefficients and operands.
 - `rules`: the rules, plain numbers that every backend can execute.
@@ -45,8 +45,8 @@ MAX_ELEMENTS = 2**32 - 1
 def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
     """Whether a kernel can compute the merge of operands in their stored dtypes, with the result in `dtype`.
 
-    It can if the method has a kernel on the operands' device, and all dtypes are float32, bfloat16 or float16; operands
-    must be contiguous, not empty and of fewer than 2^32 elements.
+    The result is True if the method has a kernel on the operands' device, and all dtypes are float32, bfloat16 or
+    float16. Operands must also be contiguous, not empty, and of fewer than 2^32 elements.
     """
     tensors = [*stored.tensors, *([] if stored.base is None else [stored.base])]
     return (
@@ -61,8 +61,8 @@ def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
 def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
     """Compute a merge by its kernel, and write it to `out`, rounded once to the dtype of `out`.
 
-    `stored` are the operands in their stored dtypes, with the statistics that the method needs; `is_fused` must be true
-    of them. `out` is contiguous and has the shape of the operands.
+    `stored` are the operands in their stored dtypes, with the statistics that the method needs; `is_fused` must be True
+    for them. `out` is contiguous and has the shape of the operands.
     """
     # Imported here because each of the two compilers takes a second to import.
     if out.is_cuda:
@@ -76,8 +76,9 @@ def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], devi
     """Call `function` for each item, in any order.
 
     `items` are pairs (number of elements that the item's merge has, item); only the item is passed. If `device` is a
-    CPU, items run in several threads at once, except the largest and the smallest, which run one by one. The largest
-    each use all threads. For the smallest, waiting for Python's interpreter lock would take longer than the work.
+    CPU, items run in several threads at once, except the largest and the smallest, which run one by one. Each of the
+    largest uses all threads. The smallest run one by one because waiting for Python's interpreter lock would take
+    longer than the work.
     """
     if device.type != "cpu":
         for _, item in items:

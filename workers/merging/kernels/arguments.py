@@ -1,7 +1,7 @@
 """Arguments of compiled functions: tensors as flat NumPy arrays, rules with NumPy's numbers.
 
-NumPy has no bfloat16: arrays of 16-bit words represent it (uint16), and float16 too (int16), for which Numba has no
-arithmetic on CPU. `elements.value` and `elements.rounded` convert the words.
+NumPy has no bfloat16, and Numba has no arithmetic with float16 on CPU. Both are represented by arrays of 16-bit words:
+bfloat16 by uint16, float16 by int16. `elements.value` and `elements.rounded` convert the words.
 """
 
 from __future__ import annotations

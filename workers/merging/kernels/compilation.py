@@ -1,12 +1,12 @@
 """How the CPU kernels are compiled, and where the compiled code is kept.
 
 Numba keeps compiled code beside the file that defines a function (else in the user's cache, or in NUMBA_CACHE_DIR) and
-compiles again when that file changes. The code and constants of other files are compiled in too, and Numba does not
-notice a change there. So the names of the cache files contain a digest of all files in SOURCES.
+compiles again when that file changes. The compiled code also contains code and constants of other files, and Numba does
+not detect changes in these files. So the names of the cache files contain a digest of all files in SOURCES.
 
 Numba numbers the files of a function by an index. If two processes compile at the same time, one overwrites the other's
-index. A number may then stand for other code, and a later process would run the kernel of another rule. Here files are
-named by what they were compiled for, and there is no index.
+index. A number may then stand for other code, and a later process would run the kernel of another rule. Here a file's
+name says for which arguments it was compiled, and there is no index.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class _CacheFiles(CompileResultCacheImpl):
 class _File(IndexDataCacheFile):
     """Numba's store of a function's compiled code on disk, without an index.
 
-    It has one file for each signature and processor, whose name says what it was compiled for. So processes that
-    compile at the same time do not exchange files.
+    It has one file for each signature and processor, and the file's name contains both. So processes that compile at
+    the same time do not confuse each other's files.
     """
 
     def __init__(self, *, cache_path: str, filename_base: str, source_stamp: Any) -> None:

@@ -1,7 +1,7 @@
 """Fused merge kernels for CPU: one pass over the operands, no temporaries, bit for bit the plain methods.
 
 There is one pass, `_merge`, which Numba compiles for every rule (`rules`), number of sources and dtype. The rule's type
-selects its formula (`formulas`), the elements that it keeps (`sparsity`) and those that it leaves undecided
+selects its formula (`formulas`), the elements that it keeps (`sparsity`) and the elements that it leaves undecided
 (`thresholds`). Elements do not depend on each other, so the number of threads changes no bit.
 """
 
@@ -32,8 +32,8 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
     """Merge tensors on CPU by a rule, and write the result to `out`.
 
     `tensors` are the sources, and `base` is the base's tensor or None if the rule does not use it. All tensors are
-    contiguous and have fewer than 2^32 elements. A rule may know only two bounds of a threshold. Then the elements
-    between the bounds are collected, the exact threshold is found among them, and they are merged again.
+    contiguous and have fewer than 2^32 elements. A rule may have only two bounds of a threshold. In this case the
+    elements between the bounds are collected, the exact threshold is found among them, and they are merged again.
     """
     xs, merged = as_arrays(tensors), as_array(out)
     if isinstance(rule, rules.Important):
@@ -55,7 +55,7 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
 def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop: int) -> int:
     """Merge the elements from `start` to `stop` - 1 by a rule, and write them to `out`.
 
-    If the rule knows only bounds of a threshold, elements between the bounds cannot be decided yet. Their positions are
+    If the rule has only bounds of a threshold, elements between the bounds cannot be decided yet. Their positions are
     written to `found`, and their number is returned.
     """
     num_found, block = 0, np.empty(BLOCK, out.dtype)

@@ -1,8 +1,8 @@
 """Fused merge kernels for tensors on one CUDA device.
 
-Multiplications and additions are not contracted, and divisions are rounded correctly. So the results are bit for bit
-those of the plain methods on the same device. The tests marked `gpu` run the kernels on a device; without a device they
-run in Triton's interpreter.
+Multiplications and additions are not contracted, and divisions are rounded correctly. So the results have the same bits
+as those of the plain methods on the same device. The tests marked `gpu` run the kernels on a device; without a device
+they run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -169,9 +169,9 @@ def _ties(  # type: ignore[no-untyped-def]
     - `found`, `count`, `most`: without `AT`, the positions of the undecided elements are written to `found`, which has
       room for `most` of them, and their number is added to `count`
     - `AT`: only the elements at the positions in `found` are merged; negative positions are skipped
-    - `factors`: they give the tie-breaking marks of elements
+    - `factors`: the factors from which the tie-breaking marks of elements are computed
     - `lambdas`: the factor of the merged task vector
-    - `size`: the number of elements, or with `AT` of positions in `found`
+    - `size`: the number of elements, or with `AT` the number of positions in `found`
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size

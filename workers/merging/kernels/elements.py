@@ -1,7 +1,7 @@
 """Compiled functions on single elements: reading a stored one as float32, common operations, and rounding to store.
 
-The words in which bfloat16 and float16 are stored are those of `arguments.as_array`. Infinity and NaN come from
-arithmetic, never from the sources: the bank refuses those.
+`arguments.as_array` defines the words in which bfloat16 and float16 are stored. Infinity and NaN come only from
+arithmetic, because the bank refuses sources that contain them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
     """Copy 32 bytes from the address `source` to the address `target` without storing them in the caches.
 
     `target` is a multiple of 32. Results are written once and read much later, so that they need no place in the
-    caches. An ordinary store would first read the memory that it overwrites, a third of the traffic of copying.
+    caches. An ordinary store would first read the memory that it overwrites, which is a third of the memory traffic of
+    copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -71,7 +72,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """A memory fence: after it, other threads see everything that was stored past the processor's caches."""
+    """Memory fence: after the call, other threads see all data that was stored past the processor's caches."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -82,7 +83,7 @@ def stores_done(typing_context: Any) -> Any:
 
 @compiled
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
-    """Copy block[: stop - start] to out[start:stop], without the processor's caches where alignment and size allow it.
+    """Copy block[: stop - start] to out[start:stop], past the processor's caches where alignment and size allow it.
 
     The arrays have one element type; positions are unsigned. `stores_done` must be called after the last copy.
     """
@@ -145,7 +146,7 @@ def _from_float16(word: Any) -> Any:
 
 
 def rounded(number: Any, like: Any) -> Any:
-    """Round a float32 number to the element type of the array `like`, to nearest, ties to even; returns what to store.
+    """Round a float32 number to the element type of the array `like`, to nearest, ties to even; return the word.
 
     Callable only in compiled code.
     """
@@ -185,7 +186,7 @@ def _as_float16(number: Any, like: Any) -> Any:
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
     """The variance of element i between the task vectors, with the bits of `methods.competition.variance`.
 
-    `base` and `xs` are the arrays of the base and the sources, as `arguments.as_array` returns them. Callable only in
+    `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. Callable only in
     compiled code.
     """
     b, count = value(base[i]), np.float32(len(xs))
@@ -213,15 +214,15 @@ def either(first: Any, second: Any) -> Any:
 def zero_unless(condition: Any, number: Any) -> Any:
     """The float32 number if the condition holds, else zero, computed without a conditional store.
 
-    It is for results that the caller stores to an array. LLVM would compile a conditional expression there to masked
-    stores, which take AMD's processors about ten times longer.
+    The function is for results that the caller stores in an array. LLVM would compile a conditional expression to
+    masked stores, which take about ten times longer on AMD's processors.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
 
 @numba.njit(**IN_PLACE)
 def has_sign_of(number: Any, total: Any) -> Any:
-    """Whether `number` has the sign of `total`, where a total of zero counts as positive; false for a number of zero.
+    """Whether `number` has the sign of `total`, where a total of zero counts as positive; False if `number` is zero.
 
     The number's sign is flipped if the total is negative, which takes less time than two comparisons and a choice.
     """
@@ -232,8 +233,8 @@ def has_sign_of(number: Any, total: Any) -> Any:
 def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
     """Whether an element is at a threshold or above it.
 
-    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark as `turned_mark` returns it. The
-    threshold is the magnitude `low` with the mark `low_mark`.
+    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark in the form of `turned_mark`.
+    The threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
@@ -242,8 +243,8 @@ def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
 def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
     """Whether an element is above a threshold.
 
-    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark as `turned_mark` returns it. The
-    threshold is the magnitude `low` with the mark `low_mark`.
+    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark in the form of `turned_mark`.
+    The threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 

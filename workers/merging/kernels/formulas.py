@@ -23,7 +23,7 @@ __all__ = ["element"]
 def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     """Compute element i of the merge by `rule`, in float32, by the formula of the rule's type.
 
-    `base` and `xs` are the arrays of the base and the sources, as `arguments.as_array` returns them. Callable only in
+    `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. Callable only in
     compiled code.
     """
     raise NotImplementedError("only in compiled code")
@@ -187,8 +187,8 @@ def _is_variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
     """The elected sign of element i: that of the sum of the sources' sparse task vectors, as 1, -1 or 0.
 
-    `sparse` is the rule's sparsification. `base` and `xs` are the arrays of the base and the sources, as
-    `arguments.as_array` returns them.
+    `sparse` is the rule's sparsification. `base` and `xs` are the arrays of the base and the sources, in the form of
+    `arguments.as_array`.
     """
     b, total = value(base[i]), ZERO
     for s in range(len(xs)):

@@ -1,7 +1,7 @@
-"""Operations on single elements, in which the formulas of rules are written; Numba compiles them into the pass.
+"""Operations on single elements, in which the formulas of rules are written; Numba compiles them as parts of kernels.
 
 This module does not import Numba, so that a rule can be defined beside the method that uses it (`lowering`) without
-loading the compiler at start-up. `elements` says how each operation is compiled.
+loading the compiler at start-up. `elements` has the compiled form of each operation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def computes(rule: type) -> Callable[[Formula], Formula]:
     """Decorator that registers a function as the formula of rules of type `rule`.
 
     The function takes (rule, base, xs, i) and returns the merged element i in float32. It reads the base as
-    `value(base[i])` and source s as `value(xs[s][i])`. Numba compiles it; therefore it uses only the operations of this
-    module, arithmetic on float32 and the rule's fields. Raises ValueError if the type already has a formula.
+    `value(base[i])` and source s as `value(xs[s][i])`. Numba compiles the function, so it may use only the operations
+    of this module, arithmetic on float32 and the rule's fields. Raises ValueError if the type already has a formula.
     """
     if rule in FORMULAS:
         raise ValueError(f"rule {rule.__name__} has a formula in {FORMULAS[rule].__module__} already")

@@ -1,4 +1,4 @@
-"""Sums and counts over tensors on CPU, in one pass, for methods whose coefficients depend on them; and checksums.
+"""Sums, counts and checksums over tensors on CPU, in one pass, for methods whose coefficients depend on them.
 
 Sums are in float64 and in the order of `methods.arithmetic.total`, bit for bit, with any number of threads: each thread
 starts at the beginning of a block, and compiled functions write a sum for each block.
@@ -34,9 +34,9 @@ Tensors = Sequence[torch.Tensor]
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
-    """The inner product of two contiguous tensors on CPU, or with `base` of their differences from the base.
+    """Inner product of two contiguous tensors on CPU or, with `base`, of their differences from the base.
 
-    It has the bits of `methods.arithmetic.inner_products`.
+    The result has the bits of `methods.arithmetic.inner_products`.
     """
     x, y = as_array(first), as_array(second)
     b = x if base is None else as_array(base.contiguous())
@@ -49,7 +49,7 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
     """The inner product of `direction` with each tensor's difference from `base`, for each of `tensors`.
 
     The differences are rounded to float32 and not stored. All tensors are contiguous and on CPU; `direction` may have
-    another dtype than the others.
+    another dtype than the other tensors.
     """
     *xs, b = as_arrays([*tensors, base])
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -63,8 +63,8 @@ def kept_norms(
 ) -> list[float]:
     """For each source, the sum of the magnitudes of the elements of its sparse task vector.
 
-    `tensors` are the sources. A sparse task vector is source - base with the elements that `sparse` keeps, as `sparse`
-    scales them.
+    `tensors` are the sources. A sparse task vector has the elements of source - base that `sparse` keeps, scaled by
+    `sparse`.
     """
     fields = sparse._asdict().items()
     alone = tuple(typed(sparse._replace(**{name: (each[s],) for name, each in fields})) for s in range(len(tensors)))
@@ -77,11 +77,12 @@ def kept_norms(
 def variable_squares(
     trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor
 ) -> tuple[rules.Comparison, Threshold, list[float]]:
-    """Find the threshold of a rank among the elements' variances, and sum the squares of the elements that reach it.
+    """Find the threshold of a rank among the elements' variances, and sum the squares of the elements at or above it.
 
-    The variance of an element is that between the task vectors. `trim` has two bounds of the threshold, and `order`
-    orders equal variances. Returns three values: a comparison that tells for every element whether its variance reaches
-    the threshold; the exact threshold; and for each source the sum of the squares of those elements of its task vector.
+    The variance of an element is its variance between the task vectors. `trim` has two bounds of the threshold, and
+    `order` orders equal variances. Returns three values: a comparison that decides for every element whether its
+    variance reaches the threshold; the exact threshold; and for each source the sum of the squares of those elements of
+    its task vector whose variance reaches the threshold.
     """
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -103,10 +104,10 @@ def variable_squares(
 
 
 class _Spread(NamedTuple):
-    """The two bounds of a threshold among variances, in the form that compiled code takes.
+    """The two bounds of a threshold among variances, in the form that compiled code accepts.
 
-    A bound is a variance, `low` or `high`, with a tie-breaking mark. `by` says how variances are compared with
-    the threshold: with marks (`ByMark`) or without (`ByMagnitude`). `factor` determines the elements' marks.
+    A bound is a variance, `low` or `high`, with a tie-breaking mark. `by` says how variances are compared with the
+    threshold: with marks (`ByMark`) or without (`ByMagnitude`). `factor` determines the elements' marks.
     """
 
     by: Any
@@ -123,9 +124,10 @@ def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrd
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """For each source, how many elements it changes by more than epsilon, and how many of these only it changes.
+    """For each source, the number of elements that it changes by more than epsilon, and that no other source changes.
 
-    A change is the magnitude of the difference from `base`; `tensors` are the sources.
+    The result has two numbers for each source: all elements that it changes, and those that only this source changes. A
+    change is the magnitude of the difference from `base`; `tensors` are the sources.
     """
     b, xs = as_array(base), as_arrays(tensors)
     parts = pieces(b.size, BLOCK)
@@ -198,9 +200,10 @@ def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
     """Add the squares of elements whose variance is at a threshold or above, block by block, from `start` to `stop`.
 
-    An element's variance is that between the task vectors of the sources `xs`; what is squared is each source's task
-    vector. `spread` has two bounds of the threshold. `sums` gets a sum for each source and block. Elements between the
-    bounds are not decided yet and are not added. Their positions are written to `found`, and their number is returned.
+    An element's variance is its variance between the task vectors of the sources `xs`; the squares are those of each
+    source's task vector. `spread` has two bounds of the threshold. A sum for each source and block is written to
+    `sums`. Elements between the bounds are not decided yet and are not added. Their positions are written to `found`,
+    and their number is returned.
     """
     num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):

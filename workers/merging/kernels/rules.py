@@ -2,7 +2,7 @@
 
 All methods that have a kernel reduce to these few rules. A rule consists of plain numbers, and a few rules have
 tensors; numbers per source are tuples in the order of the sources. theta_s is source s, b the base, and tau_s their
-difference theta_s - b. Most rules first set elements of the tau_s to zero, as their field `sparse` says.
+difference theta_s - b. Most rules first set some elements of each tau_s to zero; their field `sparse` decides which.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Whole(NamedTuple):
 
 
 class ByMark(NamedTuple):
-    """Kind of comparison with a threshold: by magnitude, and by the tie-breaking mark where magnitudes are equal.
+    """Kind of comparison with a threshold: by magnitude, and by the tie-breaking mark if magnitudes are equal.
 
     It is used if many elements have the magnitude of the threshold. `workers.merging.order_statistics` defines marks.
     """
@@ -67,9 +67,9 @@ class ByMark(NamedTuple):
 class ByMagnitude(NamedTuple):
     """Kind of comparison with a threshold: by magnitude alone, which leaves a few elements undecided.
 
-    Elements with a magnitude of `aboves` or more are at the threshold or above, and those with `belows` or less are
-    below it. The elements between the two are undecided; they include all that have the threshold's magnitude. Both
-    fields have a number for each source.
+    Elements with a magnitude of `aboves` or more are at the threshold or above, and elements with a magnitude of
+    `belows` or less are below it. The elements between the two are undecided; they include all elements that have the
+    threshold's magnitude. Both fields have a number for each source.
     """
 
     belows: Numbers
@@ -84,10 +84,10 @@ class Trimmed(NamedTuple):
 
     Each source has a threshold: a magnitude with a tie-breaking mark (`order_statistics.Threshold`). It is known by two
     bounds: `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds are equal, they are the threshold.
-    Otherwise it is at an element strictly between them: the one with the index `ranks` among the elements there, from 0
-    in ascending order. `factors` determine the elements' marks. `by` says how elements are compared with the threshold:
-    by magnitude and mark (`ByMark`), or by magnitude alone (`ByMagnitude`). All fields but `by` have a number for each
-    source.
+    Otherwise the threshold is at an element strictly between them: the element with the index `ranks` among these
+    elements, from 0 in ascending order. `factors` determine the elements' marks. `by` says how elements are compared
+    with the threshold: by magnitude and mark (`ByMark`), or by magnitude alone (`ByMagnitude`). All fields but `by`
+    have a number for each source.
     """
 
     by: Comparison
@@ -103,9 +103,10 @@ class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector between two thresholds, both included.
 
     Each source has a lower threshold and an upper one, whose fields begin with `top_`. A threshold is known by two
-    bounds, magnitudes with tie-breaking marks: `lows` with `low_marks`, and `highs` with `high_marks`. If they differ,
-    it is at the element with the index `ranks` among the elements strictly between them, in ascending order. `by` says
-    how elements are compared with the threshold (`ByMark` or `ByMagnitude`). `factors` determine the marks of elements.
+    bounds, magnitudes with tie-breaking marks: `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds
+    differ, the threshold is at the element with the index `ranks` among the elements strictly between them, in
+    ascending order. `by` says how elements are compared with the threshold (`ByMark` or `ByMagnitude`). `factors`
+    determine the marks of elements.
     """
 
     by: Comparison
@@ -126,8 +127,8 @@ class Between(NamedTuple):
 class Dropped(NamedTuple):
     """Sparsification that keeps elements of task vectors at random, and multiplies them by `scales`.
 
-    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the low and high 32 bits of their keys.
-    An element is kept if its hash is at most the number in `bounds`. All fields have a number for each source.
+    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the low and high 32 bits of the masks'
+    keys. An element is kept if its hash is at most the number in `bounds`. All fields have a number for each source.
     """
 
     k0s: Words
@@ -141,8 +142,8 @@ class Sampled(NamedTuple):
 
     The probability is start + |rank - origin| step, in float64, with start, origin and step for each source. `ranks`
     has a tensor for each source: the rank of each magnitude in its row, from 0 for the smallest. The random masks are
-    those of `workers.merging.masks`; `k0s` and `k1s` are the low and high 32 bits of their keys. Elements that are kept
-    are divided by their probability if `is_divided` is 1, and multiplied by `scales`.
+    those of `workers.merging.masks`; `k0s` and `k1s` are the low and high 32 bits of the masks' keys. Elements that are
+    kept are divided by their probability if `is_divided` is 1, and multiplied by `scales`.
     """
 
     k0s: Words
@@ -189,8 +190,8 @@ class Sum(NamedTuple):
 class Mean(NamedTuple):
     """Rule: the base plus lambda times the mean of the sparse task vectors that have the elected sign.
 
-    This is computed for each element. The elected sign is that of the sum of the task vectors after the sparsification
-    `sparse`. Where the sum is zero, the result is the base.
+    This is computed for each element. The elected sign is the sign of the sum of the task vectors after the
+    sparsification `sparse`. Where the sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -200,8 +201,8 @@ class Mean(NamedTuple):
 class AgreeingSum(NamedTuple):
     """Rule: the base plus lambda times the sum of the sparse task vectors that have the elected sign.
 
-    This is computed for each element. The elected sign is that of the sum of all task vectors after the sparsification
-    `sparse`. Where this sum is zero, the result is the base.
+    This is computed for each element. The elected sign is the sign of the sum of all task vectors after the
+    sparsification `sparse`. Where this sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -212,8 +213,8 @@ class Weighted(NamedTuple):
     """Rule: the base plus lambda times the sum of the weighted task vectors that have the elected sign.
 
     This is computed for each element of the task vectors after the sparsification `sparse`, times their `weights`. The
-    elected sign is that of the sum of all weighted task vectors, and + where this sum is zero. If `normalize` is 1, the
-    sum is divided by the sum of the weights of the task vectors that have the sign.
+    elected sign is that of the sum of all weighted task vectors, and positive if this sum is zero. If `normalize` is 1,
+    the sum is divided by the sum of the weights of the task vectors that have the sign.
     """
 
     sparse: Sparsity
@@ -226,7 +227,7 @@ class WeightedMean(NamedTuple):
     """Rule: base + (weighted sum of the task vectors that have the elected sign) / (number of these task vectors).
 
     This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
-    the unweighted sum of all task vectors, and + where this sum is zero.
+    the unweighted sum of all task vectors, and positive if this sum is zero.
     """
 
     sparse: Sparsity
@@ -238,7 +239,8 @@ class Interpolation(NamedTuple):
 
     This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
     the sum of all task vectors; where the sum is zero, the result is the base. The weights are divided by the sum of
-    the weights of the task vectors that have this sign. If only one task vector has it, this one is used as it is.
+    the weights of the task vectors that have this sign. If only one task vector has this sign, it takes the place of
+    the mean.
     """
 
     sparse: Sparsity
@@ -247,7 +249,7 @@ class Interpolation(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """Rule: the base plus lambda m where enough sources agree with the merged task vector m, else the base.
+    """Rule: the base plus lambda m if enough sources agree with the merged task vector m, else the base.
 
     This is computed for each element. Source s agrees if |tau_s| >= w_s |m - tau_s|, with tau_s its difference from the
     base and w_s its number in `mask_lambdas`; at least `agreement` sources must agree. m is the sum of all tau_s if
@@ -263,7 +265,7 @@ class Agreed(NamedTuple):
 class SharedOut(NamedTuple):
     """Rule: the base plus, for each element, the mean of those task vectors whose magnitude is above `epsilon`.
 
-    If only one source is above `epsilon` in an element, its task vector is multiplied by the source's number in
+    If only one source is above `epsilon` in an element, this source's task vector is multiplied by its number in
     `factors`.
     """
 
@@ -272,10 +274,10 @@ class SharedOut(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """Rule: the base plus a weighted mean of task vectors where their variance reaches a threshold, else the base.
+    """Rule: the base plus a weighted mean of task vectors if their variance reaches a threshold, else the base.
 
     This is computed for each element. The mean is over the task vectors that have the sign of their sum. The threshold
-    is the variance `threshold` with the tie-breaking mark `mark`. `by` is a comparison that tells for every element
+    is the variance `threshold` with the tie-breaking mark `mark`. `by` is the comparison that decides for every element
     whether its variance reaches the threshold; `factor` gives the marks of elements.
     """
 
@@ -289,10 +291,10 @@ class Variable(NamedTuple):
 class VariableElection(NamedTuple):
     """Rule of mergekit's SCE: the base plus a weighted mean of task vectors where their variance reaches a threshold.
 
-    Elsewhere it is the base. The mean is over the task vectors that have the sign of their sum; a sum of zero counts as
-    positive. The divisor of the mean, a sum of weights, is at least `least`. The threshold is the variance `threshold`
-    with the tie-breaking mark `mark`. `by` is a comparison that tells for every element whether its variance reaches
-    the threshold; `factor` gives the marks of elements.
+    For all other elements, the result is the base. The mean is over the task vectors that have the sign of their sum; a
+    sum of zero counts as positive. The divisor of the mean, a sum of weights, is at least `least`. The threshold is the
+    variance `threshold` with the tie-breaking mark `mark`. `by` is the comparison that decides for every element
+    whether its variance reaches the threshold; `factor` gives the marks of elements.
     """
 
     by: Comparison
@@ -322,7 +324,7 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
     """Choose the kind of comparison of elements with thresholds, for each list in `each`.
 
     A list describes one threshold for each source, as a `Trim`. If many elements may have the magnitude of one of the
-    thresholds (`Trim.is_tied`), all comparisons use tie-breaking marks (`ByMark`), else magnitudes alone
+    thresholds (`Trim.is_tied`), all comparisons use tie-breaking marks (`ByMark`); otherwise they use magnitudes alone
     (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
@@ -335,7 +337,7 @@ def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words
     """The two bounds of each source's threshold, in the form of the fields of `Trimmed`.
 
     The result has the values of the fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks`, in this order. Each
-    has one number for each of `trims`, one per source.
+    value has one number for each source, from the source's entry in `trims`.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

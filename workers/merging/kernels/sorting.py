@@ -1,9 +1,8 @@
 """Sorting and selection of numbers that are computed from the elements of tensors, on CPU.
 
 Numbers are sorted in pieces, so that sorting takes bounded memory; a single rank is selected without sorting. Equal
-numbers are ordered by the marks of their elements (`workers.merging.order_statistics`). What is sorted are words: a
-word is an integer of 64 bits, with the bits of a float32 number in its upper half and the element's mark in its lower
-half.
+numbers are ordered by the marks of their elements (`workers.merging.order_statistics`). Sorting uses words: a word is
+an integer of 64 bits, with the bits of a float32 number in its upper half and the element's mark in its lower half.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def ascending_magnitudes(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the magnitudes |source - base| in ascending order, in pieces, with tie-breaking marks of their elements.
 
-    A piece is a pair of arrays (magnitudes in float32, marks in uint32), valid until the next one is taken. Marks order
-    equal magnitudes; `factor` determines them (`order_statistics`). The tensors are on CPU.
+    A piece is a pair of arrays (magnitudes in float32, marks in uint32), valid until the next piece is taken. Marks
+    order equal magnitudes; `factor` determines them (`order_statistics`). The tensors are on CPU.
     """
     return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), U32(factor))))
 
@@ -66,8 +65,8 @@ def ascending_variances(
     """Yield the variances of elements between task vectors in ascending order, in pieces, with tie-breaking marks.
 
     Task vectors are the differences of `sources` from `base`, on CPU. A piece is a pair of arrays (variances in
-    float32, marks in uint32), valid until the next one is taken. Marks order equal variances; `factor` determines them
-    (`order_statistics`).
+    float32, marks in uint32), valid until the next piece is taken. Marks order equal variances; `factor` determines
+    them (`order_statistics`).
     """
     return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), U32(factor))))
 
@@ -76,7 +75,7 @@ def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch
     """Yield the importances of elements in ascending order, in pieces.
 
     The importance of an element is |second - first| times the number of its row in `rows`. The numbers may have any
-    sign. A piece is valid until the next one is taken.
+    sign. A piece is valid until the next piece is taken.
     """
     for words in _ascending(_Importance(as_array(first), as_array(second), as_array(rows))):
         bits = (words >> U64(32)).astype(np.uint32)
@@ -115,8 +114,8 @@ def magnitude_words(
 ) -> Words:
     """The magnitudes |source - base| of two tensors on CPU as words, with marks that `factor` determines.
 
-    `mask` is the density and the key of a random mask, or None. Magnitudes are then divided by the density where the
-    mask keeps the element, and zero elsewhere.
+    `mask` is the density and the key of a random mask, or None. With a mask, a magnitude is divided by the density if
+    the mask keeps the element, and zero otherwise.
     """
     numbers = as_array(source), as_array(base), U32(factor)
     if mask is None:
@@ -307,7 +306,7 @@ def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop
     """Write the words that begin with the bits `prefix` to the array `words`, and return how many there are.
 
     A word has 64 bits: an element's number, then its tie-breaking mark. `shift` is the number of bits after the prefix.
-    Only the elements from `start` to `stop` - 1 of `numbers` are looked at.
+    Only the elements from `start` to `stop` - 1 of `numbers` are considered.
     """
     count = U64(0)
     for i in range(U64(start), U64(stop)):
@@ -326,8 +325,8 @@ def _word(numbers: Any, i: Any) -> Any:
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
     """Whether the word of element i begins with the bits `prefix`; `shift`, at most 48, is the number of bits after it.
 
-    A word has 64 bits: an element's number, then its tie-breaking mark. For most words the answer is no and follows
-    from the number alone, so that the mark is not computed.
+    A word has 64 bits: an element's number, then its tie-breaking mark. For most words the number alone shows that the
+    result is False, so that the mark is not computed.
     """
     if shift >= U64(32):
         return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix

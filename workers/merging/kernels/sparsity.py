@@ -1,6 +1,6 @@
-"""The value that each kind of sparsification gives to an element of a task vector.
+"""Functions that compute the value of a task vector's element after each kind of sparsification.
 
-The dict KEPT has the function that computes it, by the type of the sparsification.
+The dict KEPT has the function of each type of sparsification.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, lo
     """Whether element i of source s, of magnitude `size`, is at a threshold or above.
 
     The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` determines the element's mark.
-    `by` says how the element is compared with the threshold: with `ByMark` by magnitude and mark; with `ByMagnitude` by
-    magnitude alone, with the numbers in `by`. Elements that `ByMagnitude` cannot decide count as below. Callable only
-    in compiled code.
+    `by` says how the element is compared with the threshold: with `ByMark`, by magnitude and mark; with `ByMagnitude`,
+    by magnitude alone, and elements that this cannot decide count as below. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -36,9 +35,8 @@ def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark
     """Whether element i of source s, of magnitude `size`, is above a threshold.
 
     The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` determines the element's mark.
-    `by` says how the element is compared with the threshold: with `ByMark` by magnitude and mark; with `ByMagnitude` by
-    magnitude alone. With `ByMagnitude`, elements count as above from the number in `by.aboves` on. Callable only in
-    compiled code.
+    `by` says how the element is compared with the threshold: with `ByMark`, by magnitude and mark; with `ByMagnitude`,
+    by magnitude alone, and elements of magnitude `by.aboves` or more count as above. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

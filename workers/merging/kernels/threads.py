@@ -1,4 +1,4 @@
-"""The threads of the CPU kernels: a pool of their own, with as many threads at work as torch uses.
+"""The threads of the CPU kernels: a separate pool, of which as many threads work as torch uses.
 
 Kernels run without Python's interpreter lock.
 """
@@ -45,7 +45,7 @@ def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[An
 def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
     """Call `function` once for each of `items`, in as many threads as torch uses; each call stays in one thread.
 
-    It is for many small tensors: waking a second thread for one of these takes as long as merging it.
+    It is for many small tensors, because waking a second thread for a small tensor takes as long as merging the tensor.
     """
     queue = iter(items)  # an iterator of a sequence: `next` is atomic under the interpreter lock
 

@@ -67,7 +67,7 @@ def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: 
 
     Each threshold, `low` and `high`, is (magnitude, tie-breaking mark). `factor` determines the element's mark. `by`
     says how the element is compared with the thresholds: `ByMark` compares magnitude and mark. `ByMagnitude` compares
-    the magnitude alone; an element that this cannot decide counts as between. Callable only in compiled code.
+    the magnitude alone; an element for which this is not sufficient counts as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -102,7 +102,7 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """A copy of a rule with exact thresholds, in place of the two bounds by which the rule knew each threshold.
+    """Copy of a rule in which each threshold is exact; the rule itself has only two bounds of each threshold.
 
     Each threshold is found among the elements between its bounds. `positions` has the indices of all elements that are
     between the bounds of any threshold. `base` and `xs` are the elements of the base and the sources, as arrays.
@@ -128,10 +128,10 @@ def variance_threshold(
 ) -> tuple[Threshold, bool]:
     """Find the exact threshold of a rank among variances, and whether all elements with its variance reach it.
 
-    A variance is that of one element between the task vectors of the sources `xs`. `order` orders equal variances by
-    tie-breaking marks. `trim` has two bounds of the threshold, and `positions` the indices of all elements strictly
-    between the bounds. If variances were compared without marks (`trim.magnitudes`), `positions` also has all elements
-    with the threshold's variance.
+    A variance is the variance of one element between the task vectors of the sources `xs`. `order` orders equal
+    variances by tie-breaking marks. `trim` has two bounds of the threshold, and `positions` the indices of all elements
+    strictly between the bounds. If variances were compared without marks (`trim.magnitudes`), `positions` also has all
+    elements with the threshold's variance.
     """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller

@@ -1,9 +1,9 @@
 """Plain merge methods: pure functions from tensors to a tensor, each with its equation.
 
-They define the results of merging. All arithmetic is in float32 on the tensors given, element by element in the order
-of the sources, without fused multiply-add; reductions over a tensor are summed in fixed blocks. So the same operands
-give the same bits with any number of threads (except WUDI's matrix products). Coefficients that are tensors without
-dimensions get gradients, at fixed masks, where the declaration says so. Each method is declared in
+The functions define the results of merging. All arithmetic is in float32 on the tensors given, element by element in
+the order of the sources, without fused multiply-add; reductions over a tensor are summed in fixed blocks. So the same
+operands give the same bits with any number of threads (except WUDI's matrix products). Coefficients that are tensors
+without dimensions get gradients, at fixed masks, if the method's declaration says so. Each method is declared in
 `search_spaces.methods` and has one function here, registered by `@merges(NAME)`. Import names from their modules.
 
 - `registry`: the decorator that registers a function
@@ -15,8 +15,8 @@ dimensions get gradients, at fixed masks, where the declaration says so. Each me
 - `trimming`: task vectors without their smallest elements, or without both ends
 - `competition`: task vectors that compete for each element
 - `arithmetic`: weighted sums, inner products, angles and ranks
-- `scalars`: arithmetic on coefficients, with a gradient where they are tensors
+- `scalars`: arithmetic on coefficients, with a gradient if they are tensors
 - `sparsify`: functions that drop elements of a task vector
-- `consensus`: functions that elect signs, as TIES does
+- `consensus`: functions that elect signs, as in TIES
 - `table`: the declarations as the table in README.md
 """

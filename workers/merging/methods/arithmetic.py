@@ -68,7 +68,7 @@ def norm(tensor: torch.Tensor) -> float:
 def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
     """The cosine of the angle between two tensors taken as vectors, in [-1, 1].
 
-    It is 0 if one of them has a norm of at most 1e-8, and so no direction.
+    It is 0 if one of the tensors has a norm of at most 1e-8, because its direction is not defined.
     """
     return cosine_of(inner_products((first, second)), 0, 1)
 
@@ -88,7 +88,8 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 def cosine_of(products: Products, first: int, second: int) -> float:
     """The cosine of the angle between two of N tensors, computed from the inner products of all pairs, [N, N].
 
-    `first` and `second` are the indices of the two tensors. It is 0 if one of them has a norm of at most 1e-8.
+    `first` and `second` are the indices of the two tensors. The result is 0 if one of the two tensors has a norm of at
+    most 1e-8.
     """
     norms = (math.sqrt(products[first][first]), math.sqrt(products[second][second]))
     if min(norms) <= NO_DIRECTION:

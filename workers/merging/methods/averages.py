@@ -70,7 +70,7 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
     """Weighted average of models: sum_t w_t theta_t with sum_t w_t = 1 (model soups, arXiv:2203.05482).
 
     theta_t is the tensor of model t, w_t its weight; this is equation 11 of "Automated Model Merging". The given
-    weights are divided by their sum, since weights rounded to six decimals seldom sum to exactly one. Raises
+    weights are divided by their sum, because weights rounded to six decimals seldom sum to exactly one. Raises
     InvalidRecipe if they sum to zero.
     """
     return weighted_sum(tensors, linear_weights(weights))
@@ -98,13 +98,13 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
     """Spherical interpolation of two tensors (Shoemake 1985); t = 0 gives the first, t = 1 the second.
 
     This is equation 10 of "Automated Model Merging". omega is the angle between the whole tensors; `cos` is its cosine,
-    if known, and is computed otherwise. The tensors are interpolated as they are, not normalised; only the angle is
-    that of their directions.
+    if known, and is computed otherwise. The tensors are not normalised before they are interpolated; only the angle
+    depends on their directions alone.
 
     If |cos omega| > 0.9995, the interpolation is linear. The divisor sin omega then goes to zero, and an angle in
-    float32 has few significant digits. For nearly equal tensors the two interpolations differ by less than 1.3e-4, and
-    between opposite tensors no great circle is distinguished. A tensor without direction (norm at most 1e-8) counts as
-    orthogonal to the other.
+    float32 has few significant digits. For nearly equal tensors, the spherical and the linear interpolation differ by
+    less than 1.3e-4. For opposite tensors, the great circle between them is not unique. A tensor without direction
+    (norm at most 1e-8) counts as orthogonal to the other.
     """
     first, second = tensors
     return weighted_sum(tensors, slerp_weights(t, cosine(first, second) if cos is None else cos))
@@ -120,9 +120,9 @@ def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: f
     """Spherical interpolation of two tensors with t = w_2 / (w_1 + w_2) (mergekit's NuSLERP with `nuslerp_flatten`).
 
     w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. omega is the angle between the
-    whole tensors; `cos` is its cosine, if known, and is computed otherwise. Unlike `slerp`, the interpolation is on the
-    circle up to |cos omega| = 1 - 1e-7, and linear beyond. For nearly equal tensors, line and circle then agree in
-    float32. For nearly opposite tensors, the circle would only follow from rounding errors.
+    whole tensors; `cos` is its cosine, if known, and is computed otherwise. Unlike in `slerp`, the interpolation is
+    spherical up to |cos omega| = 1 - 1e-7, and linear above. For nearly equal tensors, both then agree in float32. For
+    nearly opposite tensors, the great circle would be determined by rounding errors.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
@@ -157,7 +157,7 @@ def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]
     """Spherical interpolation of two tensors, each vector along the first index by its own angle.
 
     It is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`). `weights`
-    are those of the two tensors: the second has the share w_2 / (w_1 + w_2).
+    are the weights w_1 and w_2 of the tensors: the second has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
@@ -173,8 +173,8 @@ def nuslerp_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation (`nuslerp`) of two task vectors.
 
-    `weights` are those of the two. `products` are the inner products of the task vectors, if known. In mergekit it is
-    NuSLERP with a base model.
+    `weights` are the weights of the two task vectors. `products` are the inner products of the task vectors, if known.
+    In mergekit this method is NuSLERP with a base model.
     """
     cos = None if products is None else cosine_of(products, 0, 1)
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
@@ -186,7 +186,8 @@ def nuslerp_rows_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation of two task vectors row by row (`nuslerp_rows`).
 
-    `weights` are those of the two. In mergekit it is NuSLERP with a base model and `nuslerp_flatten: false`.
+    `weights` are the weights of the two task vectors. In mergekit this method is NuSLERP with a base model and
+    `nuslerp_flatten: false`.
     """
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -197,8 +198,8 @@ def nuslerp_columns_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation of two task vectors along the first index (`nuslerp_columns`).
 
-    `weights` are those of the two. In mergekit it is NuSLERP with a base model, `nuslerp_flatten: false` and
-    `nuslerp_row_wise: true`.
+    `weights` are the weights of the two task vectors. In mergekit this method is NuSLERP with a base model,
+    `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
     """
     return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -216,9 +217,9 @@ def model_stock(
 
     The factor is t = N cos / (1 + (N - 1) cos), with cos the mean cosine between the task vectors of this tensor. A
     task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is zero, the result is the
-    base. Near this pole t is large. Raises InvalidRecipe, naming the tensor by `name`, if t is not from -N to 1; with
-    `unbounded` a warning is logged instead. For models at equal distances from the base, the result at t = -N is as far
-    from the base as they are. `products` are the inner products of the task vectors, if known.
+    base. Near this pole, the magnitude of t is large. Raises InvalidRecipe, naming the tensor by `name`, if t is not
+    from -N to 1; with `unbounded` a warning is logged instead. For models at equal distances from the base, the result
+    at t = -N is as far from the base as they are. `products` are the inner products of the task vectors, if known.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)
@@ -228,8 +229,8 @@ def model_stock(
 def model_stock_weights(products: Products, *, unbounded: bool = False, name: str = "") -> list[float]:
     """The factor of each task vector in `model_stock`, from the inner products of the task vectors.
 
-    If the factors would be so large that the result is meaningless, InvalidRecipe is raised, or a warning logged if
-    `unbounded`; the message names the tensor by `name`.
+    If the factors are so large that the result is meaningless, InvalidRecipe is raised or, with `unbounded`, a warning
+    is logged. The message names the tensor by `name`.
     """
     count = len(products)
     cosines = [cosine_of(products, i, j) for i in range(count) for j in range(i + 1, count)]
@@ -244,8 +245,8 @@ def model_stock_rows(
 ) -> torch.Tensor:
     """Model Stock (`model_stock`) with a factor t for each row of the tensor (mergekit: `filter_wise: true`).
 
-    A row is a vector along the last index. InvalidRecipe is raised if a factor is not from -N to 1 for N models, or
-    with `unbounded` a warning logged; the message names the tensor by `name`.
+    A row is a vector along the last index. If a factor is not from -N to 1, where N is the number of models,
+    InvalidRecipe is raised or, with `unbounded`, a warning is logged. The message names the tensor by `name`.
     """
     taus = [tensor - base for tensor in tensors]
     pairs = [(taus[i], taus[j]) for i in range(len(taus)) for j in range(i + 1, len(taus))]

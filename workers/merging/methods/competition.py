@@ -52,10 +52,10 @@ def sce(
 
     theta_pre is the base, and tau_t the task vectors, the differences of the models from the base. Only elements that
     vary between the task vectors count. Of these, SCE selects the share `select_topk` with the largest variance. The
-    weight w_t of a model is the mean square of its selected elements over the tensor. Elements whose sign is not that
-    of the sum of the task vectors are erased. The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements
-    that are left, and the base where the sum is zero or nothing is selected. `variances` is the table of the elements'
-    variances, if known; `order` orders elements of equal variance.
+    weight w_t of a model is the mean square of its selected elements over the tensor. In each task vector, elements
+    whose sign differs from the sign of the sum of the task vectors are erased. The result is theta_pre + sum_t w_t
+    tau_t / sum_t w_t over the elements that are left, and the base if the sum is zero or no element is selected.
+    `variances` is the table of the elements' variances, if known; `order` orders elements of equal variance.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -83,7 +83,7 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE as mergekit computes it, which differs from `sce` where task vectors sum to zero, and for small weights.
+    """SCE as in mergekit; the result differs from `sce` where task vectors sum to zero, and for small weights.
 
     As in `sce`, a share `select_topk` of the elements is selected: those that vary most between the task vectors. The
     weight of a model is the mean square of its selected elements, and elements with a minority sign are erased. Weights
@@ -109,7 +109,7 @@ def sce_mergekit(
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
-    """The number of elements that SCE selects: a share of those that vary between task vectors.
+    """The number of elements that SCE selects: a share of the elements that vary between task vectors.
 
     `num_variable` is the number of elements that vary, `select_topk` the share.
     """
@@ -119,7 +119,7 @@ def num_selected(select_topk: float, num_variable: int) -> int:
 def sce_weights(squares: Sequence[float]) -> list[float]:
     """The weight of each model in `sce`, from the sum of squares of its selected elements.
 
-    The sums, `squares`, are divided by their total. The result is zeros if all sums are zero.
+    The sums, `squares`, are divided by their total. All weights are zero if all sums are zero.
     """
     whole = math.fsum(squares)
     return [square / whole if whole else 0.0 for square in squares]
@@ -127,11 +127,11 @@ def sce_weights(squares: Sequence[float]) -> list[float]:
 
 @merges("ram")
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
-    """RAM (arXiv:2601.13572): add what one model changed, average what several models changed.
+    """RAM (arXiv:2601.13572): add changes of single models, and average changes that several models made to an element.
 
-    A model has changed an element if it differs from the base by more than epsilon. Where several models changed an
-    element, the base gets the mean of their task vectors. Where one model changed an element, the base gets this
-    model's task vector.
+    A model has changed an element if it differs from the base by more than epsilon. If several models changed an
+    element, the mean of their task vectors is added to the base. If one model changed an element, this model's task
+    vector is added.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, None)
 
@@ -142,10 +142,10 @@ def ramplus_tl(
 ) -> torch.Tensor:
     """RAM+ with counts for each tensor (arXiv:2601.13572; mergekit calls it tensor-local).
 
-    A model has changed an element if it differs from the base by more than epsilon. Where several models changed an
-    element, the base gets the mean of their task vectors. Where one model changed an element, the base gets this
-    model's task vector times 1 + r min(alpha, shared / unique). Of the elements that this model changed, `shared` is
-    the number that others changed too, and `unique` the number that it changed alone.
+    A model has changed an element if it differs from the base by more than epsilon. If several models changed an
+    element, the mean of their task vectors is added to the base. If one model changed an element, this model's task
+    vector times 1 + r min(alpha, shared / unique) is added. Of the elements that this model changed, `shared` is the
+    number that others changed too, and `unique` the number that it changed alone.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
@@ -159,7 +159,8 @@ def pcb(
     theta_pre is the base, tau_i the task vector of model i, N the number of models, and Norm scales a tensor to [0, 1].
     The weights are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)); all but the share `density` of
     largest elements of each beta_i are set to zero. The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i,
-    and the base where all beta_i are zero. `orders` has for each model the order of equal elements of beta_i.
+    and the base for elements for which all beta_i are zero. `orders` has for each model the order of equal elements of
+    beta_i.
     """
     taus = [tensor - base for tensor in tensors]
     betas = []
@@ -241,9 +242,9 @@ def consensus_ties(
 
     TIES' merged task vector, tau, is that of equations 6 to 8 of "Automated Model Merging", with the share k of
     elements kept and without lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with
-    tau_t the task vector of the model. Those that matter to at least `agreement` models are multiplied by lambda and
-    added to the base. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and `orders`
-    the order of equal magnitudes.
+    tau_t the task vector of the model. The elements that matter to at least `agreement` models are multiplied by lambda
+    and added to the base. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and
+    `orders` the order of equal magnitudes.
     """
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]
@@ -261,7 +262,7 @@ def wudi(
 
     The gradient is 2 (m A - B), with A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2,
     so that a step is one matrix product. The last bits of matrix products depend on the number of threads. Task vectors
-    that are zero do not count in the loss.
+    that are zero are left out of the loss.
     """
     taus = [tensor - base for tensor in tensors]
     if base.dim() != 2:
@@ -378,7 +379,7 @@ def _balanced(
 
 
 def _unit_range(tensor: torch.Tensor) -> torch.Tensor:
-    """Scale a tensor to [0, 1]; the result is zeros if all elements are equal."""
+    """Scale a tensor to [0, 1]; the result is all zeros if all elements are equal."""
     low, high = torch.aminmax(tensor)
     return (tensor - low).div_(high - low) if high > low else torch.zeros_like(tensor)
 

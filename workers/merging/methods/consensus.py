@@ -32,9 +32,9 @@ def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def elected_balance(taus: Sequence[torch.Tensor]) -> int:
-    """How many more elements of the sum of the task vectors `taus` are positive than negative.
+    """Number of positive elements in the sum of the task vectors `taus`, minus the number of negative elements.
 
-    Its sign is the majority sign.
+    The sign of the result is the majority sign.
     """
     summed = _sum(taus)
     return int((summed > 0).sum()) - int((summed < 0).sum())
@@ -43,8 +43,9 @@ def elected_balance(taus: Sequence[torch.Tensor]) -> int:
 def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = None) -> torch.Tensor:
     """For each element, the mean of those task vectors that have the elected sign.
 
-    The elected sign is that of the sum of all task vectors `taus`. Where the sum is zero, it is the majority sign, that
-    of `majority`; by default it is the sign that most elements of the tensor have in the sum (MergeLM).
+    The elected sign is that of the sum of all task vectors `taus`. Where the sum is zero, the elected sign is the
+    majority sign, which is the sign of `majority`; by default it is the sign that most elements of the tensor have in
+    the sum (MergeLM).
     """
     return _mean_of_agreeing(taus, _elected_or_majority(taus, majority))
 
@@ -52,7 +53,7 @@ def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
     """For each element, the sum of the task vectors that have the elected sign (MergeBench).
 
-    The elected sign is that of the sum of all task vectors `taus`. Where this sum is zero, the result is zero.
+    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero.
     """
     elected = _sum(taus).sign_()
     merged = torch.zeros_like(elected)
@@ -64,9 +65,9 @@ def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *, normalize: bool) -> torch.Tensor:
     """For each element, the weighted sum of the task vectors that have the elected sign (mergekit).
 
-    `taus` are the task vectors. The elected sign is that of the weighted sum of all of them, and + where this sum is
-    zero. With `normalize`, the result is divided by the sum of the weights of the task vectors that have the sign,
-    unless these weights sum to zero.
+    `taus` are the task vectors. The elected sign is the sign of the weighted sum of all task vectors, and positive if
+    this sum is zero. With `normalize`, the result is divided by the sum of the weights of the task vectors that have
+    the elected sign, unless these weights sum to zero.
     """
     taus = [tau.mul_(weight) for tau, weight in zip(taus, weights, strict=True)]
     is_positive = _sum(taus) >= 0
@@ -83,7 +84,7 @@ def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *,
 def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """For each element, the weighted sum of the task vectors that have the elected sign, divided by their number.
 
-    The elected sign is that of the unweighted sum of all task vectors, and + where this sum is zero (PEFT).
+    The elected sign is the sign of the unweighted sum of all task vectors, and positive if this sum is zero (PEFT).
     """
     is_positive = _sum(taus) >= 0
     merged = torch.zeros_like(taus[0])
@@ -100,7 +101,7 @@ def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float
 
     The elected sign is that of the sum of all task vectors `taus`; where the sum is zero, the result is zero. The
     weights are divided by the sum of the weights of the task vectors that have this sign. If only one task vector has
-    it, this one is used as it is. This is the interpolation of Mixup Model Merge (M3), appendix H.
+    the sign, this task vector is the result. This is the interpolation of Mixup Model Merge (M3), appendix H.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)
@@ -121,10 +122,11 @@ def disjoint_majority_interpolation(
 ) -> torch.Tensor:
     """For each element, an interpolation of the task vectors that have the elected sign; it is continuous in `weights`.
 
-    The elected sign is that of the sum of all task vectors `taus`, and where this is zero the majority sign as in
-    `disjoint_majority_mean`. The shares are the weights divided by the sum of all weights. The shares of task vectors
-    that do not have the elected sign are divided equally among those that do. So two task vectors are interpolated by
-    their shares, one alone is used as it is, and equal weights give the mean (Mixup Model Merge, M3, appendix H).
+    The elected sign is the sign of the sum of all task vectors `taus`. If this sum is zero, it is the majority sign, as
+    in `disjoint_majority_mean`. The shares are the weights divided by the sum of all weights. The shares of task
+    vectors that do not have the elected sign are divided equally among those that do. So two task vectors are
+    interpolated by their shares, a task vector that alone has the elected sign is the result, and equal weights give
+    the mean (Mixup Model Merge, M3, appendix H).
     """
     elected = _elected_or_majority(taus, majority)
     shares = [weight / fsum(weights) for weight in weights]

@@ -17,8 +17,8 @@ __all__ = ["Importance", "ImportancesAt", "arcee_fusion", "importance_of", "impo
 def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
     """The first model, with each element moved towards the second's by at most t (mergekit's NearSwap).
 
-    With theta_1 and theta_2 the tensors of the two models, it is w theta_2 + (1 - w) theta_1 with w = min(1, t /
-    |theta_1 - theta_2|).
+    With theta_1 and theta_2 the tensors of the two models, the result is w theta_2 + (1 - w) theta_1 with w = min(1, t
+    / |theta_1 - theta_2|).
     """
     first, second = tensors
     share = (t / (first - second).abs_().clamp_(min=1e-6)).clamp_(max=1)
@@ -49,7 +49,7 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
     KL(softmax of theta_2's row | softmax of theta_1's row), with KL the Kullback-Leibler divergence. Elements whose
     importance is at least median + 1.5 (Q3 - Q1) are taken from the second model. The quartiles Q1 and Q3 are those of
     the whole tensor: the element at floor(q (n - 1)) of the n sorted importances, with q = 1/4 and 3/4. `importance` is
-    the criterion for the two tensors, as `importance_of` returns it, if known.
+    the result of `importance_of` for the two tensors, if known.
     """
     first, second = tensors
     delta = second - first
@@ -72,9 +72,9 @@ def importances_at(
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
     """The criterion by which `arcee_fusion` takes elements from `second` instead of `first`.
 
-    It has a number for each row, and the smallest importance of elements that are taken. The tensors are on CPU and
-    have at least one element. `select` returns the importances at given indices of the sorted importances, as
-    `importances_at` does.
+    The criterion has a number for each row, and the smallest importance of elements that are taken. The tensors are on
+    CPU and have at least one element. `select` is a function like `importances_at`: it returns the importances at given
+    indices of the sorted importances.
     """
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))

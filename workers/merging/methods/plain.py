@@ -2,7 +2,7 @@
 
 A function receives the tensors, the base if its method needs one, and the coefficients by name. The name of a
 coefficient with a number for each source is in the plural, such as `lambdas`; `lambda_` is one number for all. The
-function also receives what it has parameters for:
+function also receives these arguments, if it has parameters for them:
 
 - `keys`: the keys of random masks
 - `cos`, `importance`, `magnitudes`, `majority`, `norms`, `products`, `ranks`, `variances`: statistics, if they are
@@ -52,7 +52,7 @@ class Operands:
     - `cosine`: the cosine of the angle between the first two tensors
     - `importance`: the criterion by which Arcee Fusion takes elements of the second tensor
     - `magnitudes`: for each source the table of |source - base|; for a merge that trims whole models, the thresholds
-      of whole task vectors, after the random masks of methods that draw these
+      of whole task vectors, after the random masks of methods that draw masks
     - `majority`: for a merge that trims whole models, a number with the sign that is elected for most of the model's
       elements
     - `products`: the inner products of all pairs of tensors; with a base, of all pairs of task vectors
@@ -89,8 +89,8 @@ class PlainMethod:
     """A declared merge method with the function that computes it in plain torch.
 
     `uses` are the statistics of the sources that the function has parameters for. `is_told_name` says whether the
-    function takes the tensor's name. `order_parameter` is the name of the function's parameter for the order of equal
-    elements, or None if it has none.
+    function has a parameter for the tensor's name. `order_parameter` is the name of the function's parameter for the
+    order of equal elements, or None if it has none.
     """
 
     declared: MergeMethod
@@ -112,8 +112,8 @@ class PlainMethod:
     ) -> torch.Tensor:
         """Compute the merge `merge` of `operands` by this method's function, with the coefficients of the merge.
 
-        `given` may replace coefficients, by name, by tensors without dimensions; the result then has gradients with
-        respect to these. Raises InvalidRecipe for coefficients that the method does not take.
+        `given` may have tensors without dimensions, by name, that replace coefficients; the result then has gradients
+        with respect to these. Raises InvalidRecipe if the method does not have one of the coefficients.
         """
         replaced = given or {}
         arguments: dict[str, Any] = {
@@ -138,7 +138,7 @@ class PlainMethod:
 def merge_tensors(merge: Merge, operands: Operands) -> torch.Tensor:
     """Compute a merged tensor from its operands by the plain torch function of the merge's method.
 
-    Raises InvalidRecipe for a merge with sources or coefficients that its method does not take.
+    Raises InvalidRecipe if the method does not accept the merge's sources or coefficients.
     """
     merge.check()
     return PLAIN[merge.method].merge(operands, merge)

@@ -20,8 +20,7 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
 def merges(name: str) -> Callable[[Function], Function]:
     """Decorator that registers a function as the one that computes the merge method `name`.
 
-    Raises ValueError for a method that `search_spaces.methods` does not declare, and for one that already has a
-    function.
+    Raises ValueError if `search_spaces.methods` does not declare the method, or if the method already has a function.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")

@@ -1,6 +1,7 @@
-"""Arithmetic on coefficients: on numbers, or on tensors without dimensions where gradients are wanted.
+"""Arithmetic on coefficients: on numbers, or on tensors without dimensions if gradients are needed.
 
-Numbers are computed by `math`, so that results have its bits. `math` would detach a tensor from its gradient.
+Arithmetic on numbers uses `math`, so that results have the bits of `math`. `math` would detach a tensor from its
+gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["acos", "cos", "fsum", "sin", "sqrt"]
 def fsum(numbers: Iterable[float]) -> float:
     """The sum of coefficients: for numbers the exact sum, rounded once; for tensors their sum with its gradient.
 
-    If any of them is a tensor, the result is one.
+    If any coefficient is a tensor, the result is a tensor.
     """
     terms = list(numbers)
     return sum(terms) if any(isinstance(term, torch.Tensor) for term in terms) else math.fsum(terms)

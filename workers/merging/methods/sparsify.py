@@ -37,8 +37,8 @@ def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | N
     """Set all but the largest magnitudes of a task vector to zero (TIES, arXiv:2306.01708).
 
     `num_kept(k, n)` of the n elements of `tau` are kept; this is equation 6 of "Automated Model Merging". `order`
-    orders equal magnitudes; `magnitudes` is the table of the magnitudes, if known. If it is that of a whole model, n is
-    the model's number of elements. `tau` may be modified.
+    orders equal magnitudes; `magnitudes` is the table of the magnitudes, if known. If the table is that of a whole
+    model, n is the model's number of elements. `tau` may be modified.
     """
     num_elements = tau.numel() if magnitudes is None else magnitudes.num_elements
     rank = num_kept(k, num_elements)
@@ -56,8 +56,8 @@ def cut_both_ends(
 
     Of the n elements of `tau`, the floor(gamma n) largest magnitudes are dropped, and the floor(density n) largest of
     the others are kept. The paper's two percentiles are 1 - gamma and 1 - gamma - density. `order` orders equal
-    magnitudes; `magnitudes` is the table of the magnitudes, if known. If it is that of a whole model, n is the model's
-    number of elements. `tau` may be modified.
+    magnitudes; `magnitudes` is the table of the magnitudes, if known. If the table is that of a whole model, n is the
+    model's number of elements. `tau` may be modified.
     """
     ranks = cut_ranks(density, gamma, tau.numel() if magnitudes is None else magnitudes.num_elements)
     if ranks is None:
@@ -86,8 +86,8 @@ class CutRanks:
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
     """The ranks of the magnitudes that `cut_both_ends` keeps of `num_elements` elements; None if it keeps all.
 
-    It drops the largest elements, a share `gamma` of all elements, and keeps the next largest, a share `density` of all
-    elements. If the two shares sum to more than 1, it drops fewer of the largest.
+    `cut_both_ends` drops the largest elements, a share `gamma` of all elements, and keeps the next largest, a share
+    `density` of all elements. If the two shares sum to more than 1, it drops fewer of the largest elements.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)
@@ -97,8 +97,8 @@ def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | Non
 def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
     """Keep each element of a task vector with probability `density` (DARE, arXiv:2311.03099).
 
-    `key` is that of the random mask. The other elements are set to zero; those that are kept are not rescaled. `tau` is
-    modified.
+    `key` is the key of the random mask. The other elements are set to zero; the kept elements are not rescaled. `tau`
+    is modified.
     """
     return tau.masked_fill_(~masks.keep(key, tau.shape, density, device=tau.device), 0)
 
@@ -106,7 +106,7 @@ def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
 def masked_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, densities: Sequence[float], keys: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The task vectors (tensors minus base) of which a random mask keeps a share, divided by this share (DARE).
+    """Task vectors (tensors minus base) after a random mask, divided by the share of elements that it keeps (DARE).
 
     `densities` has the share for each tensor, and `keys` the key of its mask.
     """
@@ -130,14 +130,15 @@ def magnitude_sampled(
     """MagPrune (DELLA, arXiv:2406.11617): keep larger elements of a row with higher probability.
 
     The probability of keeping an element is from density - epsilon to density + epsilon, in steps by the rank of its
-    magnitude in its row. `key` is that of the random mask. With `rescale`, elements that are kept are divided by their
-    probability.
+    magnitude in its row. `key` is the key of the random mask. With `rescale`, elements that are kept are divided by
+    their probability.
 
-    The paper's epsilon is twice this one. Its drop probability is p_min + epsilon r / n, where rank r is 0 for the
-    largest element. So the smallest element is kept with a probability one step above density - epsilon. With
+    The paper's epsilon is twice the argument `epsilon`. Its drop probability is p_min + epsilon r / n, where rank r is
+    0 for the largest element. So the smallest element is kept with a probability one step above density - epsilon. With
     `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density - epsilon. Equal magnitudes are
-    ranked by `order`; in recipes of format 1 by position, the earlier as the smaller. A tensor with fewer than two
-    dimensions is one row. `ranks` are the ranks of magnitudes in their rows, where 0 is the smallest, if known.
+    ranked by `order`; in recipes of format 1 they are ranked by position, where the earlier element counts as the
+    smaller one. A tensor with fewer than two dimensions is one row. `ranks` are the ranks of magnitudes in their rows,
+    where 0 is the smallest, if known.
     """
     ranks = _sorted_ranks(tau, order) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)
@@ -157,8 +158,8 @@ def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmet
     """The numbers (origin, start, step) that give MagPrune's probability in a row of `width` elements.
 
     The probability of keeping the element of a rank is start + |rank - origin| step; rank 0 is the smallest magnitude.
-    It is from density - epsilon to density + epsilon. With `is_symmetric` both ends are reached, without only the upper
-    one.
+    It is from density - epsilon to density + epsilon. With `is_symmetric` both ends are reached; without `is_symmetric`
+    only the upper end is reached.
     """
     if not is_symmetric:
         return width - 1, density + epsilon, -2 * epsilon / width
@@ -179,7 +180,7 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
 
 
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
-    """Scale a sparse task vector to the sum of magnitudes of the whole task vector `tau`, as mergekit does.
+    """Scale a sparse task vector to the sum of magnitudes of the whole task vector `tau`, as in mergekit.
 
     `norm` is the sum of magnitudes of `tau`, if known. The sparse task vector is returned unchanged if either sum is
     below 1e-7.

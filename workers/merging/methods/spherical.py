@@ -53,7 +53,7 @@ def multislerp(
 
     The weighted mean direction vanishes if it is shorter than 1e-7 or `eps`. Two tensors are then interpolated
     linearly; for more tensors InvalidRecipe is raised. `eps` is also added to the norms, as in mergekit. A single
-    tensor is returned as it is. `products` are the inner products of the tensors, if known.
+    tensor is returned unchanged. `products` are the inner products of the tensors, if known.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -137,7 +137,7 @@ def multislerp_unscaled_task_vectors(
     """The base plus Multi-SLERP of the task vectors, with weights that need not sum to one (`multislerp_unscaled`).
 
     `eps` is a small number that is added to norms. `products` are the inner products of the task vectors, if known. In
-    mergekit it is Multi-SLERP with a base model and `normalize_weights: false`.
+    mergekit this method is Multi-SLERP with a base model and `normalize_weights: false`.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -158,9 +158,9 @@ def karcher(
 
     u_t are the directions of the tensors and w_t their weights. The mean direction is the m with sum_t w_t log_m(u_t) =
     0, where exp_m and log_m map between the sphere and its tangent space at m. It is found by steps m <- exp_m(sum_t
-    w_t log_m(u_t)) from the normalised mean: at most `max_iter`, and none shorter than `tol`. Tensors no longer than
-    `tol` count in the mean norm, not in the direction. A single tensor is returned as it is. The paper's weights are
-    equal. `products` are the inner products of the tensors, if known.
+    w_t log_m(u_t)) from the normalised mean: at most `max_iter` steps, none shorter than `tol`. Tensors with a norm of
+    at most `tol` count in the mean norm, but not in the direction. A single tensor is returned unchanged. The paper's
+    weights are equal. `products` are the inner products of the tensors, if known.
     """
     if len(tensors) == 1:
         return tensors[0]

@@ -1,6 +1,6 @@
 """The table of the declared methods in this folder's README.md.
 
-Run the module to print it: `python -m workers.merging.methods.table`.
+Run the module to print the table: `python -m workers.merging.methods.table`.
 """
 
 from __future__ import annotations

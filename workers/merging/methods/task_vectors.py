@@ -2,7 +2,7 @@
 
 Equation numbers are those of "Automated Model Merging", section A.2, unless another source is named. `magnitudes` are
 the tables of |source - base|, one per source, and `ranks` the ranks of these magnitudes in their rows, if known.
-`orders` say how elements of equal magnitude are ordered in each source.
+`orders` determine the order of elements of equal magnitude in each source.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas
     """Task arithmetic (arXiv:2212.04089): theta_pre + sum_t lambda_t (theta_t - theta_pre).
 
     theta_pre is the base, theta_t is model t. These are equations 4 and 5 of "Automated Model Merging". Equation 5 has
-    one lambda for all task vectors; one for each is the common generalisation.
+    one lambda for all task vectors; a lambda for each task vector is the common generalisation.
     """
     merged = base.clone()
     for tensor, lambda_ in zip(tensors, lambdas, strict=True):
@@ -72,13 +72,13 @@ def ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES-Merging (arXiv:2306.01708): trim task vectors, elect signs, average what agrees with them, and scale.
+    """TIES-Merging (arXiv:2306.01708): trim task vectors, elect signs, average elements with these signs, and scale.
 
     These are equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest magnitudes of
     the n elements of a tensor. The elected sign of an element is that of the unweighted sum of the trimmed task
-    vectors. Where the sum is zero there is no elected sign, and the result is the base. Elsewhere it is the base plus
-    lambda times the mean of the trimmed task vectors that have the sign. `magnitudes` has for each model the table of
-    its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    vectors. Where the sum is zero there is no elected sign, and the result is the base. Elsewhere the result is the
+    base plus lambda times the mean of the trimmed task vectors that have the elected sign. `magnitudes` has for each
+    model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
@@ -97,11 +97,11 @@ def ties_majority(
 ) -> torch.Tensor:
     """TIES-Merging (`ties`) with the majority sign where the trimmed task vectors cancel (MergeLM).
 
-    The majority sign is that of `majority`; by default it is the one elected for most elements of the tensor. Where the
-    task vectors sum to zero, those with this sign are averaged. "Automated Model Merging" and M3 (Mixup Model Merge)
-    build on this form. k is the share of elements that trimming keeps; the merged task vector is multiplied by lambda
-    and added to the base. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and
-    `orders` the order of equal magnitudes.
+    The majority sign is the sign of `majority`; by default it is the sign elected for most elements of the tensor.
+    Where the task vectors sum to zero, the elements with this sign are averaged. "Automated Model Merging" and M3
+    (Mixup Model Merge) use this form. k is the share of elements that trimming keeps; the merged task vector is
+    multiplied by lambda and added to the base. `magnitudes` has for each model the table of its task vector's
+    magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)
@@ -119,8 +119,8 @@ def ties_sum(
 ) -> torch.Tensor:
     """TIES-Merging (`ties`) in which the task vectors that have the elected sign are added, not averaged.
 
-    It is the variant "sum" of MergeBench. k is the share of elements that trimming keeps; the merged task vector is
-    multiplied by lambda and added to the base. `magnitudes` has for each model the table of its task vector's
+    This method is the variant "sum" of MergeBench. k is the share of elements that trimming keeps; the merged task
+    vector is multiplied by lambda and added to the base. `magnitudes` has for each model the table of its task vector's
     magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
@@ -188,16 +188,16 @@ def m3_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Mixup Model Merge inside TIES (M3, appendix H): interpolation of what several task vectors keep.
+    """Mixup Model Merge inside TIES (M3, appendix H): elements that several task vectors keep are interpolated.
 
-    Task vectors are trimmed to the share k of their elements, and only those that have the elected sign count. An
-    element that several task vectors keep is interpolated with their weights; one that a single task vector keeps is
-    used as it is. The result is multiplied by lambda and added to the base.
+    Task vectors are trimmed to the share k of their elements, and only elements that have the elected sign count. An
+    element that several task vectors keep is interpolated with their weights; an element that a single task vector
+    keeps is used without a weight. The result is multiplied by lambda and added to the base.
 
-    The paper has two models with weights w and 1 - w. With more models, the weights of those that keep the element are
-    divided by their sum; where this sum is zero, the result is the base. So the result jumps where all weights of those
-    that keep an element go to zero; `m3_ties_majority` does not. `magnitudes` has for each model the table of
-    its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    The paper has two models with weights w and 1 - w. With more models, the weights of the models that keep an element
+    are divided by their sum; where this sum is zero, the result is the base. So the result is not continuous where the
+    weights of all models that keep an element go to zero; `m3_ties_majority` is continuous. `magnitudes` has for each
+    model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
@@ -217,15 +217,15 @@ def m3_ties_majority(
 ) -> torch.Tensor:
     """Mixup Model Merge inside TIES (M3, appendix H) as in its code: with the majority sign where signs cancel.
 
-    Task vectors are trimmed to the share k of their elements, and only those that have the elected sign count. Where
-    the trimmed task vectors sum to zero, the sign of `majority` is elected; by default it is the one elected for most
+    Task vectors are trimmed to the share k of their elements, and only elements that have the elected sign count. Where
+    the trimmed task vectors sum to zero, the sign of `majority` is elected; by default it is the sign elected for most
     elements of the tensor. The result is multiplied by lambda and added to the base.
 
-    The authors' code has two models with weights w and 1 - w: an element that both keep is interpolated, one that a
-    single model keeps is used as it is. With more models, the shares of those that do not keep an element are divided
-    equally among those that do. The result is the same for two, continuous in the weights, and for equal weights that
-    of `ties_majority`. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and
-    `orders` the order of equal magnitudes.
+    The authors' code has two models with weights w and 1 - w: an element that both keep is interpolated, and an element
+    that a single model keeps is used without a weight. With more models, the shares of the models that do not keep an
+    element are divided equally among the models that keep it. For two models the result is that of the authors' code.
+    It is continuous in the weights, and for equal weights it is that of `ties_majority`. `magnitudes` has for each
+    model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_interpolation(taus, weights, majority).mul_(lambda_).add_(base)
@@ -247,9 +247,9 @@ def m3_dare_ties(
 ) -> torch.Tensor:
     """DARE, then Mixup Model Merge inside TIES (M3, table 7), in the order of the authors' code.
 
-    A random mask keeps the share density_t of task vector t, divided by density_t; `keys` has its key for each model.
-    Dropped elements are zero, and then `m3_ties_majority` trims, elects and interpolates: its k is the share of all
-    elements that are the largest after the masks. With equal weights it is DARE with TIES as MergeLM computes it.
+    A random mask keeps the share density_t of task vector t, divided by density_t; `keys` has the mask's key for each
+    model. Dropped elements are zero. Then `m3_ties_majority` trims, elects and interpolates; its k is a share of all
+    elements, including the dropped ones. With equal weights the result is that of DARE with TIES in MergeLM.
     `magnitudes` has for each model the magnitudes of its task vector after the mask, if known.
     """
     taus = [
@@ -276,7 +276,8 @@ def dare_linear(
     """DARE with task arithmetic (arXiv:2311.03099): theta_pre + sum_t lambda_t m_t tau_t / density_t.
 
     theta_pre is the base, and tau_t the task vector of model t. m_t is a random mask that keeps the share density_t
-    (the paper's 1 - p) of the elements; `keys` has its key for each model. With density 1 it is task arithmetic.
+    (the paper's 1 - p) of the elements; `keys` has the mask's key for each model. With density 1 the method is task
+    arithmetic.
     """
     merged = base.clone()
     for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
@@ -297,9 +298,9 @@ def dare_linear_l1(
 ) -> torch.Tensor:
     """DARE with task arithmetic, rescaled as in mergekit (dare_linear).
 
-    It is `dare_linear`, except that the elements that the random mask keeps are not divided by the density. If
-    `rescale` is true, they are scaled to the sum of magnitudes of the whole task vector. `norms` has this sum for each
-    model, if known.
+    The method is `dare_linear`, except that the elements that the random mask keeps are not divided by the density. If
+    `rescale` is true, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms` has this
+    sum for each model, if known.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -320,8 +321,8 @@ def dare_ties(
     """DARE in place of TIES' trimming (arXiv:2311.03099): signs are elected among m_t tau_t / density_t.
 
     tau_t is the task vector of model t, and m_t a random mask that keeps the share density_t of its elements; `keys`
-    has its key for each model. For each element, the sparse task vectors that have the sign of their sum are averaged.
-    The mean is multiplied by lambda and added to the base.
+    has the mask's key for each model. For each element, the sparse task vectors that have the sign of their sum are
+    averaged. The mean is multiplied by lambda and added to the base.
     """
     return consensus.disjoint_mean(masked_task_vectors(tensors, base, densities, keys)).mul_(lambda_).add_(base)
 
@@ -342,9 +343,9 @@ def dare_ties_l1(
     """TIES with weights, on task vectors from which DARE has dropped elements (mergekit's dare_ties).
 
     DARE keeps the share `densities` of the elements of each task vector at random, by masks with the keys `keys`. With
-    `rescale`, what is left is scaled to the sum of magnitudes of the whole task vector; `norms` has this sum for each
-    model, if known. Then signs are elected and task vectors averaged with `weights`, as in `ties_weighted`; the mean is
-    multiplied by lambda and added to the base. Without `normalize` it is a weighted sum, not a mean.
+    `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task vector; `norms` has this sum for
+    each model, if known. Then signs are elected and task vectors averaged with `weights`, as in `ties_weighted`; the
+    mean is multiplied by lambda and added to the base. Without `normalize` the mean is replaced by a weighted sum.
     """
     taus = [
         _dropped_l1(tensor - base, density, key, norm, rescale=rescale)
@@ -365,10 +366,10 @@ def m3_dare(
 ) -> torch.Tensor:
     """Mixup Model Merge of task vectors with elements dropped by DARE (M3, section 4.4).
 
-    It is theta_pre + lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, tau_t the task vector of model t,
-    and m_t a random mask that keeps the share density_t of its elements; `keys` has its key for each model. The weights
-    w_t are divided by their sum, so that direction and magnitude are set separately. It is `dare_linear` with lambda_t
-    = lambda w_t.
+    The result is theta_pre + lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, tau_t the task vector of
+    model t, and m_t a random mask that keeps the share density_t of its elements; `keys` has the mask's key for each
+    model. The weights w_t are divided by their sum, so that direction and magnitude are set separately. The method is
+    `dare_linear` with lambda_t = lambda w_t.
     """
     return dare_linear(tensors, base, lambdas=m3_lambdas(weights, lambda_), densities=densities, keys=keys)
 
@@ -397,10 +398,11 @@ def della(
     """DELLA (arXiv:2406.11617): TIES with MagPrune in place of trimming.
 
     MagPrune (`sparsify.magnitude_sampled`) drops elements at random, the smaller ones more often, and divides each kept
-    element by its probability. `densities`, `epsilons` and `keys` (of the random masks) have a value for each model: it
-    keeps elements with a probability from density - epsilon to density + epsilon. `ranks` has for each model the ranks
-    of its magnitudes in each row, if known, and `orders` the order of equal magnitudes. For each element, the sparse
-    task vectors that have the sign of their sum are averaged. The mean is multiplied by lambda and added to the base.
+    element by its probability. `densities`, `epsilons` and `keys` (of the random masks) have a value for each model.
+    The probability of keeping an element is from density - epsilon to density + epsilon. `ranks` has for each model the
+    ranks of its magnitudes in each row, if known, and `orders` the order of equal magnitudes. For each element, the
+    sparse task vectors that have the sign of their sum are averaged. The mean is multiplied by lambda and added to the
+    base.
     """
     taus = [
         magnitude_sampled(tensor - base, density, epsilon, key, order, ranks=known)
@@ -429,11 +431,11 @@ def della_l1(
     """TIES with weights, on task vectors from which MagPrune has dropped elements (mergekit's della).
 
     MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density +
-    epsilon, by the rank of its magnitude in its row; `keys` are those of the random masks. With `rescale`, what is left
-    of a task vector is scaled to the sum of magnitudes of the whole. Then signs are elected and task vectors averaged
-    with `weights`, as in `ties_weighted`; the mean is multiplied by lambda and added to the base. Without `normalize`
-    it is a weighted sum, not a mean. `ranks` has for each model the ranks of its magnitudes in each row, if known, and
-    `orders` the order of equal magnitudes.
+    epsilon, by the rank of its magnitude in its row; `keys` are the keys of the random masks. With `rescale`, the kept
+    elements of a task vector are scaled to the sum of magnitudes of the whole task vector. Then signs are elected and
+    task vectors averaged with `weights`, as in `ties_weighted`; the mean is multiplied by lambda and added to the base.
+    Without `normalize` the mean is replaced by a weighted sum. `ranks` has for each model the ranks of its magnitudes
+    in each row, if known, and `orders` the order of equal magnitudes.
     """
     taus = [
         _sampled_l1(tensor - base, density, epsilon, key, order, known, rescale=rescale)
@@ -460,7 +462,7 @@ def della_linear(
 
     theta_pre is the base, and tau_t the task vector of model t. MagPrune (`sparsify.magnitude_sampled`) keeps each
     element with a probability from density - epsilon to density + epsilon, larger ones more often, and divides it by
-    this probability. `keys` are those of the random masks. `ranks` has for each model the ranks of its magnitudes in
+    this probability. `keys` are the keys of the random masks. `ranks` has for each model the ranks of its magnitudes in
     each row, if known, and `orders` the order of equal magnitudes.
     """
     merged = base.clone()
@@ -485,10 +487,10 @@ def della_linear_l1(
 ) -> torch.Tensor:
     """DELLA without the election of signs, as in mergekit (della_linear): the base plus sum_t lambda_t tau_t.
 
-    tau_t is what MagPrune (`sparsify.magnitude_sampled`) keeps of the task vector of model t: each element with a
-    probability from density - epsilon to density + epsilon, by masks with the keys `keys`. With `rescale`, tau_t is
-    scaled to the sum of magnitudes of the whole task vector. `ranks` has for each model the ranks of its magnitudes in
-    each row, if known, and `orders` the order of equal magnitudes.
+    tau_t has the elements of the task vector of model t that MagPrune (`sparsify.magnitude_sampled`) keeps. It keeps
+    each element with a probability from density - epsilon to density + epsilon, by masks with the keys `keys`. With
+    `rescale`, tau_t is scaled to the sum of magnitudes of the whole task vector. `ranks` has for each model the ranks
+    of its magnitudes in each row, if known, and `orders` the order of equal magnitudes.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -511,11 +513,11 @@ def breadcrumbs(
 ) -> torch.Tensor:
     """Model Breadcrumbs (arXiv:2312.06795): task arithmetic without the largest and the smallest elements.
 
-    It is the base plus lambda_t times each task vector without its largest elements (the share gamma_t) and its
+    The result is the base plus lambda_t times each task vector without its largest elements (the share gamma_t) and its
     smallest elements, so that the share density_t is left (`sparsify.cut_both_ends`). The paper has one lambda. With
-    `rescale`, what is left of a task vector is scaled to the sum of magnitudes of the whole task vector (mergekit).
-    `magnitudes` has for each model the table of its task vector's magnitudes, if known, and `orders` the order of equal
-    magnitudes.
+    `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task vector
+    (mergekit). `magnitudes` has for each model the table of its task vector's magnitudes, if known, and `orders` the
+    order of equal magnitudes.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
@@ -543,11 +545,11 @@ def breadcrumbs_ties(
 ) -> torch.Tensor:
     """TIES with weights, on task vectors without their largest and smallest elements (mergekit's breadcrumbs_ties).
 
-    Each task vector loses its largest elements (the share gamma) and its smallest ones, so that the share density is
-    left. With `rescale`, what is left is scaled to the sum of magnitudes of the whole task vector. Then signs are
-    elected and task vectors averaged with `weights`, as in `ties_weighted`; the mean is multiplied by lambda and added
-    to the base. Without `normalize` it is a weighted sum, not a mean. `magnitudes` has for each model the table of its
-    task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    The largest elements of each task vector (the share gamma) and its smallest elements are set to zero, so that the
+    share density is left. With `rescale`, the remaining elements are scaled to the sum of magnitudes of the whole task
+    vector. Then signs are elected and task vectors averaged with `weights`, as in `ties_weighted`; the mean is
+    multiplied by lambda and added to the base. Without `normalize` the mean is replaced by a weighted sum. `magnitudes`
+    has for each model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
     """
     taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)

@@ -1,8 +1,8 @@
 """Task vectors without their smallest elements, or without both ends: the first step of several methods.
 
-`magnitudes` are the tables of |source - base|, one per source, if known; `orders` say how elements of equal magnitude
-are ordered in each source. With `rescale`, the sum of the magnitudes that are kept is that of the whole task vector
-(mergekit: `rescale: true`).
+`magnitudes` are the tables of |source - base|, one per source, if known; `orders` determine the order of elements of
+equal magnitude in each source. With `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task
+vector (mergekit: `rescale: true`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def trimmed_task_vectors(
 ) -> list[torch.Tensor]:
     """The task vectors (tensors minus base), each with all but its largest magnitudes set to zero.
 
-    `shares` has the share of elements to keep for each tensor. `magnitudes` has for each the table of |tensor - base|,
-    if known, and `orders` the order of equal magnitudes. With `rescale` the results are scaled to the sum of magnitudes
-    of the whole task vectors.
+    `shares` has the share of elements to keep for each tensor. `magnitudes` has for each tensor the table of |tensor -
+    base|, if known, and `orders` the order of equal magnitudes. With `rescale` the results are scaled to the sum of
+    magnitudes of the whole task vectors.
     """
     known = magnitudes or (None,) * len(tensors)
     taus = [
@@ -74,7 +74,7 @@ def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
     """For each source, the ranks at which a merge's method cuts the magnitudes of `num_elements` elements.
 
     Rank 1 is the largest magnitude. TIES cuts at one rank; Model Breadcrumbs cut at two, or at none if they keep all or
-    nothing. The method is one that trims (`MergeMethod.trims`).
+    nothing. The method must be one that trims (`MergeMethod.trims`).
     """
     declared = METHODS[merge.method]
     if declared.coefficient("gamma") is None:
@@ -88,7 +88,7 @@ def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
     """The order of elements of equal magnitude in each of `tensors`.
 
-    It is `orders`, if given. Otherwise each tensor has an order of its own, the same at every call.
+    The result is `orders`, if given. Otherwise each tensor has a separate order, which is the same at every call.
     """
     return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
 

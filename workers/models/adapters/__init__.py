@@ -1,11 +1,11 @@
 """PEFT's LoRA adapters as models: which tensors of its base an adapter changes, and how.
 
-Everything is read from adapter_config.json and the headers of adapter_model.safetensors. What peft decides by the types
-of modules is derived from the base's tensors. The product of an adapter's matrices is not computed here.
+Everything is read from adapter_config.json and the headers of adapter_model.safetensors. Where peft uses the types of
+modules, this package uses the base's tensors. It does not compute the product of an adapter's matrices.
 
-- `reading`: an adapter applied to a base, or everything that is wrong with it
+- `reading`: applies an adapter to a base, or reports all of its problems
 - `settings`: adapter_config.json
-- `stored`: the tensors of adapter_model.safetensors, by what peft uses them for
+- `stored`: the tensors of adapter_model.safetensors, by their use in peft
 - `adapted_base`: the base's tensor for each parameter of the adapted model
 - `experts`: adapters of the experts of a mixture
 """

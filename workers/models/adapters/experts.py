@@ -31,12 +31,12 @@ class Stack:
 
 
 def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None:
-    """The stack that an adapter's matrices at `module` change; None if they change something else.
+    """The stack that an adapter's matrices at `module` change; None if they do not change a stack.
 
     A stack is one matrix of all experts of a layer's mixture of experts. An adapter may change several stacks of one
     mixture: peft then wraps the mixture's module in one wrapper for each stack. The number of times that "base_layer"
-    occurs in the name `module` tells the wrapper, and so the stack: the first stack has the innermost wrapper. Only
-    stacks that the adapter's setting `target_parameters` names are considered.
+    occurs in the name `module` identifies the wrapper, and so the stack: the first stack has the innermost wrapper.
+    Only stacks that the adapter's setting `target_parameters` names are considered.
     """
     experts = module.replace(".base_layer", "")
     depth = module.count(".base_layer")
@@ -54,7 +54,7 @@ def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None
 def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> list[str]:
     """The reasons why an adapter's matrices at `module` cannot change `stack`; empty if they can.
 
-    They cannot if the matrix A or B is missing, or has another shape than the rank and the stack require.
+    Possible reasons are that the matrix A or B is missing, or has another shape than the rank and the stack require.
     """
     if missing := {"A", "B"} - matrices.sides.keys():
         return [f"{module}: its LoRA matrix {missing.pop()} is missing"]
@@ -68,7 +68,7 @@ def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedB
 
 
 def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
-    """The shape of a stack, as (experts of the mixture, outputs, inputs), however it is stored."""
+    """The shape of a stack, as (experts of the mixture, outputs, inputs), in whatever form the stack is stored."""
     shapes = [base.tensors[name].shape for name in stack.parts[0]]
     if not stack.is_stored:
         return len(stack.parts), sum(shape[0] for shape in shapes), shapes[0][1]
@@ -77,7 +77,7 @@ def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
 
 
 def changed_stack(matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> dict[str, SourceTensor]:
-    """The stored tensors that make up a stack, by name, each as the adapter's matrices change it."""
+    """The stored tensors that make up a stack, by name, each with the change by the adapter's matrices."""
     a, b, scaling = matrices.sides["A"], matrices.sides["B"], settings.scaling(stack.parameter)
     if stack.is_stored:
         ((name,),) = stack.parts

@@ -1,4 +1,4 @@
-"""An adapter applied to a base, or everything that is wrong with it."""
+"""Applies an adapter to a base, or reports all problems of the adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Adapter:
-    """The tensors of a base model as an adapter changes them, and the adapter's own safetensors files.
+    """The tensors of a base model after the changes by an adapter, and the adapter's own safetensors files.
 
     Tensors that the adapter does not change are included.
     """
@@ -35,7 +35,8 @@ class Adapter:
 def is_adapter(path: Path) -> bool:
     """Whether the directory `path` contains an adapter and no whole model.
 
-    It does if it has adapter_config.json, but neither model.safetensors nor an index of several files of weights.
+    The result is True if the directory has adapter_config.json, but neither model.safetensors nor an index of several
+    files of weights.
     """
     models = ("model.safetensors", "model.safetensors.index.json")
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in models)
@@ -44,15 +45,15 @@ def is_adapter(path: Path) -> bool:
 def stated_base(path: Path) -> str:
     """The model that the adapter in `path` was trained on according to its configuration: a path or hub id.
 
-    A path is one on the machine where the adapter was trained. The result is "" if the configuration states no model or
-    cannot be read.
+    A path refers to the machine on which the adapter was trained. The result is "" if the configuration states no model
+    or cannot be read.
     """
     settings = read_settings(path, [])
     return settings.stated_base if settings else ""
 
 
 def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> Adapter | None:
-    """Read the adapter in `path`, and apply it to `base`; what is wrong is appended to `problems`.
+    """Read the adapter in `path`, and apply it to `base`; all problems are appended to `problems`.
 
     If `base` is None, or the adapter's configuration cannot be used, only the adapter's own files are checked, and None
     is returned.
@@ -130,7 +131,7 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
 
 @lru_cache
 def _warn(message: str) -> None:
-    """Log a warning, unless this process has logged the same one before."""
+    """Log a warning, unless this process has logged the same warning before."""
     log.warning("%s", message)
 
 
@@ -168,7 +169,8 @@ def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
 
     In a tied base the two are one tensor; in the adapted model they would differ. An adapter with the setting
     `ensure_weight_tying` and matrices of the embedding has no such problem, because peft trained the two as one tensor.
-    The product of the matrices is then added once to the tied tensor (the merge function of peft 0.21 adds it twice).
+    In this case, the product of the matrices is added once to the tied tensor (the merge function of peft 0.21 adds it
+    twice).
     """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
     embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]

@@ -1,4 +1,4 @@
-"""Reading of the settings in adapter_config.json that merging needs."""
+"""Reads the settings in adapter_config.json that merging needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EMBEDDING_MODULES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings in adapter_config.json that merging needs, with the names of peft's options where they differ.
+    """The settings in adapter_config.json that merging needs, with the names of peft's options if they differ.
 
     - `r`: the rank of matrices
     - `alpha` (`lora_alpha`): a number that determines the factor of matrices
@@ -62,7 +62,7 @@ class Settings:
     def token_numbers(self, module: str) -> tuple[int, ...]:
         """The ids of the tokens whose rows in the embedding `module` the adapter trained; empty if it trained none.
 
-        They are peft's `trainable_token_indices`.
+        In adapter_config.json these are the `trainable_token_indices`.
         """
         fitting = (numbers for name, numbers in self.tokens.items() if f".{module}".endswith(f".{name}"))
         return next(fitting, ())
@@ -87,7 +87,7 @@ def _pattern(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def read_settings(path: Path, problems: list[str]) -> Settings | None:
-    """Read the settings of an adapter from adapter_config.json; what is wrong is appended to `problems`.
+    """Read the settings of an adapter from adapter_config.json; all problems are appended to `problems`.
 
     Returns None if the file cannot be read or does not describe a plain LoRA adapter.
     """

@@ -1,14 +1,14 @@
-"""Models on the Hugging Face hub and in object stores: located, checked without their weights, downloaded. Task files.
+"""Models on the hub and in object stores: located, checked without their weights, downloaded; and task files there.
 
 - `locations`: `locate`: the directory of a model; which commit of the hub a directory holds
 - `snapshots`: metadata-only snapshots: small files, and headers in place of weights
 - `model_files`: the files that a model consists of
-- `downloads`: the weights: what is missing, whether there is room, `fetched`
+- `downloads`: the weights: which are missing, whether the disk has room for them, and their download
 - `hub`: the hub as the origin of models
 - `objects`: object stores as the origin of models
 - `files`: files in object stores, downloaded once
 - `task_files`: `local_file`: task files and data in object stores
-- `reachability`: no waiting for a hub that does not answer
+- `reachability`: checks whether the hub answers, to avoid long waits
 - `errors`: why a hub model cannot be used, for messages
 """
 

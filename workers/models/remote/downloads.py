@@ -1,4 +1,4 @@
-"""Downloads of models: how much is missing, whether the disk has room for it, and the download itself."""
+"""Downloads of models: the bytes that are missing, whether the disk has room for them, and the download itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARGIN_BYTES = 2**30
 
 
 class Origin(Protocol):
-    """Place that models come from: the Hugging Face hub or an object store.
+    """Place from which models are downloaded: the Hugging Face hub or an object store.
 
     `title` names it in messages. `variable` is the environment variable that chooses the directory that the method
     `cache` returns.
@@ -102,8 +102,8 @@ def _origin(record: SnapshotRecord) -> Origin:
 def lack_of_space(directories: Iterable[Path]) -> str | None:
     """The reason why the weights of the models in `directories` cannot all be downloaded: a disk with too little space.
 
-    Returns None if there is room. Only the metadata-only snapshots among the directories need a download. The disks are
-    those of the caches of the Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
+    Returns None if there is enough space. Only the metadata-only snapshots among the directories need a download. The
+    disks are those of the caches of the Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
     """
     records = [read_record(directory) for directory in sorted({*directories}) if is_metadata_only(directory)]
     for origin in (Hub(), Objects()):

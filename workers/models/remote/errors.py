@@ -8,7 +8,7 @@ __all__ = ["HubUnusable", "reason_of"]
 
 
 class HubUnusable(Exception):
-    """The hub answers, but does not send what was requested."""
+    """Raised if the hub answers, but does not send the requested data."""
 
 
 def reason_of(error: Exception, name: str, revision: str) -> str:

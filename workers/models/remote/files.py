@@ -1,4 +1,4 @@
-"""Files in object stores that are downloaded to a directory of this machine, each once."""
+"""Files in object stores, each of which is downloaded once to a directory of this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONNECTIONS = 4
 
 @dataclass(frozen=True)
 class ObjectFile:
-    """A file in an object store: its path there, size in bytes, version tag, and stated sha256 (hex), if any."""
+    """A file in an object store: its path there, size in bytes, version tag, and the stated sha256 (hex) or None."""
 
     path: str
     num_bytes: int
@@ -60,7 +60,7 @@ def downloaded(objects: ObjectStore, place: Path, files: Mapping[str, ObjectFile
 
 
 def _download(objects: ObjectStore, source: ObjectFile, file: Path) -> int:
-    """Download one object to `file`, which appears once it is complete and checked, and return its size in bytes."""
+    """Download one object to `file`, which appears when it is complete and checked, and return its size in bytes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     try:

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: what the hub lists, parts of its files, downloads to the hub client's cache."""
+"""Models on the Hugging Face hub: queries to the hub, parts of files, and downloads to the hub client's cache."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def cached(name: str, revision: str) -> Path | None:
 def looked_up(name: str, revision: str) -> Path:
     """Ask the hub for the present commit of the model `name` at `revision`, and return a directory for this commit.
 
-    If all files are in the cache of the hub's client, it is the commit's directory there. Otherwise it is a
+    If all files are in the cache of the hub's client, the result is the commit's directory there. Otherwise it is a
     metadata-only snapshot, which has the files without the contents of the weights.
     """
     from huggingface_hub import HfApi
@@ -141,7 +141,7 @@ def _point_to(snapshot: Path, revision: str) -> None:
 
 
 def _notes(note: Callable[[str], None], total: int) -> type:
-    """Make a progress bar class for the hub's client that calls `note` with lines, in place of drawing a bar.
+    """Make a progress bar class for the hub's client that calls `note` with lines of text instead of drawing a bar.
 
     `total` is the number of bytes to download, for the lines.
     """

@@ -1,8 +1,8 @@
 """The directory of a model: its own, that of a downloaded model, or that of a metadata-only snapshot.
 
 A model on the hub or in an object store whose weights are not on this machine is checked as a metadata-only snapshot.
-So a family is checked before its weights are downloaded. A snapshot is of one commit, and so is the download that
-replaces it.
+So a family is checked before its weights are downloaded. A snapshot belongs to one commit, and the download that
+replaces it belongs to the same commit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ HUB_ID = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*))?")
 def locate(model: str | Path) -> Path:
     """Find the directory of a model that is given as a directory, a hub id, or the URL of a folder in an object store.
 
-    For a hub id or URL, it is the directory of the downloaded model. If the model is not downloaded, it is that of a
-    metadata-only snapshot, which has the model's files without the contents of the weights. No weights are downloaded.
-    A downloaded hub model is used without asking the hub if the id has a commit (owner/name@commit). A downloaded model
-    is also used if its origin cannot be reached (or HF_HUB_OFFLINE is set). Raises InvalidModel if there is no such
-    model.
+    For a hub id or URL, the result is the directory of the downloaded model. If the model is not downloaded, it is the
+    directory of a metadata-only snapshot, which has the model's files without the contents of the weights. No weights
+    are downloaded. A downloaded hub model is used without asking the hub if the id has a commit (owner/name@commit). A
+    downloaded model is also used if its origin cannot be reached (or HF_HUB_OFFLINE is set). Raises InvalidModel if
+    there is no such model.
     """
     if is_object_url(str(model)):
         return located(str(model))

@@ -1,4 +1,4 @@
-"""The files that a model consists of, among the names that a hub or an object store lists."""
+"""Selects the files that a model consists of from the names that a hub or an object store lists."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def weight_files(directory: Path, names: Collection[str]) -> list[str]:
 
 
 def pickles(names: Iterable[str]) -> list[str]:
-    """Those of `names` that are files of pickled weights, which are never read."""
+    """The `names` that belong to files of pickled weights, which are never read."""
     return [name for name in names if any(Path(name).match(pattern) for pattern in PICKLES)]

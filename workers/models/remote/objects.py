@@ -1,11 +1,12 @@
-"""Models in object stores: what a model consists of, parts of its files, downloads to this machine.
+"""Models in object stores: the files of a model, parts of files, and downloads to this machine.
 
-A model is a folder, or an artifact of the service: the URL of a manifest, {"path": {"digest": ..., "bytes": ...}},
-beside the files that it names by their sha256. A model is listed whenever it is located; the names, sizes and version
-tags in the listing make its commit. Its files are downloaded once per machine, to a directory of that commit:
+A model is a folder, or an artifact of the service: the URL of a manifest, {"path": {"digest": ..., "bytes": ...}}, next
+to the files that it names by their sha256. A model's files are listed whenever the model is located; the names, sizes
+and version tags in the listing determine its commit. Its files are downloaded once per machine, to a directory of that
+commit:
 
     CACHE/models/s3:/BUCKET/FOLDER@COMMIT/    the files; weights have their names once their sha256 is checked
-    CACHE/models/s3:/BUCKET/FOLDER.latest     the commit that was last located, for when the store does not answer
+    CACHE/models/s3:/BUCKET/FOLDER.latest     the commit that was last located, for times without answer from the store
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ class Objects:
 def located(url: str) -> Path:
     """Find the directory of the model in the folder `url` of an object store.
 
-    It is the downloaded model, or else a metadata-only snapshot, which has the model's files without the contents of
-    the weights. If the store does not answer, the version that was last located is used, provided that it is complete
-    on this machine. Raises InvalidModel if the URL is invalid or the model cannot be read.
+    It is the directory of the downloaded model or, if the model is not downloaded, a metadata-only snapshot, which has
+    the model's files without the contents of the weights. If the store does not answer, the version that was last
+    located is used, provided that it is complete on this machine. Raises InvalidModel if the URL is invalid or the
+    model cannot be read.
     """
     if problem := object_url_problem(url):
         raise InvalidModel((problem,))
@@ -109,9 +111,10 @@ def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
 
 
 def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
-    """Read the manifest with the sha256 `digest`: which files an artifact of the service has, by name.
+    """Read the manifest with the sha256 `digest`: the files of an artifact of the service, by name.
 
-    The result also has the object store with the files. Raises InvalidModel if the stored manifest has another sha256.
+    The result also has the object store that contains the files. Raises InvalidModel if the stored manifest has another
+    sha256.
     """
     content = objects.read(blob_path(digest))
     if hashlib.sha256(content).hexdigest() != digest:

@@ -1,8 +1,8 @@
 """Metadata-only snapshots: the files of a model on the hub or in an object store, without its weights.
 
-A snapshot is a directory with the model's small files. For each file of weights it has a stand-in, which begins with
-the real file's header and has its size, but is sparse after the header. Code that reads configurations and headers
-works on a snapshot as on the model. A snapshot is of one commit and never changes. The files are not interpreted here.
+A snapshot is a directory with the model's small files. Each file of weights is replaced by a sparse file of the same
+size, which has only the header of the real file. Code that reads configurations and headers works on a snapshot as on
+the model. A snapshot belongs to one commit and never changes. This module does not interpret the files.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SnapshotRecord:
 
     It lists the model's files, and the sizes and sha256 (hex) of the weights as the hub or the object store states
     them. `name` is a hub id or the URL of a folder in an object store, `revision` the branch, tag or commit that was
-    asked for, `commit` the version of the files.
+    requested, `commit` the version of the files.
     """
 
     name: str
@@ -113,9 +113,9 @@ def make_snapshot(
 ) -> Path:
     """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory.
 
-    It has the model's files without the contents of the weights. `small` is a directory with the small files. `pickles`
-    are names of pickled weights, for which empty files are made. `read(file, begin, end)` returns the bytes [begin,
-    end) of a weights file.
+    The snapshot has the model's files without the contents of the weights. `small` is a directory with the small files.
+    `pickles` are names of pickled weights, for which empty files are made. `read(file, begin, end)` returns the bytes
+    [begin, end) of a weights file.
     """
     place = snapshots_dir() / f"{record.name}@{record.commit}"
     if is_metadata_only(place):

@@ -1,14 +1,14 @@
 """Fine-tuning of one expert: from a specification and data to a checkpoint, on any number of ranks.
 
 - `spec`: the specification file as validated models; imports nothing heavy
-- `fleet`: an expert per task, and the study that merges them, in one file
-- `data`: documents of tokens and where their loss is, packed into rows of one length
+- `fleet`: one file for several experts, one per task, and the study that merges them
+- `data`: documents of tokens, with the tokens whose loss counts, packed into rows of one length
 - `methods`: the optimizers by name
 - `models`: the model that is trained: all weights, some layers, or LoRA
 - `trainer`: the loop over steps, the same on one rank and on several
 - `history`: the numbers of every update and evaluation
 - `checkpoints`: the state of a training on disk, complete or absent
-- `evaluation`: the tasks of studies, scored while training
+- `evaluation`: scores the tasks of studies during training
 - `task_vectors`: the distribution of a trained expert's task vector
 - `merge_losses`: the losses of merges of trained experts
 - `result`: the trained model as a directory, with a model card

@@ -1,6 +1,7 @@
 """The state of a training on disk: trained weights, the optimizer's state, and the step. No pickle is used.
 
-A checkpoint's directory appears once it is complete (`workers.directories`), so that the newest can always be loaded.
+A checkpoint's directory appears only when it is complete (`workers.directories`), so the newest checkpoint can always
+be loaded.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "state
 def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], optimizer: Optimizer, loss: float) -> Path:
     """Write a checkpoint of a training below `directory`, after `step` updates, and return the checkpoint's directory.
 
-    `trained` are the trained weights by name; `loss` is that of the last update. A checkpoint that exists is kept as it
-    is. The oldest checkpoints beyond the newest KEPT are removed.
+    `trained` are the trained weights by name; `loss` is the loss of the last update. An existing checkpoint is not
+    changed. The oldest checkpoints beyond the newest KEPT are removed.
     """
     out = directory / f"{PREFIX}{step:08}"
     if not out.exists():
@@ -56,7 +57,7 @@ def step_of(checkpoint: Path | None) -> int:
 
 
 def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
-    """What a checkpoint has of the optimizer's state besides tensors, by the names of its `state_dict`."""
+    """The parts of the optimizer's state in a checkpoint that are not tensors, by the names of its `state_dict`."""
     state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
     return state
 
@@ -82,7 +83,7 @@ def _all(directory: Path) -> list[Path]:
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split the state of an optimizer (`state_dict`) into its tensors and the rest as plain data.
 
-    A tensor's name is "N.NAME": the number of the parameter, and the name in the optimizer's state.
+    A tensor's name is "N.NAME", where N is the number of the parameter and NAME the name in the optimizer's state.
     """
     tensors, plain = {}, {}
     for number, entries in state["state"].items():

@@ -1,7 +1,7 @@
 """Training data: rows of a JSONL file or dataset as documents of tokens, packed into rows of one length.
 
-A token's loss counts if it belongs to a completion, or ends one. The order is a function of the seed alone, so that
-every rank has the same rows and takes its own part of each batch.
+A token's loss counts if the token belongs to a completion, or ends a completion. The order of rows depends only on the
+seed, so that every rank has the same rows and takes its own part of each batch.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens as the model reads them, in tensors of [rows, length].
+    """Rows of tokens in the form of the model's input, as tensors of [rows, length].
 
-    `tokens` are ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or IGNORED
-    where no loss counts.
+    `tokens` are ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or IGNORED for
+    tokens whose loss does not count.
     """
 
     tokens: torch.Tensor
@@ -93,10 +93,10 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
 
 
 def writes_chats(spec: FinetuneSpec) -> bool:
-    """Whether the prompts of a fine-tuning's evaluation tasks are written out by the chat template.
+    """Whether the prompts of a fine-tuning's evaluation tasks are formatted with the chat template.
 
-    It is the option `evaluation.chat_template`. If that is not given, it is whether the first row of the training data
-    is a conversation. Raises InvalidTask if this row cannot be read.
+    The option `evaluation.chat_template` decides. If it is not given, the result is True if the first row of the
+    training data is a conversation. Raises InvalidTask if this row cannot be read.
     """
     if spec.evaluation is not None and spec.evaluation.chat_template is not None:
         return spec.evaluation.chat_template
@@ -107,8 +107,8 @@ def writes_chats(spec: FinetuneSpec) -> bool:
 def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int) -> list[tuple[Document, ...]]:
     """Distribute documents over rows of at most `length` tokens, in an order given by `seed`.
 
-    With `packing` a row has as many documents as fit, otherwise one. A document goes into the fullest row that has room
-    for it; only the newest rows are considered.
+    With `packing` a row has as many documents as fit; otherwise it has one document. A document goes into the fullest
+    row that has room for it; only the newest rows are considered.
     """
     order = list(documents)
     random.Random(f"documents {seed}").shuffle(order)
@@ -137,7 +137,7 @@ MAX_OPEN = 63
 
 
 def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
-    """The indices of the `batch` rows that update number `step`, from 0, reads.
+    """The indices of the `batch` rows that update number `step`, counted from 0, uses.
 
     Each pass over all rows has its own order, which `seed` determines.
     """
@@ -186,9 +186,9 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
 def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[Any] | None:
     """The messages of a row whose prompt and completion are both lists of messages; None if both are other values.
 
-    Rows of this form are the conversational ones of TRL. Templates may use a key's value in any way, so only the keys
-    that the default templates would write out are looked at. Raises InvalidTask for a list or an object that would be
-    written out as Python text. `origin` says where the row comes from, for messages.
+    Rows of this form are TRL's conversational rows. Templates may use a key's value in any way, so only the keys that
+    the default templates write into the text are checked. Raises InvalidTask for a list or an object that would be
+    written into the text as a Python expression. `origin` says where the row comes from, for messages.
     """
     defaults = {PROMPT: data.prompt, COMPLETION: data.completion}
     given = {name: fields.get(name) for name, template in defaults.items() if template == f"{{{{{name}}}}}"}
@@ -206,7 +206,7 @@ def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[An
 
 
 def _rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of the training data, each with where it comes from, for messages."""
+    """Yield the rows of the training data, each with a text that says where the row comes from, for messages."""
     return _lines(data) if data.file is not None else _dataset_rows(data)
 
 
@@ -238,8 +238,8 @@ def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin
     """Make a document of a prompt, its completion and an end-of-text token (id `eos`).
 
     The loss counts for the completion and the end-of-text token. The two texts are tokenized together, unless this
-    would change the prompt's tokens. `origin` says where they come from, for messages. Raises InvalidTask for an empty
-    completion.
+    would change the prompt's tokens. `origin` says where the texts come from, for messages. Raises InvalidTask for an
+    empty completion.
     """
     if not completion:
         raise InvalidTask(f"{origin}: the completion is empty")
@@ -254,10 +254,10 @@ def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin
 def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES, first: int = 0) -> Document:
     """Make a document of a conversation by the tokenizer's chat template.
 
-    `messages` should be a list of objects with role and content. The loss counts for what the assistant says from
+    `messages` should be a list of objects with role and content. The loss counts for the assistant's messages from
     message number `first` on, including the end of each turn. `name` and `origin` say where the conversation comes
-    from, for messages. Raises InvalidTask if it is malformed, has no message of the assistant, or cannot be rendered
-    turn by turn.
+    from, for messages. Raises InvalidTask if the conversation is malformed, has no message of the assistant, or cannot
+    be rendered turn by turn.
     """
     if not isinstance(messages, list) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages

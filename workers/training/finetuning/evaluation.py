@@ -1,8 +1,9 @@
-"""The tasks of studies, scored while training: the same prompts, samples and metrics, by plain transformers."""
+"""Scores the tasks of studies during training, with the same prompts, samples and metrics, by plain transformers."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,44 @@ from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.metric_process import MetricProcess
 from workers.file_access import FileAccess
 from workers.training.finetuning.spec import Evaluation, task_of
-from workers.types import Span
+from workers.training.mergopt.tangent import LinearizedModel
+from workers.types import Span, TaskSpec
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "TaskScorer"]
+
+
+class TaskScorer:
+    """Scores samples of tasks on a transformers model in this process, whose weights may change between calls.
+
+    `directory` has the tokenizer. `options` say how prompts are made. Raises InvalidTask if they ask for a chat
+    template and there is none.
+    """
+
+    def __init__(self, directory: str, options: EngineOptions, model: Any) -> None:
+        reference = Reference(directory, options, model=_OnDevice(model))
+        # Ray Train runs a training in a thread; a metric process ends when the thread that started it ends.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._evaluator = TaskEvaluator(reference, reference.prompts, metrics=None if is_main else MetricProcess())
+
+    def num_samples(self, task: TaskSpec) -> int:
+        """The number of samples of a task. Raises InvalidTask if the task cannot be built."""
+        return self._evaluator.describe(task).num_samples
+
+    def values(self, spans: Sequence[Span]) -> dict[str, float]:
+        """The mean of each objective over its samples in `spans`."""
+        found: dict[str, list[float]] = {}
+        for sample in self._evaluator.score(spans).samples:
+            found.setdefault(sample.objective, []).append(sample.value)
+        return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 class Evaluator:
     """Scores the objectives of a specification's evaluation (`section`) on a model that is being trained.
 
     `base` is the directory of the base model, whose tokenizer is used. `max_length` is the largest number of tokens in
-    a text. With `chat_template`, prompts are written out by the tokenizer's chat template. `access` limits the files
-    that tasks may use, or is None for no limit. Raises InvalidTask if a task cannot be built, and if there is no chat
-    template.
+    a text. With `chat_template`, prompts are formatted with the tokenizer's chat template. `linearized`, a
+    linearization of `model`, is scored in its place. `access` limits the files that tasks may use, or is None for no
+    limit. Raises InvalidTask if a task cannot be built, and if there is no chat template.
     """
 
     def __init__(
@@ -37,37 +64,29 @@ class Evaluator:
         max_length: int,
         seed: int,
         chat_template: bool = False,
+        linearized: LinearizedModel | None = None,
         access: FileAccess | None = None,
     ) -> None:
-        reference = Reference(
-            str(base), EngineOptions(max_model_len=max_length, chat_template=chat_template), model=_OnDevice(model)
-        )
+        options = EngineOptions(max_model_len=max_length, chat_template=chat_template)
         self._model = model
-        # Ray Train runs a training in a thread; a metric process ends when the thread that started it ends.
-        is_main = threading.current_thread() is threading.main_thread()
-        self._evaluator = TaskEvaluator(reference, reference.prompts, metrics=None if is_main else MetricProcess())
+        self._scorer = TaskScorer(str(base), options, model if linearized is None else linearized)
         self._spans = []
         for spec in section.objectives:
             task = task_of(spec, seed=seed, access=access)
-            available = self._evaluator.describe(task).num_samples
-            self._spans.append(Span(spec.name, task, 0, min(section.samples, available)))
+            self._spans.append(Span(spec.name, task, 0, min(section.samples, self._scorer.num_samples(task))))
 
     def values(self) -> dict[str, float]:
-        """Score the model now; returns the mean of each objective over its samples."""
+        """Score the model in its present state, and return the mean of each objective over its samples."""
         was_training = self._model.training
         self._model.eval()
         try:
-            samples = self._evaluator.score(self._spans).samples
+            return self._scorer.values(self._spans)
         finally:
             self._model.train(was_training)
-        found: dict[str, list[float]] = {}
-        for sample in samples:
-            found.setdefault(sample.objective, []).append(sample.value)
-        return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 class _OnDevice:
-    """Wrapper of a model that moves input tensors from any device to the model's."""
+    """Wrapper of a model that moves input tensors from any device to the model's device."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

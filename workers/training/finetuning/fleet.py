@@ -1,8 +1,8 @@
 """Fleets and pipelines: one specification for an expert per task, and for the study that merges them.
 
-A fleet is a specification with `experts`: alias -> the options that differ for that expert, section by section. A
-pipeline is a fleet with `study`: a study without `models`, which are the base and the experts of the fleet. With
-`analysis`, the trained experts are analysed at the end.
+A fleet is a specification with `experts`: for each alias, the options that differ for this expert, section by section.
+A pipeline is a fleet with `study`: a study without the section `models`, because its models are the base and the
+experts of the fleet. With `analysis`, the trained experts are analysed at the end.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Pipeline:
     """The experts to train, and optionally a study that merges them and an analysis.
 
     `experts` has the specification of each expert by alias. `study` is a study file's content without models, or None.
-    Relative paths in it are relative to `directory`. `is_fleet` says that the experts were given as a fleet, which may
-    also have only one. `name` is the name of the fleet, or of the single expert.
+    Relative paths in `study` are relative to `directory`. `is_fleet` says whether the experts were given as a fleet,
+    which may also have only one expert. `name` is the name of the fleet, or of the single expert.
     """
 
     name: str
@@ -76,14 +76,14 @@ class Pipeline:
     def places(self, out: Path) -> dict[str, Path]:
         """The directory in which each expert is trained, by alias.
 
-        It is `out` for a single expert; each expert of a fleet has a directory of its own below `out`.
+        It is `out` for a single expert; each expert of a fleet has a separate directory below `out`.
         """
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 
     def field_of(self, alias: str, field: str = "") -> str:
-        """Where the option `field` of an expert stands in the specification file, such as "experts.math.data".
+        """Dotted path of an expert's option `field` in the specification file, such as "experts.math.data".
 
-        It is for messages. If `field` is "", it is the place of the expert itself.
+        The path is for messages. If `field` is "", it is the path of the expert.
         """
         return ".".join(filter(None, [*((EXPERTS, alias) if self.is_fleet else ()), field]))
 
@@ -124,7 +124,7 @@ def _model(place: Path | str) -> str:
 def is_pipeline(document: Mapping[str, Any]) -> bool:
     """Whether a document describes a fine-tuning and not a study.
 
-    A study has the key `models` where a fine-tuning has `base`.
+    A study has the key `models`; a fine-tuning has the key `base` instead.
     """
     return "base" in document and "models" not in document
 
@@ -132,14 +132,14 @@ def is_pipeline(document: Mapping[str, Any]) -> bool:
 def load_pipeline(file: Path) -> Pipeline:
     """Read the fine-tuning of one or several experts from a YAML or JSON file.
 
-    Relative paths are relative to the file's directory. A single expert has the specification's name as alias. Raises
+    Relative paths are relative to the file's directory. A single expert's alias is the specification's name. Raises
     InvalidStudy with every problem found.
     """
     return parse_pipeline(read_document(file), file.absolute().parent)
 
 
 def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
-    """Read the fine-tuning of one or several experts from a document, as `load_pipeline` does from a file.
+    """Read the fine-tuning of one or several experts from a document, the parsed content of a specification file.
 
     Relative paths are relative to `directory`. Raises InvalidStudy with every problem found.
     """
@@ -193,9 +193,10 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
 
 
 def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
-    """The experts with MergOPT's noise where merges of them move weights, if all of them train layers only.
+    """Set the layers to which MergOPT adds noise, if all experts train only some layers.
 
-    These are the layers that any of them trains. An expert that names its layers with noise keeps them.
+    Each expert then has noise in all layers that any of the experts trains, because merges of the experts change these
+    layers. An expert whose options name the layers with noise is not changed.
     """
     trained = [spec.training.layers for spec in experts.values()]
     if any(layers is None for layers in trained) or any(spec.adapter is not None for spec in experts.values()):
@@ -210,9 +211,9 @@ def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, Finetun
 
 
 def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
-    """Read the options of the analysis of trained experts; what is wrong is added to `problems`.
+    """Read the options of the analysis of trained experts, and add problems to `problems`.
 
-    Returns None if no analysis is wanted (`given` is None), or if something is wrong.
+    Returns None if no analysis is requested (`given` is None), or if the options are not valid.
     """
     if given is None:
         return None
@@ -225,9 +226,10 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one expert of a fleet: those that all experts share, replaced by the expert's own.
+    """The options of one expert of a fleet: the options that all experts share, overridden by the expert's own options.
 
-    In a section that both have, the expert's options replace those of the same name; the others of the section stay.
+    If both have a section, the expert's options override the shared options of the same name; the other options of the
+    section are kept.
     """
     merged = dict(shared)
     for key, value in own.items():

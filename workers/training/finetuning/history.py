@@ -3,9 +3,11 @@
 {"step": 1, "steps": 500, "loss": 2.3, "gradient_norm": 0.8, "learning_rate": 1e-5, "tokens": 512, "seconds": 0.4}
 {"step": 50, "values": {"math": 0.61}}
 
-`loss` is that of the batch at the weights, with MergOPT at the weights plus the offset of the update. MergOPT's lines
-also have the draw, `alpha` and `models` (K), and every tenth has `weights_loss`, the loss of the batch at the weights.
-Lines of SAM and ASAM have `offset_loss`, the loss where the loss is highest nearby.
+`loss` is the loss of the batch at the weights; with MergOPT, it is the loss at the weights plus the offset of the
+update. MergOPT's lines also have the drawn `alpha` and `models` (K), and every tenth line has `weights_loss`, the loss
+of the batch at the weights. Lines of SAM and ASAM have `offset_loss`, the loss at the point nearby where it is highest.
+Evaluations of the method tangent also have `linearized_values`, those of the model that is trained; `values` are those
+of the exported weights.
 """
 
 from __future__ import annotations
@@ -18,16 +20,29 @@ from typing import Any
 
 from workers.directories import write_file
 
-__all__ = ["CHECKPOINTS", "EXPERT", "METRICS", "History", "HistoryReader", "Report", "read_history"]
+__all__ = [
+    "CHECKPOINTS",
+    "EXPERT",
+    "LINEARIZED",
+    "METRICS",
+    "VALUES",
+    "History",
+    "HistoryReader",
+    "Report",
+    "read_history",
+]
 
 # Names in the directory of a training: its history, its checkpoints, and the expert.
 METRICS, CHECKPOINTS, EXPERT = "metrics.jsonl", "checkpoints", "model"
+
+# Keys of the values of an evaluation: of the expert's weights, and of the linearization that tangent trains.
+VALUES, LINEARIZED = "values", "linearized_values"
 
 Report = Callable[[Mapping[str, Any]], None]
 
 
 def read_history(file: Path) -> list[dict[str, Any]]:
-    """Read all lines of a training's history, except one that a killed process left incomplete."""
+    """Read all lines of a training's history. A last line that a killed process left incomplete is skipped."""
     try:
         lines = file.read_text().splitlines()
     except FileNotFoundError:
@@ -42,14 +57,14 @@ def read_history(file: Path) -> list[dict[str, Any]]:
 
 
 class HistoryReader:
-    """Reads a training's history (file of one JSON line per update or evaluation) while another process writes it."""
+    """Reader of a training's history (one JSON line for each update or evaluation) while another process writes it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._inode = self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The complete lines that were written since the last call; at first all complete lines.
+        """The complete lines that were written since the last call; the first call returns all complete lines.
 
         If the file was replaced (by the method `forget_after` of `History`), all its lines are returned.
         """

@@ -1,7 +1,7 @@
 """The losses of merges of trained experts.
 
 Paper: "MergOPT: A merge-aware optimizer for robust model merging", figure 2 (the joint loss over two coefficients),
-table 1 (merge methods by optimizer). Losses are those of the reference answers of the experts' evaluation tasks, in
+table 1 (merge methods by optimizer). Losses are computed on the reference answers of the experts' evaluation tasks, in
 nats per token of an answer, in float32.
 """
 
@@ -51,6 +51,7 @@ TASK_ARITHMETIC = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 TIES_SCALES = (0.3, 0.5, 0.7, 1.0)
 TIES_KEEP = 0.2
 DARE_DENSITY = 0.5
+WUDI_SCALE = 1.0
 
 # The number of a fleet's first experts of which all pairs are merged too.
 IN_PAIRS = 4
@@ -63,7 +64,7 @@ class Landscape:
     """The sum of two experts' losses for merges with a grid of coefficients.
 
     The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector and
-    `coefficients`[j] times the second's. The losses of each expert are those on its own tasks.
+    `coefficients`[j] times the second's. An expert's loss is the loss on this expert's tasks.
     """
 
     experts: tuple[str, str]
@@ -74,7 +75,7 @@ class Landscape:
 class Candidate(NamedTuple):
     """A merge of experts by a published method, with one of the coefficients that are compared.
 
-    `method` is the method's name in tables. `coefficient` is None for a method without one.
+    `method` is the method's name in tables. `coefficient` is None for a method without a coefficient.
     """
 
     method: str
@@ -92,7 +93,7 @@ class MergeLoss:
     - `losses`: the loss on each expert's evaluation tasks, by the expert's alias
     - `mean`: the mean of `losses`
     - `spread`: the standard deviation of `mean` over the coefficients that were tried for the method
-    - `coefficient`: the best coefficient, or None for a method without one
+    - `coefficient`: the best coefficient, or None for a method without a coefficient
     """
 
     method: str
@@ -107,9 +108,9 @@ class MergeLosses:
     """Measures the losses of merges of trained experts, on each expert's tasks.
 
     The first `samples` samples of each task are used. `directories` and `tasks` have each expert's directory and tasks,
-    by alias. `chats` are the aliases of the experts for whose tasks the chat template writes out the prompts.
-    `max_length` is the largest number of tokens in a text. Raises InvalidModel, and InvalidTask for a sample without a
-    reference answer.
+    by alias. `chats` are the aliases of the experts on whose tasks prompts are formatted with the chat template.
+    `max_length` is the largest number of tokens in a text. Raises InvalidModel if a model cannot be used, and
+    InvalidTask for a sample without a reference answer.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class MergeLosses:
             self._units[alias] = [references.unit(task) for task in own]
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """The mean loss of a merge on the tasks of each expert that is merged, by alias."""
+        """The mean loss of a merge on the tasks of each merged expert, by the expert's alias."""
         recipe = Recipe.uniform(
             merge, models=self._fingerprints, base=self._base, num_layers=self._num_layers
         ).canonical()
@@ -213,8 +214,8 @@ def landscape(
 ) -> Landscape:
     """Measure the sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
 
-    `grid` has the coefficients of either expert; all pairs of them are measured. `measure` returns a merge's loss on
-    each expert's tasks, by alias.
+    `grid` has the coefficients that are used for both experts; all pairs of them are measured. `measure` returns a
+    merge's loss on each expert's tasks, by alias.
     """
     sources = tuple(Source(alias) for alias in experts)
 
@@ -226,10 +227,11 @@ def landscape(
     return Landscape(experts, tuple(grid), rows)
 
 
-def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
-    """Yield the merges of experts by the four methods of the MergOPT paper, with all coefficients to compare.
+def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
+    """Yield the merges of experts by the methods of the MergOPT paper, with all coefficients to compare.
 
-    The methods are weight averaging, task arithmetic, TIES and DARE. `seed` determines the random masks of DARE.
+    The methods are weight averaging, task arithmetic, TIES and DARE, and with `wudi` WUDI-Merging (table 5), which
+    takes several hundred matrix products for each matrix. `seed` determines the random masks of DARE.
     """
     sources = tuple(Source(alias) for alias in experts)
     yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
@@ -240,6 +242,8 @@ def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
     for lambda_ in TASK_ARITHMETIC:
         coefficients = {"lambda": lambda_, "density": DARE_DENSITY}
         yield Candidate("DARE", lambda_, Merge("dare_linear", sources, coefficients, seed=seed))
+    if wudi:
+        yield Candidate("WUDI", WUDI_SCALE, Merge("wudi", sources, {"lambda": WUDI_SCALE}))
 
 
 def merge_table(

@@ -1,4 +1,4 @@
-"""The model that a fine-tuning trains: all its weights, those of some layers, or LoRA adapters on frozen weights."""
+"""The model that a fine-tuning trains: all its weights, weights of some layers, or LoRA adapters on frozen weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainedModel:
     `module` is the model that transformers or peft saves. `forward` is the module that is called in training and
     returns logits: a wrapper of `module`, or its linearization. `trained` are the parameters that are updated, by name.
     `moved` are the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
-    ones, which are then all.
+    parameters, which are then all parameters.
     """
 
     module: Any
@@ -88,9 +88,10 @@ def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedM
 def check_packing(model: Any) -> None:
     """Check that a document in a row has no influence on the outputs for the next document of the row.
 
-    In `model`, a transformers model in float32, attention is kept to each document by the positions, but layers with a
-    state (recurrent or convolutional) carry it on. Two rows are read whose first documents differ and whose second ones
-    are equal. Raises InvalidModel if the logits of the second documents differ.
+    In `model`, a transformers model in float32, the positions restrict attention to one document, but layers with a
+    state (recurrent or convolutional) keep it from one document to the next. The check compares two rows whose first
+    documents differ and whose second documents are equal. Raises InvalidModel if the logits of the second documents
+    differ.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens = torch.arange(3 * PROBE, device=model.device) % vocabulary
@@ -113,7 +114,7 @@ def check_packing(model: Any) -> None:
 
 
 def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
-    """The id of the token that rows are padded with. Raises InvalidModel if the tokenizer has none."""
+    """The id of the token with which rows are padded. Raises InvalidModel if the tokenizer has none."""
     name = spec.data.pad_token
     if name is not None:
         found = tokenizer.get_vocab().get(name)
@@ -154,7 +155,7 @@ def _with_adapter(model: Any, spec: FinetuneSpec) -> tuple[Any, tuple[torch.nn.P
 
 
 def _of_layers(model: Any, layers: tuple[int, ...], option: str) -> tuple[torch.nn.Parameter, ...]:
-    """The weights of decoder layers, which `option` names. Raises InvalidModel for layers that the model lacks."""
+    """The weights of the given decoder layers. Raises InvalidModel, naming `option`, if the model lacks a layer."""
     count = model.config.num_hidden_layers
     if unknown := [layer for layer in layers if layer >= count]:
         raise InvalidModel((f"{option}: {unknown[0]}; the model has the layers 0 to {count - 1}",))

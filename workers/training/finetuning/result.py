@@ -18,6 +18,7 @@ from workers.models.checkpoints import open_checkpoint
 from workers.models.fingerprints import fingerprint
 from workers.models.remote import commit_of, id_of
 from workers.models.tokenizers import TOKENIZER_FILES
+from workers.training.finetuning.history import LINEARIZED
 from workers.training.finetuning.spec import FinetuneSpec
 
 __all__ = ["TRAINING_FILE", "write_expert"]
@@ -31,8 +32,8 @@ def write_expert(
 ) -> Path:
     """Write a trained model, or its adapter, to the new directory `out`, and return `out`.
 
-    An existing directory is kept as it is. `facts` are stored in TRAINING_FILE and shown in the model card, `values`
-    are those of the last evaluation. The weights of `model` are rounded to the expert's dtype in place.
+    An existing directory is not changed. `facts` are stored in TRAINING_FILE and shown in the model card; `values` are
+    the values of the last evaluation. The weights of `model` are rounded to the expert's dtype in place.
     """
     if out.exists():
         return out
@@ -57,9 +58,9 @@ def write_expert(
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
-    """What the expert was made from, for the training record.
+    """Description of the expert's inputs for the training record.
 
-    It is the fingerprint of its base, as studies compute it, and the sha256 (hex) of its data file.
+    It has the fingerprint of the base, computed as in studies, and the sha256 (hex) of the data file.
     """
     data = {} if spec.data.file is None else {"data": content_hash(spec.data.file)}
     return {"base": fingerprint(open_checkpoint(base)), **data}
@@ -85,6 +86,11 @@ def _card(spec: FinetuneSpec, base: Path, *, facts: Mapping[str, Any], values: M
         lines.append(
             f"## Evaluation\n\nOn up to {spec.evaluation.samples} samples each, in the course of training.\n\n"
             f"| objective | value |\n| --- | --- |\n{rows}"
+        )
+    if linearized := facts.get(LINEARIZED):
+        lines.append(
+            "What was trained is the linearization of the base, not the model with the exported weights: the former "
+            f"has {', '.join(f'{objective} {value:.4f}' for objective, value in linearized.items())}."
         )
     lines.append(f"`{TRAINING_FILE}` has the whole specification; `mergesearch finetune` repeats it.")
     return "\n\n".join(lines) + "\n"

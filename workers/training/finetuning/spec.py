@@ -1,6 +1,6 @@
 """The specification of a fine-tuning: base model, data, optimizer, schedule, evaluation.
 
-All problems of a file are reported together. Models and data are not read here.
+All problems of a file are reported together. This module reads neither models nor data.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from workers.file_access import FileAccess
 from workers.types import TaskSpec
 
 __all__ = [
+    "OF_EXPERTS",
     "Adapter",
     "Data",
     "Evaluation",
@@ -35,6 +36,9 @@ __all__ = [
     "parse_spec",
     "task_of",
 ]
+
+# Values of `Method.noise` with which offsets are made of experts' task vectors.
+OF_EXPERTS = ("task_vectors", "merges")
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -78,8 +82,10 @@ class Method(Section):
     """The momentum of SGD."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.001
     """The weight decay of AdamW or SGD. The default is that of the MergOPT paper."""
-    noise: Literal["laplace", "gaussian"] = "laplace"
-    """The distribution of the noise that mergopt adds to the weights (z in the paper)."""
+    noise: Literal["laplace", "gaussian", "task_vectors", "merges"] = "laplace"
+    """What mergopt adds to the weights. laplace, gaussian: noise with this distribution (z in the paper). task_vectors:
+    z is, for each weight matrix, the task vector of an expert of `fit_to`, drawn anew for each. merges: the offset of a
+    merge with experts of `fit_to`, without an approximation (the paper's equation 5)."""
     scale: Positive | Literal["auto"] = 0.0005
     """The scale of the noise: b of Laplace's distribution, or the standard deviation of Gauss'. auto: fitted to the
     task vectors of `fit_to`."""
@@ -90,7 +96,8 @@ class Method(Section):
     weights; with an adapter, the weights that it changes; in a fleet whose experts all train layers only, the layers
     that any of them trains."""
     fit_to: tuple[Line, ...] = ()
-    """Experts of the same base, whose task vectors the noise is fitted to with scale: auto."""
+    """Experts of the same base: with scale: auto the noise is fitted to their task vectors, with noise: task_vectors or
+    merges offsets are made of these. Each takes the memory of the weights then."""
     coefficients: Annotated[tuple[float, ...], Field(min_length=1)] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
     """The coefficients of simulated merges, of which mergopt draws one for each update (A in the paper)."""
     max_models: Count = 7
@@ -129,7 +136,7 @@ class Training(Section):
 
 
 class Adapter(Section):
-    """A LoRA adapter (library peft), which is trained in place of the full weights."""
+    """A LoRA adapter (library peft), which is trained instead of the full weights."""
 
     rank: Count = 16
     alpha: Positive = 32
@@ -203,7 +210,7 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
 
 
 def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = None) -> TaskSpec:
-    """The evaluation task of an objective, as it is built while training.
+    """The evaluation task of an objective, in the form from which it is built during training.
 
     `access` limits the files that are read, or is None for no limit.
     """
@@ -229,8 +236,14 @@ def _contradictions(spec: FinetuneSpec) -> list[Problem]:
         found.append(
             Problem("training.batch", f"{training.batch} rows for {spec.workers} workers; give at least one for each")
         )
-    if method.scale == "auto" and not method.fit_to:
-        found.append(Problem("method.fit_to", "is empty; scale: auto needs experts whose task vectors it is fitted to"))
+    is_of_experts = method.noise in OF_EXPERTS
+    if (method.scale == "auto" or is_of_experts) and not method.fit_to:
+        option = f"noise: {method.noise}" if is_of_experts else "scale: auto"
+        found.append(Problem("method.fit_to", f"is empty; {option} needs experts of the same base"))
+    if is_of_experts and (spec.adapter is not None or method.in_layers):
+        found.append(
+            Problem("method.noise", f"{method.noise} works without adapter and method.in_layers; leave them out")
+        )
     if method.noise_layers is not None and spec.adapter is not None:
         found.append(
             Problem("method.noise_layers", "with an adapter, noise is in the weights that it changes; leave it out")

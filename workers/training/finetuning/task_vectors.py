@@ -25,8 +25,8 @@ class TaskVector:
     """The distribution of the elements of an expert's task vector (expert minus base).
 
     `density` has the shares of elements in bins between `edges` (one edge more than bins), divided by the bins' width.
-    It leaves out elements that are exactly zero, whose share of all is `fits[0].zeros`. `fits` are the fits of
-    Laplace's and Gauss' distributions.
+    Elements that are exactly zero are left out of it; their share of all elements is `fits[0].zeros`. `fits` are the
+    fits of Laplace's and Gauss' distributions.
     """
 
     expert: str

@@ -1,7 +1,7 @@
 """The loop over updates, on one rank or several: the same batches, draws and losses, and one checkpoint for all.
 
 Ranks share each batch's rows and average gradients (DDP). The loss of an update is the mean over the targets of the
-whole batch, so that the number of workers and of rows read at once changes rounding only. A training that was killed
+whole batch, so the number of workers, and of rows in a forward pass, changes only rounding. A training that was killed
 continues from its last checkpoint.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,25 @@ from workers.training.finetuning.data import (
     tensors_of,
     writes_chats,
 )
-from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, History, Report
-from workers.training.finetuning.methods import fitted_scale, make_optimizer
+from workers.training.finetuning.history import (
+    CHECKPOINTS,
+    EXPERT,
+    LINEARIZED,
+    METRICS,
+    VALUES,
+    History,
+    Report,
+)
+from workers.training.finetuning.methods import fitted_scale, make_optimizer, read_task_vectors
 from workers.training.finetuning.models import TrainedModel, check_packing, load_model, pad_token
 from workers.training.finetuning.result import write_expert
 from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
 from workers.training.mergopt.optimizer import STATE as MERGOPT_STATE
 from workers.training.mergopt.optimizer import MergOPT
+from workers.training.mergopt.tangent import LinearizedModel, TangentModel
+
+if TYPE_CHECKING:
+    from workers.training.finetuning.evaluation import Evaluator
 
 __all__ = ["check", "check_data", "learning_rate_at", "noise_seed", "train"]
 
@@ -66,9 +78,10 @@ def train(
     """Train an expert as `spec` describes, or continue its training, in the directory `out`.
 
     No other training may use `out`. The function runs on every rank of the process group, if there is one. Each rank
-    calls `report` with the numbers of every update and evaluation, as METRICS lists them. `device` is this rank's; by
-    default it is a GPU if there is one. `access` limits the files that evaluation tasks may use, or is None for no
-    limit. Returns facts about the training. Raises InvalidModel, InvalidTask and TrainingFailed.
+    calls `report` with the numbers of every update and evaluation, as METRICS lists them. `device` is this rank's
+    device; by default it is a GPU if there is one. `access` limits the files that evaluation tasks may use, or is None
+    for no limit. Returns facts about the training. Raises InvalidModel, InvalidTask and TrainingFailed if the base
+    model, the data, or the training itself fails.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
@@ -90,6 +103,7 @@ def train(
         model=model.module,
         moved=model.moved,
         fitted=fitted,
+        vectors=read_task_vectors(spec.method, base, model.module, model.moved),
     )
     history = History(out / METRICS, is_writer=ranks.rank == 0, report=report)
     newest = checkpoints.latest(out / CHECKPOINTS)
@@ -97,21 +111,10 @@ def train(
     if newest is not None:
         _load(newest, spec, model, optimizer)
     history.forget_after(start)
-    evaluator = None
-    if spec.evaluation is not None and ranks.rank == 0:
-        from workers.training.finetuning.evaluation import Evaluator
-
-        evaluator = Evaluator(
-            spec.evaluation,
-            base,
-            model.module,
-            max_length=spec.data.max_length,
-            seed=spec.seed,
-            chat_template=writes_chats(spec),
-            access=access,
-        )
+    evaluators = _evaluators(spec, base, model, access=access) if ranks.rank == 0 else {}
     passes = _Passes(spec, model, rows, ranks, pad=pad_token(spec, prompts.tokenizer, base))
-    loss, weights_loss, values = history.last("loss"), history.last("weights_loss"), history.last("values") or {}
+    loss, weights_loss = history.last("loss"), history.last("weights_loss")
+    values: dict[str, dict[str, float]] = {name: history.last(name) or {} for name in (VALUES, LINEARIZED)}
     for step in range(start, num_steps):
         began = time.perf_counter()
         rate = learning_rate_at(step, num_steps, spec.training)
@@ -134,9 +137,9 @@ def train(
             line["offset_loss"] = update.second_loss
         history.add({**line, "tokens": update.num_targets, "seconds": time.perf_counter() - began})
         if spec.evaluation is not None and (is_last or (step + 1) % spec.evaluation.every == 0):
-            if evaluator is not None:
-                values = evaluator.values()
-            history.add({"step": step + 1, "values": values})
+            values |= {name: evaluator.values() for name, evaluator in evaluators.items()}
+            found = {name: each for name, each in values.items() if each or name == VALUES}
+            history.add({"step": step + 1, **found})
         if is_last or (step + 1) % spec.training.checkpoint_every == 0:
             if ranks.rank == 0:
                 checkpoints.save(
@@ -144,28 +147,60 @@ def train(
                 )
             ranks.wait()
             newest = checkpoints.latest(out / CHECKPOINTS)
-    facts: dict[str, Any] = {"steps": num_steps, "loss": loss, "rows": len(rows), "values": values}
+    facts: dict[str, Any] = {"steps": num_steps, "loss": loss, "rows": len(rows), VALUES: values[VALUES]}
+    if values[LINEARIZED]:
+        facts[LINEARIZED] = values[LINEARIZED]
     if weights_loss is not None:
         facts["weights_loss"] = weights_loss
     if fitted is not None:
         facts["noise"] = asdict(fitted)
     if ranks.rank == 0:
-        write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values)
+        write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values[VALUES])
     ranks.wait()
     return facts
+
+
+def _evaluators(
+    spec: FinetuneSpec, base: Path, model: TrainedModel, *, access: FileAccess | None
+) -> dict[str, Evaluator]:
+    """What scores the evaluation's tasks, by the name of the values in the history: nothing without an evaluation.
+
+    An expert of the tangent space is scored twice: as the model with its weights, which is what is exported, and as the
+    linearized model that was trained.
+    """
+    if spec.evaluation is None:
+        return {}
+    from workers.training.finetuning.evaluation import Evaluator
+
+    tangent = model.forward if isinstance(model.forward, TangentModel) else None
+    scored = {VALUES: None} | ({} if tangent is None else {LINEARIZED: LinearizedModel(tangent)})
+    return {
+        name: Evaluator(
+            spec.evaluation,
+            base,
+            model.module,
+            max_length=spec.data.max_length,
+            seed=spec.seed,
+            chat_template=writes_chats(spec),
+            linearized=linearized,
+            access=access,
+        )
+        for name, linearized in scored.items()
+    }
 
 
 def noise_seed(spec: FinetuneSpec) -> int:
     """The seed of MergOPT's draws, a function of the specification's seed and name.
 
-    Experts of a fleet have the same seed. They would share all draws, which merges of them do not.
+    Experts of a fleet have the same seed. Without the name, they would share all draws, although merges combine
+    independent experts.
     """
     digest = hashlib.blake2b(f"{spec.seed}\x1f{spec.name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
 def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Continue with a checkpoint. Raises InvalidModel if it is of a training with noise on other weights."""
+    """Continue from a checkpoint. Raises InvalidModel if it is from a training with noise on other weights."""
     had_noise_on_trained = (
         isinstance(optimizer, MergOPT)
         and spec.training.layers is not None
@@ -194,7 +229,7 @@ def check(spec: FinetuneSpec) -> None:
 
 
 def check_data(spec: FinetuneSpec) -> None:
-    """Check everything about a fine-tuning that `check` does, except the evaluation tasks.
+    """Make the checks of `check`, except those of the evaluation tasks.
 
     Raises InvalidModel for problems of the base, and InvalidTask for problems of the data.
     """
@@ -225,7 +260,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The processes that train together: this one's rank, their number (`size`), and operations over all of them."""
+    """The processes that train together: this process's rank, their number (`size`), and operations over all."""
 
     rank: int
     size: int
@@ -243,7 +278,7 @@ class _Ranks:
             dist.barrier()
 
     def total(self, number: float) -> float:
-        """The sum of `number` over the processes that train together, each of which must call this."""
+        """The sum of `number` over all processes that train together; each of them must call this method."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -254,7 +289,7 @@ class _Ranks:
 class _Passes:
     """Forward and backward passes of a training over this rank's rows of each batch.
 
-    `rows` are the packed documents of the whole training data; `pad` is the id of the token that rows are padded with.
+    `rows` are the packed documents of the whole training data; `pad` is the id of the token with which rows are padded.
     """
 
     def __init__(
@@ -286,7 +321,7 @@ class _Passes:
     def without_averaging(self) -> AbstractContextManager[Any]:
         """Context manager in which backward passes add to this rank's gradients, without averaging over ranks.
 
-        All portions of a batch but the last are read in it, so that gradients are averaged once for each update.
+        It is used for all portions of a batch except the last, so that gradients are averaged once for each update.
         """
         if isinstance(self._forward, DistributedDataParallel):
             context: AbstractContextManager[Any] = self._forward.no_sync()
@@ -298,7 +333,7 @@ class _Update:
     """The batch of one update, and the closure that computes its gradients.
 
     The method `gradients` is the closure, which an optimizer may call more than once; `loss` and `norm` are the loss
-    and the gradient's norm at its first call, `second_loss` is the loss at its second one. `step` is the number of the
+    and the gradient's norm at its first call, `second_loss` is the loss at its second call. `step` is the number of the
     update, from 0; `numbers` are the indices of the batch's rows. `kept` is the directory of the last checkpoint, for
     messages, or None.
     """
@@ -348,7 +383,7 @@ class _Update:
     def loss_at_weights(self) -> float:
         """The mean loss over all targets of the batch at the present weights, without gradients.
 
-        Random numbers of dropout are those of `gradients`.
+        Dropout uses the same random numbers as in `gradients`.
         """
         ranks = self._passes.ranks
         devices = [ranks.device] if ranks.device.type == "cuda" else []
@@ -363,9 +398,9 @@ class _Update:
         return cross_entropy(logits, batch.labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
-        """Yield this rank's rows of the batch in portions, each with a flag that is true for the last portion.
+        """Yield this rank's rows of the batch in portions, each with a flag that is True for the last portion.
 
-        The rows of a portion are read in one forward pass.
+        One forward pass takes the rows of one portion.
         """
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from workers.training.mergopt.elements import parts_of
+from workers.training.mergopt.elements import Part, parts_of
 from workers.training.mergopt.in_layers import offset_in_layers
 from workers.training.mergopt.noise import Laplace, Noise, draw_key
+from workers.training.mergopt.task_vectors import TaskVectors
 from workers.training.mergopt.wrapper import OptimizerWrapper
 
 __all__ = ["COEFFICIENTS", "MAX_MODELS", "Draw", "MergOPT", "draw_of"]
@@ -34,6 +36,7 @@ COEFFICIENTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 MAX_MODELS = 7
 
 STATE = "mergopt"
+EXPERTS = "task_vectors"  # in the state: the digest of the task vectors of which offsets are made, if they are
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class MergOPT(OptimizerWrapper):
     made again in the backward pass, which needs the memory of the largest tensor (`in_layers`). This is not possible
     for sharded parameters.
 
-    `noise` is the distribution of z. alpha is drawn from `coefficients`, and K from 1 to `max_models`. `moved` are the
+    `noise` is the distribution of z, or the task vectors of experts of which offsets are made; K of merges with N
+    experts is at most N + 1. alpha is drawn from `coefficients`, and K from 1 to `max_models`. `moved` are the
     parameters that get an offset, by default those of the optimizer; with adapters they are the frozen weights that the
     adapters change. `seed` and the number of the step determine the draw; both are in `state_dict`. All ranks of a
     data-parallel or fully sharded model must have the same seed, and hold their parameters in the same order.
@@ -96,7 +100,7 @@ class MergOPT(OptimizerWrapper):
         self,
         optimizer: Optimizer,
         *,
-        noise: Noise | None = None,
+        noise: Noise | TaskVectors | None = None,
         coefficients: Sequence[float] = COEFFICIENTS,
         max_models: int = MAX_MODELS,
         seed: int = 0,
@@ -108,14 +112,17 @@ class MergOPT(OptimizerWrapper):
         if max_models < 1:
             raise ValueError(f"mergopt: max_models {max_models}; expected at least 1")
         super().__init__(optimizer)
-        self._noise: Noise = noise if noise is not None else Laplace()
-        self._coefficients, self._max_models = tuple(coefficients), max_models
+        self._noise: Noise | TaskVectors = noise if noise is not None else Laplace()
+        limit = noise.max_models if isinstance(noise, TaskVectors) else None
+        self._coefficients, self._max_models = tuple(coefficients), min(max_models, limit or max_models)
         self._seed, self._step = seed, 0
         of_optimizer = (p for group in optimizer.param_groups for p in group["params"])
         self._parts = parts_of(of_optimizer if moved is None else moved)
         self._model = model
         if model is not None and any(part.tensor.shape != part.parameter.shape for part in self._parts):
             raise ValueError("mergopt: sharded parameters need a copy; leave `model` out")
+        if isinstance(noise, TaskVectors):
+            _check_fit(noise, self._parts, in_layers=model is not None)
         self._copies: list[torch.Tensor] = []
         self._tables: dict[torch.device, torch.Tensor] = {}
         self._is_offset = False
@@ -127,6 +134,10 @@ class MergOPT(OptimizerWrapper):
         return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
 
     @property
+    def _experts(self) -> dict[str, str]:
+        return {EXPERTS: self._noise.digest} if isinstance(self._noise, TaskVectors) else {}
+
+    @property
     def num_moved(self) -> int:
         """How many numbers the parameters with an offset have, on all processes together."""
         return sum(part.parameter.numel() for part in self._parts)
@@ -135,31 +146,43 @@ class MergOPT(OptimizerWrapper):
     def offset(self) -> Iterator[Draw]:
         """Context manager in which forward and backward passes see the parameters with the offset of the next draw.
 
-        The offset is (K alpha - 1) z, for a merge of K models with coefficient alpha and random task vectors z. Raises
-        RuntimeError if contexts are nested.
+        The offset is (K alpha - 1) z, for a merge of K models with coefficient alpha and random task vectors z, or that
+        of a merge with experts (`task_vectors`). Raises RuntimeError if contexts are nested.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: offset() within offset()")
         draw = self.draw
-        tables = self._scaled_quantiles(draw.factor)
         self._is_offset = True
         torch.clear_autocast_cache()  # an outer autocast keeps casts of the parameters without the offset
         try:
-            if draw.factor == 0:
+            with self._offset(draw):
                 yield draw
-            elif self._model is not None:
-                with offset_in_layers(self._model, self._parts, tables, key=draw.key):
-                    yield draw
-            else:
-                with self._moved(tables, key=draw.key):
-                    yield draw
         finally:
             self._is_offset = False
             torch.clear_autocast_cache()
         self._has_gradient = True
 
+    def _offset(self, draw: Draw) -> AbstractContextManager[None]:
+        """The context manager that adds the offset of a draw to what forward and backward passes see."""
+        if isinstance(self._noise, TaskVectors):
+            tensors = [part.tensor for part in self._parts]
+            return self._moved(
+                partial(self._noise.add, tensors, alpha=draw.alpha, num_models=draw.num_models, key=draw.key)
+            )
+        if draw.factor == 0:
+            return nullcontext()
+        tables = self._scaled_quantiles(self._noise, draw.factor)
+        if self._model is not None:
+            return offset_in_layers(self._model, self._parts, tables, key=draw.key)
+        return self._moved(partial(self._add_noise, tables, key=draw.key))
+
+    def _add_noise(self, tables: Mapping[torch.device, torch.Tensor], *, key: int) -> None:
+        for part in self._parts:
+            part.add_noise(tables[part.tensor.device], key=key)
+
     @contextmanager
-    def _moved(self, tables: Mapping[torch.device, torch.Tensor], *, key: int) -> Iterator[None]:
+    def _moved(self, add: Callable[[], None]) -> Iterator[None]:
+        """Context manager in which the parameters have the offset that `add` adds; they are restored from a copy."""
         tensors = [part.tensor for part in self._parts]
         with torch.no_grad():
             if not self._copies:
@@ -167,21 +190,20 @@ class MergOPT(OptimizerWrapper):
             torch._foreach_copy_(self._copies, tensors)
         try:
             with torch.no_grad():
-                for part in self._parts:
-                    part.add_noise(tables[part.tensor.device], key=key)
+                add()
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(tensors, self._copies)
 
-    def _scaled_quantiles(self, factor: float) -> dict[torch.device, torch.Tensor]:
-        """The quantiles of the noise times `factor`, by each device that has parameters.
+    def _scaled_quantiles(self, noise: Noise, factor: float) -> dict[torch.device, torch.Tensor]:
+        """The quantiles of `noise` times `factor`, by each device that has parameters.
 
         Each product is rounded to float32 before it is added to a parameter, so that all devices add the same numbers.
         """
         devices = {part.tensor.device for part in self._parts}
         for device in devices - self._tables.keys():
-            self._tables[device] = self._noise.quantiles.to(device)
+            self._tables[device] = noise.quantiles.to(device)
         return {device: self._tables[device] * factor for device in devices}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -206,18 +228,35 @@ class MergOPT(OptimizerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer, with the seed and the number of the next draw."""
-        return {**super().state_dict(), STATE: {"seed": self._seed, "step": self._step, "moved": self.num_moved}}
+        own = {"seed": self._seed, "step": self._step, "moved": self.num_moved, **self._experts}
+        return {**super().state_dict(), STATE: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned.
 
-        Raises ValueError for the state of another optimizer, and of one that added the offset to other parameters.
-        States of earlier versions do not tell to which.
+        Raises ValueError for the state of another optimizer, of one that added the offset to other parameters, and of
+        one with task vectors of other experts. States of earlier versions do not tell to which parameters.
         """
         if STATE not in state_dict:
             raise ValueError(f"mergopt: the state has no {STATE!r}; expected one that its state_dict() gave")
         if (moved := state_dict[STATE].get("moved", self.num_moved)) != self.num_moved:
             raise ValueError(f"mergopt: the state is of noise on {moved} numbers; expected {self.num_moved}")
+        of_experts = {key: value for key, value in state_dict[STATE].items() if key == EXPERTS}
+        if of_experts != self._experts:
+            raise ValueError("mergopt: the state is of other task vectors; expected those of the same experts")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})
         self._seed, self._step = state_dict[STATE]["seed"], state_dict[STATE]["step"]
         self._has_gradient = False
+
+
+def _check_fit(noise: TaskVectors, parts: Sequence[Part], *, in_layers: bool) -> None:
+    """Raise ValueError if task vectors are not of the parameters `parts`, or cannot be added to them."""
+    if in_layers:
+        raise ValueError("mergopt: offsets of task vectors need a copy; leave `model` out")
+    shapes = [part.tensor.shape for part in parts]
+    for given in (*noise.vectors, *([noise.origin] if noise.origin is not None else [])):
+        if [tensor.shape for tensor in given] != shapes:
+            raise ValueError(
+                f"mergopt: task vectors of {len(given)} parameters with other shapes than the {len(parts)} that get an "
+                "offset; expected one for each whole parameter"
+            )

@@ -7,12 +7,13 @@ three times as long.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.func import functional_call, jvp
 
-__all__ = ["TangentModel"]
+__all__ = ["LinearizedModel", "TangentModel"]
 
 
 class TangentModel(torch.nn.Module):
@@ -42,3 +43,37 @@ class TangentModel(torch.nn.Module):
         at_origin, slope = outputs
         total: torch.Tensor = at_origin + slope
         return total
+
+
+class LinearizedModel:
+    """A linearized model that is called as a transformers model, to score it with any weights of `tangent.model`.
+
+    A linearization has no cache of keys and values. In its place, `past_key_values` has the tokens that were read,
+    which are read again. Calls compute no gradients.
+    """
+
+    def __init__(self, tangent: TangentModel) -> None:
+        self._tangent = tangent
+
+    def parameters(self) -> Any:
+        return self._tangent.model.parameters()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __call__(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+    ) -> Any:
+        """Outputs with `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`."""
+        given = {"input_ids": input_ids, "position_ids": position_ids}
+        read = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}
+        for name, before in (past_key_values or {}).items():
+            read[name] = torch.cat([before, read[name]], dim=1)
+        mask = {} if attention_mask is None else {"attention_mask": attention_mask.clone()}
+        logits = self._tangent(**read, **mask, use_cache=False)
+        return SimpleNamespace(logits=logits, past_key_values=read if use_cache else None)

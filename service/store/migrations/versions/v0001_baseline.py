@@ -1,6 +1,6 @@
 """Migration: creates the tables that the last version of the program without migrations had.
 
-Tables that exist are left as they are: a program of that version may have been stopped while it created them.
+Existing tables are not changed: a program of that version may have been stopped after it had created some of them.
 """
 
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""Migration: adds columns for the time at which a driver last made progress, and for how long it may go without."""
+"""Migration: adds columns for the time of a driver's last progress, and for its longest time without progress."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Migration: adds a table of engines that failed a check, and a column for the number of canaries passed before."""
+"""Migration: adds a table of engines that failed a check, and a column for the number of canaries passed earlier."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Migration: adds a column for the kind of each job, because jobs are not only studies, and a table of artifacts."""
+"""Migration: adds a column for the kind of each job (until then all jobs were studies), and a table of artifacts."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Migration: adds a table of tokens, which tell after a lost connection whether a transaction was committed."""
+"""Migration: adds a table of tokens, which show after a lost connection whether a transaction was committed."""
 
 import sqlalchemy as sa
 from alembic import op

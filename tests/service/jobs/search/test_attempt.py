@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from service.jobs.search.attempt import _reason_to_fail, execute, stored_alignme
 from service.resolved_study import ResolvedStudy
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.store.documents import ALIGNMENT_COST, read_alignment_cost
 from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
 from service.types import EventKind, JobRecord, JobState
@@ -172,6 +174,7 @@ def test_alignments_are_stored(directory: Path, aligned: PreflightResult, monkey
 
     def learned(place: Path, inputs: AlignmentInputs, pairs: Any, *, before: Any, note: Any) -> dict[LayerPair, str]:
         asked.append((place, inputs.kind, {*inputs.pool}, dict(before)))
+        time.sleep(0.02)
         if len(asked) == 3:
             raise StudyFailed("1 of 20 alignments were lost")
         return {pair: str(number) for number, pair in enumerate(pairs)}
@@ -179,6 +182,7 @@ def test_alignments_are_stored(directory: Path, aligned: PreflightResult, monkey
     monkeypatch.setattr("service.tune.proposing.alignments.alignments_in", learned)
     artifacts = ArtifactStore(store, directory / "artifacts")
     place: Any = {"directory": directory / "kept", "artifacts": artifacts, "note": lambda _: None}
+    costs: list[float] = []
     for attempt in range(2):
         found = with_alignments(aligned, store, store.open_attempt(study), **place)
         assert isinstance(found.space, AlignedSpace)
@@ -186,11 +190,13 @@ def test_alignments_are_stored(directory: Path, aligned: PreflightResult, monkey
         assert names == {pair: str(number) for number, pair in enumerate(found.space.pairs)}
         assert found.models.family.alignments_dir == str(directory / "kept")
         assert asked[attempt] == (directory / "kept", "moments", {"math", "text"}, names if attempt else {})
+        costs.append(read_alignment_cost(store.document(study, ALIGNMENT_COST)).seconds)
         rng = np.random.default_rng(0)
         drawn = [found.space.to_recipe(found.space.parameters.sample(rng)) for _ in range(20)]
         named = {layer.alignment for recipe in drawn for layer in recipe.layers} - {None}
         assert named
         assert named <= {*names.values()}
+    assert 0.02 <= costs[0] <= costs[1] - 0.02, "the seconds of all attempts"
     with pytest.raises(StudyFailed, match="were lost"):
         with_alignments(aligned, store, store.open_attempt(study), **place)
     assert store.job(study).state is JobState.FAILED

@@ -156,6 +156,7 @@ def test_larger_limit_of_samples_continues(study: Study, scorer: Verifier) -> No
     assert str(ended.reason).startswith(f"limits.max_samples: {used:,} of {limit:,} samples are used")
     assert ended.progress is not None
     assert (ended.progress["samples_used"], ended.progress["max_samples"]) == (used, limit)
+    assert (ended.progress["steps"], ended.progress["steps_planned"]) == (0, 0)
     assert before["verification"]["status"] == "equal"
     assert study.attempt(scorer) is JobState.COMPLETE
     assert study.store.job(study.id).reason is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from service.results.report import render_report
 from service.results.series.policies import policies
 from service.store.steps import UpdateRequest, UpdateResult, UpdateStep
@@ -46,7 +48,16 @@ def test_the_report_draws_policies_where_there_are_some() -> None:
     assert one.count('class="range"') >= 4
     several = render_report(replace(RUN, updates=updates(num_iterations=5, vectors=VECTORS)))
     assert "2 policies, one for each preference vector, learned from 5 iterations." in several
-    assert 'class="range"' not in several
+    assert several.count('class="range"') == 2 + 1, "iterations that both policies have had, and the legend"
+    assert "one standard deviation over policies" in several
+
+
+def test_outcomes_have_a_mean_and_a_deviation_over_policies() -> None:
+    """Figure 6 of HM3 with deviations: policies have the outcomes 0, 0.2, 0.4 and 0.1, 0.3."""
+    found = policies(replace(RUN, updates=updates(num_iterations=5, vectors=VECTORS))).mean
+    assert [each.num_policies for each in found] == [2, 2, 1]
+    assert [each.outcome for each in found] == pytest.approx([0.05, 0.25, 0.4])
+    assert [each.outcome_std for each in found] == pytest.approx([0.1 / 2**0.5, 0.1 / 2**0.5, 0.0])
 
 
 def test_the_report_draws_how_far_policies_moved() -> None:

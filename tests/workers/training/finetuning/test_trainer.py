@@ -117,6 +117,37 @@ def test_a_training_that_was_killed_ends_with_the_same_bits(place: Path, tmp_pat
     assert not are_equal(weights(parts), load_file(place / "base" / "model.safetensors"))
 
 
+@pytest.mark.parametrize("noise", ["task_vectors", "merges"])
+def test_offsets_of_experts_also_after_a_kill(place: Path, tmp_path: Path, noise: str) -> None:
+    """Offsets made of experts' task vectors change the training, and are the same after a kill; others are refused."""
+    for seed in (1, 2):
+        run(place, tmp_path / f"expert{seed}", method={"kind": "adamw"}, seed=seed)
+    experts = [str(tmp_path / f"expert{seed}" / EXPERT) for seed in (1, 2)]
+    method = {"noise": noise, "fit_to": experts}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(place, whole, method=method)
+    run(place, tmp_path / "plain", method={"kind": "adamw"})
+    assert not are_equal(weights(whole), weights(tmp_path / "plain"))
+    parts.mkdir()
+
+    def killing(line: Mapping[str, Any]) -> None:
+        if line["step"] == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(spec_of(place, method=method), parts, report=killing)
+    with pytest.raises(ValueError, match="the state is of other task vectors"):
+        train(spec_of(place, method={**method, "fit_to": experts[:1]}), parts)
+    train(spec_of(place, method=method), parts)
+    assert are_equal(weights(parts), weights(whole))
+
+
+def test_experts_of_another_base_are_refused(place: Path, tmp_path: Path) -> None:
+    other = tiny_llama(tmp_path / "other", layers=1)
+    with pytest.raises(InvalidModel, match=r"method.fit_to: .*other has other tensors than .*base"):
+        run(place, tmp_path / "out", method={"noise": "merges", "fit_to": [str(other)]})
+
+
 def test_an_incomplete_checkpoint_is_not_loaded(place: Path, tmp_path: Path) -> None:
     run(place, tmp_path / "out")
     kept = sorted(path.name for path in (tmp_path / "out" / CHECKPOINTS).iterdir())
@@ -316,6 +347,24 @@ def test_the_tasks_of_studies_are_scored_while_training(place: Path, tmp_path: P
     assert "## Evaluation" in (tmp_path / "out" / EXPERT / "README.md").read_text()
 
 
+def test_tangent_experts_are_scored_as_trained_and_as_exported(place: Path, tmp_path: Path) -> None:
+    """The linearization that is trained learns the sums; the exported weights, in the model itself, are not it."""
+    objective = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
+    out = tmp_path / "out"
+    facts = run(
+        place,
+        out,
+        method={"kind": "tangent"},
+        training={"steps": 60, "batch": 8, "learning_rate": 0.02},
+        evaluation={"every": 60, "samples": 20, "objectives": [objective]},
+    )
+    (line,) = (line for line in read_history(out / METRICS) if "values" in line)
+    assert facts["values"] == line["values"]
+    assert facts["linearized_values"] == line["linearized_values"]
+    assert facts["linearized_values"]["sums"] > facts["values"]["sums"]
+    assert "is the linearization of the base, not the model" in (out / EXPERT / "README.md").read_text()
+
+
 def chat_model(directory: Path) -> Path:
     """A base whose tokenizer has a chat template, with data in which questions are answered by 7, other texts by 3."""
     base = tiny_llama(directory / "base")
@@ -375,7 +424,12 @@ def test_learning_rates_by_hand() -> None:
         ({"data": {"file": None}}, "data: give either file or dataset"),
         ({"training": {"epochs": 1.0}}, "training: give either steps or epochs"),
         ({"training": {"batch": 1}, "workers": 2}, "training.batch: 1 rows for 2 workers"),
-        ({"method": {"scale": "auto"}}, "method.fit_to: is empty"),
+        ({"method": {"scale": "auto"}}, "method.fit_to: is empty; scale: auto needs"),
+        ({"method": {"noise": "merges"}}, "method.fit_to: is empty; noise: merges needs"),
+        (
+            {"method": {"noise": "task_vectors", "fit_to": ["base"]}, "adapter": {}},
+            "method.noise: task_vectors works without adapter",
+        ),
         ({"method": {"kind": "adam"}}, 'method.kind: "adam"'),
         ({"training": {"learning_rat": 1}}, "learning_rat"),
         ({"adapter": {}, "training": {"layers": [0]}}, "training.layers: is for full weights"),

@@ -13,7 +13,7 @@ from tests.builders import lora_adapter, tiny_family, tiny_llama
 from workers.errors import InvalidModel
 from workers.training.mergopt.fit import fit, sample_of
 from workers.training.mergopt.sharpness import SharpnessAware
-from workers.training.mergopt.tangent import TangentModel
+from workers.training.mergopt.tangent import LinearizedModel, TangentModel
 
 
 def test_sam_by_hand() -> None:
@@ -103,6 +103,36 @@ def test_tangent_model_is_linear(tmp_path: Path) -> None:
     assert torch.allclose(twice, 2 * once, rtol=1e-3, atol=1e-5)
     tangent(input_ids=tokens).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_linearized_model_generates_as_the_tangent_model(tmp_path: Path) -> None:
+    """Tokens that are read one after the other have the logits that the tangent model has for the whole text."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama(tmp_path / "m"), attn_implementation="eager").eval()
+    tangent = TangentModel(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        tokens = torch.arange(5, 15).view(2, 5)
+        positions, mask = torch.arange(5).expand(2, 5), torch.ones_like(tokens)
+        expected = tangent(input_ids=tokens)
+        assert not torch.allclose(expected, model(input_ids=tokens).logits, atol=1e-3)
+    linearized = LinearizedModel(tangent)
+    with torch.inference_mode():
+        first = linearized(
+            input_ids=tokens[:, :3], attention_mask=mask[:, :3], position_ids=positions[:, :3], use_cache=True
+        )
+        second = linearized(
+            input_ids=tokens[:, 3:],
+            attention_mask=mask,
+            position_ids=positions[:, 3:],
+            past_key_values=first.past_key_values,
+            use_cache=True,
+        )
+    assert torch.allclose(first.logits, expected[:, :3], atol=1e-4)
+    assert torch.allclose(second.logits[:, -1], expected[:, -1], atol=1e-4)
 
 
 def laplace_sample(scale: float, size: int = 200_000) -> torch.Tensor:

@@ -6,8 +6,8 @@ example those of the sources, are not written again: for another path of known l
 
 - `contents`: vLLM's options, sizes and the merges that fit, for the engine's process
 - `geometry`: whether the layers of models can follow each other
-- `sizes`: how many layers the pool has
+- `sizes`: the number of layers in the pool
 - `model`: the model in vLLM that computes a path
-- `pool`: what each layer of the pool holds
+- `pool`: a record of the content of each layer of the pool
 - `held`: inside vLLM's worker: write layers, set the path
 """

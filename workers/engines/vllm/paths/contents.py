@@ -1,6 +1,6 @@
-"""What an engine of layer paths holds, as options and sizes for the process that starts vLLM.
+"""Contents of an engine of layer paths, as options and sizes for the process that starts vLLM.
 
-It holds a pool of layers, and attention's keys and values for the longest path.
+The engine holds a pool of layers, and attention's keys and values for the longest path.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write the layers of source models into the engine's pool in advance, those of the base last.
+        """Write the layers of source models into the engine's pool in advance, the layers of the base last.
 
         Only as many sources are written as fit beside the layers of the longest merge, but at least the base.
         """
@@ -120,8 +120,8 @@ class HeldPath(HeldWeights):
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
         """Write the tensors of `plan`, made from `recipe`, into the engine.
 
-        They include the parameters outside layers (embedding, final norm and output head). After a failure the content
-        of all layers of the pool counts as unknown.
+        The tensors include the parameters outside layers (embedding, final norm and output head). After a failure the
+        content of all layers of the pool counts as unknown.
         """
         try:
             done = self._write(plan, bank, into)
@@ -165,10 +165,10 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """Record of what the layers of earlier recipes contain: a recipe of known layers need not be planned again.
+    """Record of the contents of layers in earlier recipes, so that a recipe of known layers need not be planned again.
 
-    Recipes with merges of single tensors, or with another vocabulary than the base's, are not recorded. About `most`
-    layers are kept; then the record begins anew.
+    Recipes with merges of single tensors, or with another vocabulary than the base's, are not recorded. When it has
+    more than about `most` layers, the record is emptied.
     """
 
     def __init__(self, most: int) -> None:
@@ -181,7 +181,7 @@ class _Checked:
         self._contents: dict[tuple[Merge, ...], Hashable] = {}
 
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
-        """A description of what each layer of `recipe` contains, as `_by_layer` gives it, known from earlier recipes.
+        """Description of the content of each layer of `recipe`, in the form of `_by_layer`, known from earlier recipes.
 
         Returns None if a layer is unknown, or the recipe has other models or settings than the recorded ones.
         """
@@ -205,7 +205,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Between:
-    """What a path has besides its layers: for each layer, the factors of its branches and the alignment before it.
+    """The parts of a path besides its layers: for each layer, the factors of its branches and the alignment before it.
 
     `before` has the digest of the alignment before each layer, or None; `alignments` maps digests to alignments.
     """
@@ -259,18 +259,18 @@ def _digest_of(alignment: Alignment) -> str:
 
 
 def _outside(recipe: Recipe) -> Hashable:
-    """A value that is equal for two recipes if their merges outside layers (embedding, head) are equal."""
+    """A value that is equal for two recipes if their merges outside layers (embedding and head) are equal."""
     recipe = recipe.canonical()
     return _of(recipe), recipe.embedding, recipe.head
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """The base of a recipe and the options `keeps_equal` and `trim`, on which all of its merged tensors depend."""
+    """The parts of a recipe on which all of its merged tensors depend: base, `keeps_equal` and `trim`."""
     return recipe.base, recipe.keeps_equal, recipe.trim
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:
-    """Whether the merged tensors of each layer depend only on what the recipe says about this layer.
+    """Whether the merged tensors of each layer depend only on this layer's entry in the recipe.
 
     This holds for recipes without merges of single tensors that use the vocabulary of the base.
     """
@@ -285,9 +285,9 @@ def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], ali
     """Checksum of a path, a sequence of layers: sha256 (hex) over the digests of all its parts.
 
     `outside` is the digest of the parameters outside layers. Each hop of the path then adds three parts: the digest of
-    its layer (in `digests`, by the layer's index in the pool), its factors (one if they are equal), and the digest of
-    its alignment (in `aligned`, by the name of the alignment). The checksum does not depend on which layers of the pool
-    hold the path, or in which order they were written.
+    its layer (in `digests`, by the layer's index in the pool), its factors (a single number if they are equal), and the
+    digest of its alignment (in `aligned`, by the name of the alignment). The checksum does not depend on which layers
+    of the pool hold the path, or in which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):
@@ -305,7 +305,7 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 
 
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
-    """Split the tensors of a plan into those outside layers and those of each layer, without the layers' scales.
+    """Split the tensors of a plan into tensors outside layers and tensors of each layer, without the layers' scales.
 
     Returns three values:
 

@@ -4,11 +4,11 @@ Its parameters are those of a model with as many layers as the pool has. Only th
 register keys and values: the attention module of layer t belongs to hop t of the path, and any layer of the pool uses
 it at that hop. Therefore a layer may be used at several hops, with separate keys and values.
 
-The path is an attribute, which compiled code and captured graphs would ignore. Therefore the model is neither compiled
-nor captured, and its engine runs eagerly.
+The path is an attribute of the model; compiled code and captured graphs would ignore its changes. Therefore the model
+is neither compiled nor captured, and its engine runs eagerly.
 
-Alignments of the path (`workers.alignments`) are not parameters, because parameters are written in place: the attribute
-`alignments` has the tensors of those in use, by digest.
+Alignments of the path (`workers.alignments`) are not parameters, because parameters are written in place. The attribute
+`alignments` has the tensors of the alignments in use, by digest.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _walk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute one of vLLM's decoder layers, with the outputs of its branches (attention, MLP) multiplied by `factors`.
 
-    Returns the output of the MLP and the residual stream before it, which the next layer adds up. `residual` is None at
-    the first layer.
+    Returns the output of the MLP and the residual stream before the MLP, which the next layer adds up. `residual` is
+    None at the first layer.
     """
     if residual is None:
         residual = hidden

@@ -1,6 +1,6 @@
-"""Record of what each layer of an engine's pool contains.
+"""Record of the content of each layer of an engine's pool.
 
-Layers that the present path uses stay; the others are replaced, least recently used first.
+Layers of the pool that the present path uses are kept; the others are replaced, least recently used first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Hop:
 
 
 class LayerPool:
-    """Record of what each of the `size` layers of an engine's pool contains.
+    """Record of the contents of the `size` layers of an engine's pool.
 
     The content of a layer is described by any hashable value; equal values mean equal weights.
     """
@@ -43,7 +43,7 @@ class LayerPool:
         return content in self._layers
 
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
-        """Assign a layer of the pool to each of `contents`; equal contents share one.
+        """Assign a layer of the pool to each of `contents`; equal contents share a layer.
 
         A layer that already has the content is used. Otherwise it is an empty layer, or the least recently used one
         that none of `contents` is in. Returns the layer of each content, and the set of layers that must be written

@@ -1,4 +1,4 @@
-"""The number of layers in the pool of a path engine, computed from sizes in bytes; nothing is allocated here."""
+"""The number of layers in the pool of a path engine, computed from sizes in bytes, without allocating memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int,
 
     The engine holds all `num_sources` layers of the source models and one whole merge, if they fit into `room` bytes at
     `layer_bytes` each. Otherwise it holds as many layers as fit, and a layer of a source is written again when it is
-    needed again. `max_layers` is the number of layers of the longest merge, which may all differ. `of` names the memory
-    in messages. Raises EngineUnavailable if not even the longest merge fits.
+    needed again. `max_layers` is the number of layers of the longest merge; all of these layers may be different. `of`
+    names the memory in messages. Raises EngineUnavailable if not even the longest merge fits.
     """
     fitting = max(room, 0) // layer_bytes
     if fitting < max_layers:

@@ -1,4 +1,4 @@
-"""Options and sizes that an engine is started with.
+"""Options and sizes with which an engine is started.
 
 - `contents`: the content of an engine, as options and sizes; here one model with the base's layers
 - `gpus`: the number of GPUs and their free memory

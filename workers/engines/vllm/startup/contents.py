@@ -1,4 +1,4 @@
-"""The content of an engine, for the process that starts vLLM: options, sizes, and the merges that fit.
+"""The content of an engine, for the process that starts vLLM: options, sizes, and the merges that the engine can hold.
 
 `WeightContents` is one model with the base's layers. Other contents are subclasses; life cycle, evidence and canary
 (`engine`) are the same for all.
@@ -35,7 +35,7 @@ GENERIC = "Transformers"
 class WeightContents:
     """Options and sizes for an engine of one model with the same number of layers as the base.
 
-    Subclasses are for other kinds of engines. `dtype` is that of the engine; the option "auto" means "float32" on CPU
+    Subclasses are for other kinds of engines. `dtype` is the engine's dtype; the option "auto" means "float32" on CPU
     and "bfloat16" on a GPU. `aligns` says whether merges may have alignments. `options_by_device` raises
     EngineUnavailable if the model does not fit into a GPU's memory.
     """
@@ -71,7 +71,7 @@ class WeightContents:
     def refusal(self, recipe: Recipe) -> str | None:
         """The reason why the engine cannot hold the merge of `recipe`; None if it can.
 
-        It can hold merges with as many layers as the base has.
+        The engine can hold merges with as many layers as the base has.
         """
         layers = int(self.config["num_hidden_layers"])
         if len(recipe.layers) == layers:
@@ -131,7 +131,7 @@ class WeightContents:
 
 
 def _has_code_for(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM has code of its own for a model with the configuration `config`.
+    """Whether vLLM has its own code for a model with the configuration `config`.
 
     vLLM runs other models through transformers' modules. To compile these modules or to capture them as graphs, vLLM
     would change transformers' classes. Therefore engines do neither (`plugin`).

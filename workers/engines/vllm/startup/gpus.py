@@ -28,10 +28,10 @@ def gpus_of_this_machine(folder: Path = GPUS) -> int:
 
 
 def free_gpu_bytes(num_gpus: int, *, wait_s: float = 20.0, poll_s: float = 1.0) -> tuple[int, int]:
-    """GPU memory in bytes as (free, total), each the smallest over the first `num_gpus` GPUs that this process sees.
+    """GPU memory in bytes as (free, total); both are the smallest over the first `num_gpus` GPUs of this process.
 
-    Waits up to `wait_s` seconds until a share of MOSTLY_FREE is free, because the memory of an engine that was just
-    killed may not be free yet. Raises EngineUnavailable if the memory cannot be read.
+    Waits up to `wait_s` seconds until the share MOSTLY_FREE of the memory is free, because the memory of an engine that
+    was just killed may not be free yet. Raises EngineUnavailable if the memory cannot be read.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -42,10 +42,10 @@ def free_gpu_bytes(num_gpus: int, *, wait_s: float = 20.0, poll_s: float = 1.0) 
 
 
 def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
-    """GPU memory in bytes as (free, total) now, each the smallest over the first `num_gpus` GPUs.
+    """Present GPU memory in bytes as (free, total); both are the smallest over the first `num_gpus` GPUs.
 
-    A subprocess reads several GPUs. Reading them in this process would create a CUDA context of this process on each
-    GPU, which takes memory from the process that computes there.
+    If there are several GPUs, a subprocess reads their memory. If this process did, it would create a CUDA context on
+    each GPU, which takes memory from the process that computes there.
     """
     if num_gpus == 1:
         import torch

@@ -1,7 +1,7 @@
-"""The rule that each fused method reduces to, given its coefficients and the statistics of its operands.
+"""Functions that return the rule of each fused method, from its coefficients and the statistics of its operands.
 
-Where the numbers of a rule depend on what a method drops or selects, a pass of its own computes them, on CPU. A method
-has at most one rule, registered by `@fuses(NAME)`; a method without one runs by its plain function.
+If the numbers of a rule depend on the elements that a method drops or selects, a separate pass computes these numbers,
+on CPU. A method has at most one rule, registered by `@fuses(NAME)`; a method without one runs by its plain function.
 
 - `base`: the decorator, and the statistics that rules are computed from
 - `averages`: passthrough, averages and interpolations, fusions of a pair

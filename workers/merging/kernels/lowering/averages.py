@@ -84,7 +84,7 @@ def _model_stock(merge: Merge, stored: Operands) -> Rule:
 
 
 class Nearswap(NamedTuple):
-    """Rule of NearSwap: the first of two sources, with each element moved towards that of the second by at most t."""
+    """Rule of NearSwap: the first of two sources, with each element moved by at most t towards the second's element."""
 
     t: float
 

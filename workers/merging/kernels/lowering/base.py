@@ -1,4 +1,4 @@
-"""The decorator that registers the rule of a fused method, and the statistics that rules are computed from."""
+"""The decorator that registers the rule of a fused method, and the statistics from which rules are computed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Lowering = Callable[[Merge, Operands], Rule]
 
 @dataclass(frozen=True)
 class Fused:
-    """How merges by a method become rules that kernels execute.
+    """Conversion of a method's merges to rules that kernels execute.
 
-    `lowering` is the function that returns the rule of a merge and its operands. `is_on_cuda` says whether CUDA has a
-    kernel for these rules; the CPU always has.
+    `lowering` is the function that returns the rule of a merge and its operands. `is_on_cuda` says whether there is a
+    kernel for these rules on CUDA; on CPU there always is.
     """
 
     lowering: Lowering
@@ -49,8 +49,8 @@ RULES: dict[str, Fused] = {}
 def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
     """Decorator that registers a function as the one that returns the kernel rule of the merge method `name`.
 
-    `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError for a method that
-    `search_spaces.methods` does not declare, and for one that already has a rule.
+    `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if `search_spaces.methods` does
+    not declare the method, or if the method already has a rule.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")

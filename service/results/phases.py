@@ -1,0 +1,28 @@
+"""The cost of a search by phase, in seconds."""
+
+from __future__ import annotations
+
+from service.results.record import RunRecord
+
+__all__ = ["phases"]
+
+
+def phases(run: RunRecord) -> dict[str, float]:
+    """Seconds of each phase of a search, by its name, without phases that it did not have.
+
+    - `alignments`: learning the alignments of layer paths, before the first trial
+    - `updates`: learning of policies from trials
+    - `gradients`: losses with gradients
+    - `merging`: computing merges and writing them into engines, added up over engines
+    - `scoring`: scoring samples, added up over engines
+
+    Updates, gradients and engines run at the same time, so the sum can be longer than the search.
+    """
+    seconds = {
+        "alignments": run.alignment_s,
+        "updates": sum(step.result.seconds for step in run.updates),
+        "gradients": sum(step.result.seconds for step in run.gradients),
+        "merging": sum(run.engine.swap_s),
+        "scoring": run.engine.score_s,
+    }
+    return {phase: value for phase, value in seconds.items() if value > 0}

@@ -1,0 +1,68 @@
+"""Offsets of MergOPT that are made of the task vectors of real experts, in place of noise with independent elements.
+
+With theta_0 as the base, D_j as the task vectors of the given experts, and the draw's alpha and K:
+
+    resampled:  (K alpha - 1) z, where z is, for each parameter, the part of a D_j with j drawn anew
+    of merges:  (alpha - 1) (theta - theta_0) + alpha sum_j D_j over K - 1 experts, drawn without repetition
+
+The second is the offset of equation 5 of the MergOPT paper. The first and the paper's noise approximate it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+__all__ = ["TaskVectors"]
+
+
+@dataclass(frozen=True, eq=False)
+class TaskVectors:
+    """Task vectors of experts, of which MergOPT's offsets are made.
+
+    `vectors`[j][i] is the task vector of expert j on parameter i, in the order, shapes, dtypes and devices of the
+    parameters that get the offset. `origin` has these parameters of the base, for offsets of merges; if it is None,
+    offsets are resampled. Raises ValueError without an expert.
+    """
+
+    vectors: Sequence[Sequence[torch.Tensor]]
+    origin: Sequence[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.vectors:
+            raise ValueError("mergopt: no task vectors; expected those of at least one expert")
+
+    @property
+    def max_models(self) -> int | None:
+        """The largest number of models in a simulated merge; None if there is no limit."""
+        return None if self.origin is None else 1 + len(self.vectors)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the elements of all task vectors."""
+        digest = hashlib.blake2b(digest_size=16)
+        for vector in self.vectors:
+            for tensor in vector:
+                digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def add(self, parameters: Sequence[torch.Tensor], *, alpha: float, num_models: int, key: int) -> None:
+        """Add the offset of a merge of `num_models` models with coefficient `alpha` to `parameters`, in place.
+
+        `key` determines which experts are drawn.
+        """
+        rng = random.Random(f"task vectors {key}")
+        if self.origin is None:
+            for i, parameter in enumerate(parameters):
+                parameter.add_(rng.choice(self.vectors)[i], alpha=num_models * alpha - 1)
+            return
+        others = rng.sample(self.vectors, num_models - 1)
+        for i, (parameter, origin) in enumerate(zip(parameters, self.origin, strict=True)):
+            parameter.sub_(origin).mul_(alpha).add_(origin)
+            for other in others:
+                parameter.add_(other[i], alpha=alpha)
