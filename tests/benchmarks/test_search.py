@@ -121,6 +121,14 @@ def test_searchers_of_paths_have_the_same_pools(name: str) -> None:
         assert {each.digest for each in of_this.pool.values()} == {each.digest for each in own.space.pool.values()}
 
 
+@pytest.mark.parametrize("name", bench_hm3.ABLATIONS)
+def test_ablations_are_studies(name: str) -> None:
+    spec = bench_hm3.ABLATIONS[name].spec(bench_hm3.spec_name(name), 0)
+    found = FAMILIES[spec.family].study(spec.goal, **spec.document())
+    assert found.search.algorithm == "hm3"
+    assert (found.search_space.merged is not None) == ("merged models" in name)
+
+
 def test_differences_table() -> None:
     """The table has a column for each search and a row for each other."""
     half = {"value": 0.5, "low": 0.25, "high": 0.75}
