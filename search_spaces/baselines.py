@@ -68,7 +68,7 @@ def all_baselines(
 
 
 def baseline_labels(chosen: BaselineGroup | Sequence[str], experts: Sequence[str]) -> tuple[str, ...]:
-    """The labels of the baselines that `chosen` stands for, in their order.
+    """The labels of the baselines that `chosen` selects, in the order of the baselines.
 
     `chosen` is a group, or a list of labels and of GROUPS; ALL has the sources and the published merges, but not the
     group "m3". A name that is not a baseline of a study with these `experts` is ignored.

@@ -172,7 +172,7 @@ class StoredRecipe:
     def keeps_equal(self) -> bool:
         """Whether the recipe keeps all elements as large as the smallest kept element (`Recipe.keeps_equal`).
 
-        The recipe is parsed only if its text alone does not show the answer.
+        The recipe is parsed only if its text may have this setting (`may_keep_equal`).
         """
         return may_keep_equal(self.text) and self.read().keeps_equal
 

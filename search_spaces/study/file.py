@@ -120,7 +120,7 @@ def load_study(file: Path | str) -> Study:
 
 
 def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> Study:
-    """Make the study that plain data describe, after checking them.
+    """Make a study from a mapping of plain data, such as a parsed YAML file, after checking the data.
 
     Relative paths are resolved against `directory`; with `directory` None they are left unchanged. Raises InvalidStudy
     with every problem found.
@@ -224,7 +224,7 @@ def _resolved(study: Study, directory: Path) -> Study:
 
 
 def resolved_model(value: str, directory: Path) -> str:
-    """The absolute directory that a model's name in a study file stands for, or the unchanged name of a remote model.
+    """The absolute directory that a model's name in a study file refers to, or the unchanged name of a remote model.
 
     A name with "://" is the URL of a folder in an object store. A name of the form `name` or `owner/name` is a hub id,
     unless a directory of this name exists. Relative directories are relative to `directory`.

@@ -41,9 +41,9 @@ class AsyncClient:
 
     Examples:
         >>> async with AsyncClient("http://gpu-box:8080") as client:
-        ... study = await client.submit("study.yaml")
-        ... async for event in client.events(study["id"]):
-        ... print(event.kind, event.payload)
+        ...     study = await client.submit("study.yaml")
+        ...     async for event in client.events(study["id"]):
+        ...         print(event.kind, event.payload)
     """
 
     def __init__(self, url: str, *, timeout_s: float = transport.TIMEOUT_S, patience_s: float = PATIENCE_S) -> None:

@@ -1,4 +1,4 @@
-"""Supervision of the Ray cluster that the server runs on this machine, a process of `service.cluster.local_ray`."""
+"""Supervises the Ray cluster of this machine, which runs in a process of its own (`service.cluster.local_ray`)."""
 
 from __future__ import annotations
 

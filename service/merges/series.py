@@ -188,7 +188,7 @@ def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str,
     """Entries of `directories` whose names occur among the models of `document`.
 
     For the only document of a file, which is read later, all `directories` are returned; unknown names are reported
-    when it is read.
+    when the document is read.
     """
     if document.content is None:
         return dict(directories)

@@ -161,7 +161,7 @@ def stored_dtype(sources: ResolvedFamily) -> str:
 
 
 def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily | None) -> str | None:
-    """Chat template that the value `choice` of a configuration's key `chat_template` stands for.
+    """Chat template that `choice`, the value of a configuration's key `chat_template`, selects.
 
     "auto" is the most common template of the models in `sources`. Other values are the name of a published format, a
     file, relative to the folder of `file` or to the current directory, or the template itself. Raises InvalidRecipe if

@@ -12,6 +12,7 @@
 - `comparison`: rows of the held-out table
 - `finding`: tests of whether a merge is better than the best source model and the best published recipe
 - `preference`: the trial of the Pareto front that weights of the objectives pick
+- `phases`: the seconds that each phase of a search took
 - `ranges`: samples outside the range of their objective
 - `statistics`: means, differences and their 95 % intervals
 - `format`: durations and counts as text, and the order of held-out rows

@@ -8,11 +8,11 @@ __all__ = ["phases"]
 
 
 def phases(run: RunRecord) -> dict[str, float]:
-    """Seconds of each phase of a search, by its name, without phases that it did not have.
+    """Seconds of each phase of a search, by the phase's name; phases that took no time are left out.
 
     - `alignments`: learning the alignments of layer paths, before the first trial
     - `updates`: learning of policies from trials
-    - `gradients`: losses with gradients
+    - `gradients`: computing losses and their gradients
     - `merging`: computing merges and writing them into engines, added up over engines
     - `scoring`: scoring samples, added up over engines
 

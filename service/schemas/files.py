@@ -266,7 +266,7 @@ class RivalTestDocument(TypedDict):
 
 
 class FindingDocument(TypedDict):
-    """Finding of a study, whether a proposed merge is better than the baselines, and the tests that it rests on."""
+    """Finding of a study: whether a proposed merge is better than the baselines, and the tests that show this."""
 
     text: Annotated[str, Field(description="Result in one sentence, also if no merge is better.")]
     criterion: Annotated[str, Field(description="Name of the compared value.")]

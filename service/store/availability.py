@@ -1,7 +1,7 @@
 """Whether the database answers, and calls that wait until it does.
 
-A server answers requests with an error while its database is away; a driver waits. Waiting is an option of SQLAlchemy's
-engine (`waiting`), so all objects that share a waiting store's engine wait, too.
+While the database does not answer, a server answers requests with an error, and a driver waits. Waiting is an option of
+SQLAlchemy's engine (`waiting`), so all objects that share a waiting store's engine wait, too.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Availability:
     def watch(self, engine: sa.Engine) -> sa.Engine:
         """Observe every connection of `engine`, and return the engine with this object among its execution options.
 
-        The function `availability_of` finds the object there. Connections to SQLite are not observed, because a file
-        always answers.
+        The function `availability_of` reads the object from these options. Connections to SQLite are not
+        observed, because a file always answers.
         """
         if engine.dialect.name == "postgresql":
             event.listen(engine, "handle_error", self._on_error)

@@ -42,7 +42,7 @@ RESPONSES, ALIGNMENT_COST = "responses", "alignment_cost"
 
 @dataclass(frozen=True)
 class AlignmentCost:
-    """Seconds that all attempts at a study took to learn its alignments; those from the cache take almost none."""
+    """Seconds in which all attempts at a study learned its alignments; reading one from the cache takes almost none."""
 
     seconds: float = 0.0
 

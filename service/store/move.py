@@ -1,4 +1,4 @@
-"""Copies all data of a database to another one, of the same kind or not."""
+"""Copies all data of a database to another database, which may be of another kind (SQLite or PostgreSQL)."""
 
 from __future__ import annotations
 

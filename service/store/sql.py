@@ -181,7 +181,7 @@ class Store:
     def reading(self) -> AbstractContextManager[sa.Connection]:
         """Context with a connection whose transaction only reads, for other code that reads the database.
 
-        For a store that `snapshot` has yielded, it is the snapshot's connection.
+        A store that `snapshot` has yielded gives the connection of the snapshot.
         """
         return self._reads.connect()
 
@@ -322,8 +322,8 @@ class Store:
     def set_drained(self, *, drained: bool) -> None:
         """Drain the servers of this database, or end the drain.
 
-        When this method returns, every driver that could still begin has begun, so that `JobRecord.has_driver` is True
-        for its job.
+        Once the drain has begun, no further driver begins, and `JobRecord.has_driver` is True for every job that a
+        driver works on.
         """
         with transaction(self._engine) as connection:
             _lock_drains(connection)
@@ -456,7 +456,7 @@ class Store:
         return max(len(failures), job.submissions - job.attempt)
 
     def consecutive_waits(self, job_id: str) -> int:
-        """Number of a job's drivers since its last result that ended to wait for something that was missing.
+        """Number of a job's drivers, since its last result, that ended because something was missing for now.
 
         The method `consecutive_failures` defines results. The number is 0 if the last driver ended for another reason.
         """

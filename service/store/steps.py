@@ -4,11 +4,11 @@ A step is a request of the searcher and the result of computing it. It counts as
 before the searcher receives its result, and never computed again, so a search that continues after a kill has the same
 steps. There are five kinds:
 
-    losses the loss of each objective at a point: a forward pass over reference answers
-    gradient the losses, and the derivatives of their weighted sum for every parameter: with a backward pass
-    completions which samples a source answered correctly; read from the stored samples
-    note a decision of the searcher; nothing is computed
-    update a policy learns from the trials of one iteration
+    losses        the loss of each objective at a point: a forward pass over reference answers
+    gradient      the losses, and the derivatives of their weighted sum for every parameter: with a backward pass
+    completions   the samples that a source answered correctly; read from the stored samples
+    note          a decision of the searcher; nothing is computed
+    update        a policy learns from the trials of one iteration
 
 A point has the values of all parameters of a search space, in the space's order. Positions are sample positions by
 objective.
@@ -156,8 +156,8 @@ StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | Upd
 class LossesResult:
     """Mean losses by objective, of the merge at the requested point.
 
-    `failure` is the reason why there are no losses, or None. `recipe` is the digest of the merge's recipe, `bank` the
-    fingerprint of its sources.
+    `failure` is the reason why there are no losses; None if there are losses. `recipe` is the digest of the merge's
+    recipe, `bank` the fingerprint of its sources.
     """
 
     losses: Mapping[str, float] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Migrates a database to this program's schema, by the Alembic migrations in `migrations/versions`.
 
-A database that is up to date is only read, and Alembic is not imported. Everything else happens in one transaction that
-holds the database's write lock, so that processes that open a database at the same time migrate it once.
+A database that is up to date is only read, and Alembic is not imported. Any other database is migrated in one
+transaction that holds the database's write lock. Processes that open a database at the same time therefore migrate it
+only once.
 """
 
 from __future__ import annotations

@@ -69,10 +69,10 @@ class _Places:
     def written(self, store: Store, job_id: str, name: str, write: Callable[[Path], object]) -> str:
         """Return the directory or URL of a checkpoint. If the checkpoint does not exist yet, `write` writes it first.
 
-        The checkpoint comes from the study `job_id` of `store`. `name` is the same for the same content. On its way to
-        an object store, the checkpoint is in a hidden directory below `directory`, so that an interrupted write can
-        continue. The hidden directory differs from the directory `name`, which studies may use that were created before
-        there was an object store.
+        The checkpoint comes from the study `job_id` of `store`. `name` is the same for the same content. Before a
+        checkpoint is sent to an object store, it is written to a hidden directory below `directory`, so that an
+        interrupted write can continue. The directory `name` itself is not used for this, because studies that were
+        created before there was an object store may use it.
         """
         root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):

@@ -94,7 +94,7 @@ class AskAndTell:
         return list(self.table.ready())
 
     def finish(self, number: int, rung: int) -> None:
-        """Finish a rung of a trial whose samples are all stored.
+        """Finish a rung of a trial, after all samples of the rung have been stored.
 
         Trials are promoted or pruned if the rung's result allows a decision.
         """

@@ -45,7 +45,7 @@ class Coordinator:
     It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for the event
     that has just happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop
     the process at this event. `is_out_of_budget` is called before a new trial starts and returns the limit that is
-    exhausted, or None.
+    exhausted; None if there is none.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The largest number of crashes that any one chunk of the evaluation has had."""
+        """The number of engine crashes at the chunk of `evaluation` at which engines crashed most often."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

@@ -33,7 +33,7 @@ class Evaluation:
     is_again: bool = False
 
     def ends_with(self, result: ScoreResult) -> bool:
-        """Whether `result` is of the last chunk of the evaluation."""
+        """Whether `result` is the result of the last chunk of the evaluation."""
         last = self.chunks[-1][-1]
         return any((s.objective, s.position) == (last.objective, last.stop - 1) for s in result.samples)
 
@@ -83,8 +83,8 @@ class Crash:
 class ChunkFailed:
     """A chunk that was not scored, with the reason.
 
-    `crash` describes the crash if the engine crashed with the chunk, and `fault` the failed check if the engine failed
-    one.
+    `crash` describes the crash if the engine crashed with the chunk. `fault` describes the failed check if the engine
+    failed a check.
     """
 
     kind: FailureKind

@@ -35,7 +35,7 @@ class Feasibility:
     def know(self, number: int, values: Mapping[int, Values]) -> None:
         """Record the values of a trial at the rungs below the last, by rung.
 
-        It is needed for trials that are evaluated only at the last rung, such as baselines.
+        This is needed for trials that are evaluated only at the last rung, such as baselines.
         """
         self._at_looks[number] = dict(values)
 

@@ -1,7 +1,8 @@
 """The input of each layer of a model, recorded while the model reads prompts.
 
-The first token of each text is kept apart. In trained models its activations are larger than all others by orders of
-magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so they would dominate the alignment.
+The activations of the first token of each text are stored separately. In trained models they are larger than all others
+by orders of magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so they would dominate the
+alignment.
 
 Axes: L layers, N tokens, D channels of the residual stream.
 """
@@ -31,8 +32,8 @@ MAX_ROWS, MAX_TOKENS = 4096, 16_384
 class Activations:
     """Activations of a model with L layers: the residual stream before each layer and after the last, in float32.
 
-    `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer, without
-    the first token of each text. `first` [L + 1, texts, D] has the same of these first tokens. `is_held_out` [N] is
+    `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer, without the
+    first token of each text. `first` [L + 1, texts, D] has the activations of these first tokens. `is_held_out` [N] is
     true for the tokens of held-out texts: alignments are not learned from these tokens, but the quality of alignments
     is measured on them.
     """
@@ -49,8 +50,9 @@ class Activations:
 def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activations:
     """Run a transformers model on prompts, and return the activations of its layers.
 
-    `prompts` are lists of token ids. At most about MAX_ROWS tokens are used beside the first ones, spread evenly over
-    all prompts. Every fifth prompt is held out. Raises InvalidModel if the model has no list of decoder layers.
+    `prompts` are lists of token ids. Besides the first token of each prompt, at most about MAX_ROWS tokens are used,
+    spread evenly over all prompts. Every fifth prompt is held out. Raises InvalidModel if the model has no list of
+    decoder layers.
     """
     layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
     if layers is None or len(layers) != model.config.num_hidden_layers:

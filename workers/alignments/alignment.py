@@ -2,8 +2,8 @@
 
 The output of layer t, h, is mapped to the input of layer t + 1:
 
-    projection W h + b, W [hidden, hidden], b [hidden]
-    moments a * h + b, a, b [hidden], for each channel
+    projection    W h + b,      W [hidden, hidden], b [hidden]
+    moments       a * h + b,    a, b [hidden], for each channel
 
 b is optional. The paper "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" fits such modules
 between layers of different models.

@@ -10,10 +10,11 @@ are not compared token by token.
   squared errors of mean and variance, and CORAL of the covariances. Training stops early, and the epoch with the least
   loss on held-out rows is kept, so an `mlp` is never worse than `moments` on these rows.
 
-A map is fitted to all tokens but the first of each text, and applied to that one too. In trained models the first
+A map is fitted to all tokens except the first of each text, and applied to all tokens. In trained models the first
 token has values in a few channels that are larger than all others by orders of magnitude, from an early layer on. In
-such a channel, the slope of the map is that between the means of the other tokens and of the first ones, and `mlp`
-neither changes the channel nor carries it into others. So the first token keeps the values that the next layer knows.
+such a channel, the slope of the map is the slope of the line through two points: the mean of the other tokens and the
+mean of the first tokens. `mlp` neither changes this channel nor adds it to other channels. So the first token keeps
+values of the size for which the next layer was trained.
 
 The authors give the losses, two hidden layers and 5 to 15 epochs. The form of P, the statistics that the network
 receives and all other numbers were chosen here. A dense D x D output would have more weights than the two layers.
@@ -130,9 +131,9 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | No
     """Fit an alignment that gives each channel of rows x the mean and the variance of this channel in rows y.
 
     Rows are tokens, columns are the channels of the residual stream. A channel of x that is nearly constant is only
-    shifted. `first` has the first tokens of texts, [texts, channels] in x and in y, which are not among the rows. A
-    channel in which they are outliers in both has the slope that maps their mean to their mean, not the one that gives
-    the variance.
+    shifted. `first` has the first tokens of texts, [texts, channels] in x and in y, which are not among the rows. In a
+    channel in which the first tokens are outliers in both x and y, the slope maps their mean in x to their mean in y,
+    and the variance may differ.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
@@ -220,7 +221,7 @@ class _Projection(nn.Module):
     """Network that computes a projection [D, D] and a shift [D] from `statistics` [D, F] of the D channels.
 
     The projection is diag(scale) + U V^T with U and V of low rank. Before training, projection and shift equal those of
-    `moments`, an alignment of kind `moments`. Channels that `is_free` [D] leaves out stay so.
+    `moments`, an alignment of kind `moments`. Channels for which `is_free` [D] is False stay as in `moments`.
     """
 
     def __init__(self, moments: Alignment, statistics: Tensor, is_free: Tensor, options: MlpOptions) -> None:
@@ -292,7 +293,7 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
 
 
 def _are_outliers(first_TD: Tensor, rows_ND: Tensor) -> Tensor:
-    """Channels [D] in which the mean of T first tokens is more than OUTLIER deviations from the mean of other rows."""
+    """Whether the mean of T first tokens is over OUTLIER standard deviations from the mean of other rows: [D]."""
     beyond = (first_TD.float().mean(dim=0) - rows_ND.mean(dim=0)).abs()
     return beyond > OUTLIER * rows_ND.std(dim=0)
 

@@ -1,4 +1,4 @@
-"""Alignments before the layers of a transformers model."""
+"""Applies alignments before the layers of a transformers model, by forward hooks."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
 def _models(recipe: Recipe) -> tuple[str, ...]:
     """All models that the recipe uses, as aliases; the base is first if it is used.
 
-    In mergekit files of weighted sums every slice lists all of them.
+    In the mergekit file of a weighted sum, every slice lists all of these models.
     """
     used = {source.model for merge in recipe.merges() for source in merge.sources}
     if any(merge.method == "task_arithmetic" for merge in recipe.merges()):

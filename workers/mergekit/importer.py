@@ -269,7 +269,7 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """A merge that replaces one whose description has a problem, so that the import continues; it is never computed."""
+    """A merge in place of a merge whose description has a problem, so that the import continues; never computed."""
     return Merge("passthrough", (Source(""),))
 
 

@@ -139,7 +139,7 @@ class Bank:
     def base(self) -> Checkpoint:
         """The base model with the tokens of the family's vocabulary.
 
-        Every merge has its configuration, tensor shapes and layout.
+        Every merge has the configuration, tensor shapes and layout of this model.
         """
         return self.sources.base
 
@@ -286,9 +286,9 @@ class Bank:
 
         Tensors are given as (alias, name). `ranks` has the ranks for each source: rank n is the n-th largest magnitude
         in the difference between all tensors of the source's model and of the model of `base`. `masks` has for each
-        source the density and the seed of a random mask of the task vector, or None. With `stacks_experts`, all experts
-        of a layer of a mixture are one tensor. A threshold is found once, in a few passes over both models, and then
-        cached.
+        source the density and the seed of a random mask of the task vector, or None for no mask. With `stacks_experts`,
+        all experts of a layer of a mixture are one tensor. A threshold is found once, in a few passes over both models,
+        and then cached.
         """
         found = []
         for source, of_source, mask in zip(sources, ranks, masks, strict=True):
@@ -360,7 +360,7 @@ class Bank:
         return self._of_model[stacks_experts]
 
     def _mask_of(self, key: Key, mask: Mask | None) -> tuple[float, int] | None:
-        """The density and the key of a source's random mask, from the density and the seed in `mask`; or None."""
+        """The density and key of a source's random mask, from density and seed in `mask`; None if `mask` is None."""
         return None if mask is None else (mask[0], mask_key(mask[1], self.sources.fingerprints[key[0]], key[1]))
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:

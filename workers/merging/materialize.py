@@ -158,9 +158,10 @@ class _Computation:
     """A merged tensor to compute, with the keys of its source tensors in the bank and the statistics of these.
 
     `sources` and `base` are (alias, name); `base` is None if the method needs no base. `keys` are the keys of random
-    masks, one per source, or None. The fields from `cosine` to `variances` are statistics of the sources, as in
-    `Operands`; a statistic that the method does not use is None. If `keeps_equal` is True, elements of equal magnitude
-    have the same rank, as in recipes of format 1. `compiles` says whether a compiled kernel may compute the tensor.
+    masks, one per source; None if the method draws no masks. The fields from `cosine` to `variances` are statistics of
+    the sources, as in `Operands`; a statistic that the method does not use is None. If `keeps_equal` is True, elements
+    of equal magnitude have the same rank, as in recipes of format 1. `compiles` says whether a compiled kernel may
+    compute the tensor.
     """
 
     tensor: MergedTensor

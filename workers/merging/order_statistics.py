@@ -108,8 +108,8 @@ class TieOrder:
     def lowest(self, threshold: Threshold) -> Threshold:
         """The lowest threshold at which the same elements are kept as at `threshold`.
 
-        Usually it is `threshold` itself. With `keeps_equal`, when all elements of equal magnitude have the same rank,
-        it is the magnitude of `threshold` with the lowest tie-breaking mark, 0.
+        Usually the result is `threshold` itself. With `keeps_equal`, when all elements of equal magnitude have the same
+        rank, the result is the magnitude of `threshold` with the lowest tie-breaking mark, 0.
         """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
@@ -369,8 +369,8 @@ def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | 
 def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Threshold:
     """The threshold of the `rank`-th largest of `sizes`: its magnitude and tie-breaking mark; ranks begin with 1.
 
-    `sizes` are magnitudes in float32, and `order` orders equal magnitudes. `table` is an object that gives their n-th
-    largest, or None; without a table, the element is searched for among `sizes`.
+    `sizes` are magnitudes in float32, and `order` orders equal magnitudes. `table` is an object that returns the n-th
+    largest magnitude; if it is None, the element is searched for among `sizes`.
     """
     if table is not None:
         return table.threshold(rank, sizes, order)

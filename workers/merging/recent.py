@@ -72,10 +72,10 @@ def recent_bytes(sources: ResolvedFamily) -> int:
 
 
 def statistics_bytes(sources: ResolvedFamily) -> int:
-    """Bytes of host memory that all cached statistics of a family's sources may take, except ranks.
+    """Bytes of host memory that all cached statistics of a family's sources may take; tables of ranks are not counted.
 
-    They are the tables of each expert's magnitudes, which are always kept, and `recent_bytes` for statistics of several
-    sources.
+    The result is the size of the tables of each expert's magnitudes, which are always kept, plus `recent_bytes` for
+    statistics of several sources.
     """
     experts = len(sources.checkpoints) - 1
     return int(TABLE_BYTES * sources.num_parameters * experts) + recent_bytes(sources)

@@ -6,12 +6,12 @@ stream.
 A recipe's scale s_t multiplies the residual stream after layer t. A layer has two branches, A (attention) and M (MLP),
 each preceded by its own norm, so that the stream h is
 
-    u_t = h_t + A_t(norm(h_t)), h_t+1 = s_t (u_t + M_t(norm(u_t))).
+    u_t = h_t + A_t(norm(h_t)),    h_t+1 = s_t (u_t + M_t(norm(u_t))).
 
 Let c_t = s_0 s_1 ... s_t-1, and divide the stream by it: g_t = h_t / c_t. An RMSNorm gives the same result for h and
 for c h with c > 0, up to its eps, so that
 
-    v_t = g_t + A_t(norm(g_t)) / c_t, g_t+1 = v_t + M_t(norm(v_t)) / c_t,
+    v_t = g_t + A_t(norm(g_t)) / c_t,    g_t+1 = v_t + M_t(norm(v_t)) / c_t,
 
 which is the model without scales whose branches end in weights and biases divided by c_t (`o_proj`, `down_proj`). The
 final norm absorbs the last c, and the embedding is unchanged, as c_0 = 1.

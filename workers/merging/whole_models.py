@@ -41,8 +41,8 @@ COMPILED = {torch.float32, torch.bfloat16, torch.float16}
 class ModelTensor(NamedTuple):
     """One tensor of an expert and of its base; `order` orders elements of equal magnitude.
 
-    `mask` is the density and the key of a random mask (DARE), or None. With a mask, the task vector is divided by the
-    density where the mask keeps an element, and zero elsewhere.
+    `mask` is the density and the key of a random mask (DARE); None is no mask. With a mask, the task vector is divided
+    by the density where the mask keeps an element, and zero elsewhere.
     """
 
     source: torch.Tensor
@@ -74,7 +74,7 @@ class ModelMagnitudes:
         raise NotImplementedError("zeros of whole models are not counted")
 
     def trim(self, rank: int) -> Trim:
-        """The threshold of this tensor at which the model keeps `rank` elements, as both bounds."""
+        """The threshold of this tensor at which the model keeps `rank` elements, as lower and upper bound."""
         return self.trims[rank]
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:

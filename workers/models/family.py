@@ -1,7 +1,7 @@
 """A base model and its experts, resolved: located, opened, checked and fingerprinted once.
 
-`types.Family` is a small description of the same models, which is sent to other processes; `open_sources` resolves it
-there.
+`types.Family` is a small description of the same models, which is sent to other processes. These processes open the
+models with `open_sources`.
 """
 
 from __future__ import annotations

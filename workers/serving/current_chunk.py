@@ -71,7 +71,7 @@ def current_chunk(actor: str | None) -> CurrentChunk | None:
 
 
 def scored_last(chunk: str) -> CurrentChunk | None:
-    """Read the note of the replica that began the chunk with the id `chunk` as its last one; None if there is none."""
+    """Read the note of the replica whose last chunk has the id `chunk`; None if there is none."""
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_list
 

@@ -1,6 +1,6 @@
 """Draining of nodes: whether a replica must begin no further work because its node is about to stop.
 
-Ray drains a node before the node is taken away, for example after a notice of preemption (`ray drain-node`, KubeRay,
+Ray drains a node before the node stops, for example after a notice of preemption (`ray drain-node`, KubeRay,
 autoscaler). Serve then starts a replica on another node. Serve stops the replica on the drained node as soon as the
 other replica runs, but early enough for a graceful stop in the remaining time. During a graceful stop, new requests go
 to other replicas, and Serve waits for the requests that the stopping replica still has.

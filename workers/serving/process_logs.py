@@ -25,9 +25,9 @@ def error_log() -> str:
 def keeping_serve_log() -> Iterator[None]:
     """Context manager after which Serve's log of this replica works as before.
 
-    vLLM configures logging when an engine starts, and Python then closes every log handler of the process. If its file
-    is closed, Serve's handler loses Serve's log, and Serve's controller cannot recover the replica after a restart: it
-    asks the replica for the file's name, gets an AttributeError, and fails the application (Ray 2.60).
+    vLLM configures logging when an engine starts, and Python then closes every log handler of the process. If the file
+    of Serve's handler is closed, Serve's log is lost, and Serve's controller cannot recover the replica after a
+    restart: it asks the replica for the file's name, gets an AttributeError, and fails the application (Ray 2.60).
     """
     handlers = [each for each in logging.getLogger("ray.serve").handlers if isinstance(each, MemoryHandler)]
     targets = [handler.target for handler in handlers]

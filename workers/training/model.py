@@ -118,7 +118,7 @@ def _parts(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, ParameterPa
     """For every tensor of the base, by name, the part of a parameter of `module` that is this tensor.
 
     A part is found by the tensor's name or, if this fails, by its values. Therefore the model must hold the base's
-    weights, in `dtype`. Raises InvalidModel if a part is not found, or if several have the values.
+    weights, in `dtype`. Raises InvalidModel if a part is not found, or if several parts have the tensor's values.
     """
     named = dict(module.named_parameters())
     prefix = f"{module.base_model_prefix}."

@@ -45,7 +45,7 @@ class KeptExport:
 def to_remove(
     kept: Sequence[KeptExport], *, now: float, lifetime_s: float, quota_bytes: float
 ) -> Iterator[ExportRecord]:
-    """Yield the exports to remove, oldest first: expired ones, and others until the rest fits into the quota.
+    """Yield the exports to remove, oldest first: all expired exports, and more until the rest fits into the quota.
 
     Exports that are queued or being written are not removed. The newest complete export is removed only when it
     expires. `now` is in seconds since the epoch.

@@ -124,7 +124,8 @@ def with_alignments(
 def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) -> None:
     """Copy the files of the alignments named `names` from `artifacts` to `directory`, unless they are there already.
 
-    The driver that learned them may have run on another machine. Names without a file in `artifacts` are skipped.
+    The driver that learned the alignments may have run on another machine. Names without a file in `artifacts` are
+    skipped.
     """
     from workers.alignments.files import is_stored, store_alignment
 

@@ -96,8 +96,8 @@ class ProgressSnapshot:
 class Pace:
     """Pace of a study: the seconds that drivers have worked on it, its speed, and the estimated seconds left.
 
-    The speeds and `time_left_s` are None until they can be measured. `samples_per_second` is None, too, while the
-    searcher makes steps and no sample is scored, and `steps_per_second` while it makes none.
+    The speeds and `time_left_s` are None until they can be measured. `samples_per_second` is also None while the
+    searcher makes steps and no sample is scored. `steps_per_second` is also None while the searcher makes no steps.
     """
 
     elapsed_s: float
@@ -109,9 +109,10 @@ class Pace:
 class PaceMeter:
     """Measures a study's `Pace`: the time worked, the samples and steps per second, and the time left.
 
-    Speeds are measured over the last 60 s of the current stage (search or held-out scoring). The time left assumes that
-    each remaining sample and step takes the time of the last ones, one after the other. `worked_s` is the number of
-    seconds that earlier attempts worked; it is included in the time worked. `clock` returns a time in seconds.
+    Speeds are measured over the last 60 s of the current stage (search or held-out scoring). The time left is the time
+    for the remaining samples plus the time for the remaining steps, at the speeds last measured while samples were
+    scored or steps were made. `worked_s` is the number of seconds that earlier attempts worked; it is included in the
+    time worked. `clock` returns a time in seconds.
     """
 
     def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -158,7 +159,7 @@ class PaceMeter:
 
 
 class _Speed:
-    """The speed of a count that only grows, in one stage."""
+    """The speed in one stage at which a count grows, such as the number of scored samples."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
@@ -190,7 +191,7 @@ class _Speed:
         return max(0.0, (after - before) / (now - first))
 
     def seconds_for(self, count: int) -> float | None:
-        """Seconds that `count` more take at the speed of when the last one was counted.
+        """Seconds until `count` more are counted, at the speed that was measured when the count last grew.
 
         Returns None if `count` is above 0 and no speed was measured yet.
         """

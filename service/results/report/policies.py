@@ -57,8 +57,8 @@ def _colour(number: int) -> str:
 def _curves(found: Sequence[PolicySeries], mean: Sequence[MeanIteration]) -> Markup:
     """Draw the mean outcome of each policy's trials over its iterations, and standard deviations.
 
-    For one policy, the deviations are those over the trials of each iteration. For several, they are deviations over
-    policies, around the mean over policies, in iterations that several have had.
+    For one policy, the standard deviations are over the trials of each iteration. For several policies, they are over
+    the policies, around the policies' mean, in iterations that at least two policies have had.
     """
     if len(found) == 1:
         spread = [(turn, each.outcome, each.outcome_std) for turn, each in enumerate(found[0].iterations, start=1)]

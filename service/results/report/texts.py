@@ -32,7 +32,7 @@ def trial_name(trial: TrialResult) -> str:
 
 
 def point_name(point: HistoryPoint | FrontPoint) -> str:
-    """Name in the report of the trial that a chart's point stands for: its number, or the label of a baseline."""
+    """Name, in the report, of the trial at a point of a chart: the trial's number, or the label of a baseline."""
     return f"trial {point.trial}" if point.origin == Origin.SEARCH else point.label
 
 

@@ -54,7 +54,7 @@ class RaceEntry:
 
 @dataclass(frozen=True)
 class RacesPlot:
-    """Races of a search with several rungs: the rungs that each proposed trial reached, and what stopped it."""
+    """Races of a search with several rungs: the rungs that each proposed trial reached, and why it stopped."""
 
     plot: Literal["races"]
     scheduler: str | None
@@ -64,7 +64,7 @@ class RacesPlot:
 
 @chart(place=8)
 def races(run: RunRecord) -> RacesPlot:
-    """Rungs that each proposed trial reached, and the rule that stopped it."""
+    """Rungs that each proposed trial reached, and the rule that stopped the trial."""
     scheduler = run.study.document.get("fidelity", {}).get("scheduler")
     names = accuracy_objectives(run.objectives)
     searched = sorted((t for t in run.trials if t.origin is Origin.SEARCH), key=lambda trial: trial.number)

@@ -1,4 +1,4 @@
-"""Analysis of trained fleets: computed from their models, or read from where it was stored."""
+"""Computes the analysis of trained fleets from their models, or reads an analysis that was computed before."""
 
 from __future__ import annotations
 

@@ -123,9 +123,9 @@ def machines_for(
     """Groups of machines that can run a study's engines.
 
     The groups are the ones that are stated for this installation. If none are stated, they are the `known` groups, or
-    this machine if none are known. If some groups have GPUs, the others are left out. If engines need GPUs and no group
-    has any, the result is one machine with one GPU and unknown memory. With `available_bytes`, the result is always
-    this machine, with this memory.
+    this machine if none are known. If some groups have GPUs, groups without GPUs are left out. If engines need GPUs and
+    no group has any, the result is one machine with one GPU and unknown memory. With `available_bytes`, the result is
+    always this machine, with this memory.
     """
     import torch
 

@@ -133,9 +133,10 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[Any]:
     """Read the activations before certain layers of one model of the pool, as a Ray task.
 
-    `alias` names the model, `before` has the indices of the layers. Returns two NumPy arrays for each of these layers,
-    first the activations of all tokens but the first of each text, then those of these first tokens. After them comes
-    one boolean array that is True for the rows of the former that are held out from fitting.
+    `alias` names the model, `before` has the indices of the layers. Returns a pair of NumPy arrays for each of these
+    layers: the activations of all tokens except the first of each text, and the activations of the first tokens. The
+    last element of the list is a boolean array that is True for the rows of the pairs' first arrays that are held out
+    from fitting.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)

@@ -219,7 +219,7 @@ class RayProposer:
         return None
 
     def _replace_searcher(self, error: Exception) -> None:
-        """Start another searcher actor with the same state, after the last one died of `error`."""
+        """Start another searcher actor with the same state, after the previous actor died of `error`."""
         self._count_death("searcher", error)
         self._next.clear()
         self._searcher = self._new_searcher()
@@ -312,7 +312,7 @@ class RayProposer:
 
 
 def _learned(call: Any) -> Any:
-    """The result of a call to the searcher's actor; raises StudyFailed if its policy cannot learn further."""
+    """The result of a call to the searcher's actor; raises StudyFailed if the searcher's policy cannot learn."""
     try:
         return ray.get(call)
     except RayTaskError as error:

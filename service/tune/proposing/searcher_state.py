@@ -163,7 +163,7 @@ class SentObservations:
 
 
 def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int) -> tuple[UpdateResult, bytes | None]:
-    """What `searcher.learn` returns, with the seconds that it took in the result."""
+    """Call `searcher.learn`, and return its result and checkpoint; the result has the seconds that the call took."""
     started = time.perf_counter()
     result, content = searcher.learn(context, iteration=iteration)
     return replace(result, seconds=time.perf_counter() - started), content

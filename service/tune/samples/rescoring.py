@@ -33,7 +33,7 @@ Key = tuple[str, int]  # objective, position
 
 
 class Rescoring:
-    """The void samples of one study: those that an engine scored between its last passed check and a failed one.
+    """The void samples of one study: an engine scored them after its last passed check, and then failed a check.
 
     The old value of a void sample stays in the store until a sample with the same value replaces it. If the sample has
     another value when it is scored again, that value is never stored and the study fails. If the study is resumed, it

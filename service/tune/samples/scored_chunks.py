@@ -64,7 +64,7 @@ class ScoredChunks:
         return self._rescoring.next_evaluation(in_flight, trial_of=self._trials.first_with)
 
     def report_fault(self, fault: EngineFault) -> None:
-        """Store that an engine failed a check. Raises StudyFailed if too many engines have failed one."""
+        """Store that an engine failed a check. Raises StudyFailed if too many engines have failed a check."""
         self._rescoring.report(fault)
         self.look_for_faults()
 

@@ -216,7 +216,7 @@ class RungTable(ABC):
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
         """Record the costs of a trial at the rungs below the last, by rung.
 
-        It is needed for trials that are evaluated only at the last rung, such as baselines.
+        This is needed for trials that are evaluated only at the last rung, such as baselines.
         """
         self._at_looks[number] = dict(costs)
 

@@ -138,7 +138,7 @@ class ProposalContext:
     def sample_unseen(self, rng: np.random.Generator) -> dict[str, Any]:
         """A random configuration that has not been proposed yet.
 
-        It is drawn from the space's own distribution. If a few draws give only known configurations, a known one is
+        It is drawn from the space's own distribution. If a few draws give only known configurations, one of these is
         returned.
         """
         known = self.known_configurations()

@@ -80,7 +80,7 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 
 
 def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
-    """The number of gradients that the first `num_proposals` proposals need, those of baselines not counted."""
+    """The number of gradients that the first `num_proposals` proposals after the baselines need."""
     total = 0
     for descent in descents:
         if num_proposals <= 0:

@@ -1,8 +1,8 @@
-"""Elites of HM3: mutants of the best known layer paths, and paths in place of those that are known already.
+"""Elites of HM3: mutants of the best known layer paths, and new paths in place of repeated ones.
 
-A policy learns slowly and repeats itself, so a share of a search's paths are mutants of the best that are known. Each
-preference vector has an archive of its own: the paths with the best outcomes for it, whichever vector they were
-proposed for. This module knows no policies.
+A policy learns slowly and proposes the same path again, so a share of a search's paths are mutants of the best known
+paths. Each preference vector has a separate archive: the paths with the best outcomes for this vector, even if they
+were proposed for another vector. This module does not depend on policies.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class KnownPaths:
 def outcomes_of(values: NDArray[np.float64], preference: tuple[float, ...], scalarisation: str) -> NDArray[np.float64]:
     """The outcome [num_paths] of each path for a preference vector, from its `values` [num_paths, num_objectives].
 
-    It is the weighted sum or, with the scalarisation "tchebycheff", the largest weighted distance from the best values,
-    negated.
+    The outcome is the weighted sum of the values. With the scalarisation "tchebycheff" it is minus the largest weighted
+    distance from the best values. Larger is better.
     """
     weights = np.array(preference)
     if scalarisation == "weighted_sum":
@@ -56,7 +56,8 @@ def archive(
 ) -> list[Mapping[str, Any]]:
     """At most `size` different configurations with the largest outcomes, the best first.
 
-    `outcomes` has the outcome of each configuration; of equal outcomes the earlier one is the better.
+    `outcomes` has the outcome of each configuration; of configurations with equal outcomes, the earlier one comes
+    first.
     """
     found: dict[frozenset[Any], Mapping[str, Any]] = {}
     for index in np.argsort(-outcomes, kind="stable"):
@@ -77,7 +78,7 @@ def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[fl
 def unseen_near(
     paths: LayerPaths, path: Path, known: KnownPaths, rng: np.random.Generator, *, preference: int
 ) -> dict[str, Any] | None:
-    """The configuration of a mutant of `path` that is not known yet; None if all mutants that are drawn are known.
+    """The configuration of a mutant of `path` that is not in `known`; None if all drawn mutants are in `known`.
 
     `preference` is the number of the preference vector by which merged layers of the mutant are merged.
     """

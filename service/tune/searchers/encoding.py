@@ -142,9 +142,9 @@ class Encoding:
     def values_by_role(self, num_levels: int) -> list[Rows]:
         """A few encoded values for each role. All parameters that share a role share these values.
 
-        A role of categorical parameters, or of numbers with at most `num_levels` values, has all its values. Any other
-        role has `num_levels` numbers from one end of the range to the other. Roles are in the order of the columns that
-        the method `tied` takes.
+        The result for a role of categorical parameters, or of numbers with at most `num_levels` values, is all its
+        values. For any other role it is `num_levels` numbers, evenly spaced over the whole range. Roles are in the
+        order of the columns that the method `tied` takes.
         """
         levels = np.linspace(0.0, 1.0, num_levels)
         first = [column for column, role in enumerate(self._role) if column == role]

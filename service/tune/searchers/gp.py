@@ -1,8 +1,8 @@
 """Optuna's Gaussian process: it proposes the configuration with the largest expected improvement.
 
 With several objectives, this is the expected improvement of the hypervolume. Jones et al., J. Global Optimization 13,
-1998; Ament et al., "Unexpected improvements to expected improvement" (NeurIPS 2023). A new process is fitted for every
-proposal, which takes long with hundreds of parameters.
+1998; Ament et al., "Unexpected improvements to expected improvement" (NeurIPS 2023). A new Gaussian process is fitted
+for every proposal, which takes long with hundreds of parameters.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["SEARCHER", "GpSearcher"]
 
 @dataclass(frozen=True)
 class GpSearcher:
-    """The searcher by a Gaussian process, for spaces without conditions.
+    """Searcher that models the objectives by Gaussian processes, for spaces without conditions.
 
-    The noise of results is fitted too; their standard errors are not used. In long searches the process is fitted to
-    the best and the newest trials only: to at most `max_rows` trials and `max_numbers` values of parameters.
+    The noise of results is fitted too; the standard errors of results are not used. In long searches a process is
+    fitted to the best and the newest trials only: to at most `max_rows` trials and `max_numbers` values of parameters.
     """
 
     num_initial: int = 10  # trials with results before the process is used

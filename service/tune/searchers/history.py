@@ -1,6 +1,6 @@
 """The result of each trial at its highest rung, and an order of trials.
 
-They are for searchers that use results at different rungs without learning how rungs differ.
+Searchers that use results at different rungs, and do not learn how rungs differ, use these functions.
 """
 
 from __future__ import annotations

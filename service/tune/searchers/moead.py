@@ -61,7 +61,7 @@ class MoeadSearcher:
     def _replay(self, scored: Sequence[Observation], *, seed: int) -> tuple[list[Observation], NDArray[np.intp]]:
         """The member at each index of the population after all trials `scored`, and the neighbours of each index.
 
-        Each index stands for one vector of weights of the objectives. Its neighbours [population_size, num_neighbours]
+        Each index belongs to one vector of weights of the objectives. Its neighbours [population_size, num_neighbours]
         are the indices with the most similar weights, the nearest first; each index is its own first neighbour. `seed`
         determines the random choices of which members a trial replaces.
         """

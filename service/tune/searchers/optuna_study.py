@@ -39,7 +39,7 @@ def propose(
     max_rows: int = 10**9,
     group: int = 1,
 ) -> dict[str, Any]:
-    """The configuration that a sampler of Optuna proposes, or a random configuration if the proposal is a known one.
+    """The configuration that a sampler of Optuna proposes, or a random configuration if this one is already known.
 
     `sampler_of` makes a sampler from a seed. `max_numbers`, `max_rows` and `group` limit the observations that the
     sampler receives (`history.thinned`). Until there are `num_initial` trials, configurations are random.
@@ -87,7 +87,8 @@ def _ask(
 def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
     """The costs [trial, objective] and the constraint values [trial, constraint] of all trials, for Optuna.
 
-    A trial that failed has the worst cost of each objective, and the worst value of each constraint, among the others.
+    A failed trial gets, for each objective, the worst cost of the trials that did not fail, and for each constraint
+    their worst value.
     """
     scored = [trial for trial in trials if trial.costs is not None]
     costs = np.array([trial.costs for trial in scored])

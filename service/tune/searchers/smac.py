@@ -102,9 +102,10 @@ class SmacSearcher:
     def _choice(
         self, context: ProposalContext, observations: Sequence[Observation], rows: Rows, fidelities: Rows
     ) -> RungChoice | NoteRequest:
-        """The results that the forest learns from, or a request to note a choice that is due.
+        """Which results the forest learns from, or a request to store a new choice as a note.
 
-        With a single rung there is nothing to choose. The default, all rungs, needs no note.
+        With results at a single rung, and with the default `all_rungs`, the forest learns from all results, and no note
+        is needed.
         """
         surrogate, last = context.setting.options.smac.surrogate, chosen(context.steps)
         if surrogate == "all_rungs" or len(np.unique(fidelities)) == 1:

@@ -206,7 +206,8 @@ class Engine:
     def fault(self, reason: str) -> EngineFault:
         """Make the engine refuse all further calls, and return the EngineFault to raise.
 
-        `reason` describes the problem of the engine's evidence about its weights; it is part of the error's message.
+        `reason` says how the engine's weights or results differ from what was expected; it is part of the error's
+        message.
         """
         self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
         log.error("%s; this engine is not used again", self._fault)

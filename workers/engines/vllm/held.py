@@ -1,7 +1,6 @@
 """The weights of the model in vLLM's worker, and how a merge is written over them in place.
 
-`HeldWeights` is one model with the base's layers; `paths.held.HeldPath` is a path through a pool of layers. This module
-does not depend on scoring.
+`HeldWeights` is for merges with the layers of the base; `paths.held.HeldPath` is for paths through a pool of layers.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """The names of those `parameters` without which the model is incomplete: all of them here, fewer in subclasses.
+        """The names of those `parameters` without which the model is incomplete; in this class, all of them.
 
         Writing a merge fails if such a parameter has never been written, by this swap or by an earlier one.
         """

@@ -44,7 +44,8 @@ class Destination:
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
 
-    `source` yields the pairs, `parameters` are the model's by name. `seconds` is the time spent computing the tensors.
+    `source` yields the pairs. `parameters` holds the model's parameters by name. `seconds` is the time spent
+    computing the tensors.
 
     If the loader only copies a tensor as a whole to a part of a parameter, this part is the tensor's destination. The
     tensor can later be written there without the loader. A tensor has no destination if the loader changes this part

@@ -32,8 +32,8 @@ EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
 def register() -> None:
     """Prepare vLLM for engines of this package; vLLM calls this as a plugin in each of its processes.
 
-    Registers the model of layer paths, keeps transformers' classes unchanged and, on CPU, keeps plain weights next to
-    the packed ones. Does nothing in other programs, or if called a second time.
+    Registers the model of layer paths, keeps transformers' classes unchanged and, on CPU, keeps the plain weights in
+    addition to the packed weights. Does nothing in other programs, or if called a second time.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.layers import utils

@@ -5,7 +5,7 @@ compiles again when that file changes. The compiled code also contains code and 
 not detect changes in these files. So the names of the cache files contain a digest of all files in SOURCES.
 
 Numba numbers the files of a function by an index. If two processes compile at the same time, one overwrites the other's
-index. A number may then stand for other code, and a later process would run the kernel of another rule. Here a file's
+index. A number may then belong to other code, and a later process would run the kernel of another rule. Here a file's
 name says for which arguments it was compiled, and there is no index.
 """
 

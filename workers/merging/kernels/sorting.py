@@ -114,8 +114,8 @@ def magnitude_words(
 ) -> Words:
     """The magnitudes |source - base| of two tensors on CPU as words, with marks that `factor` determines.
 
-    `mask` is the density and the key of a random mask, or None. With a mask, a magnitude is divided by the density if
-    the mask keeps the element, and zero otherwise.
+    `mask` is the density and the key of a random mask; None is no mask. With a mask, a magnitude is divided by the
+    density if the mask keeps the element, and zero otherwise.
     """
     numbers = as_array(source), as_array(base), U32(factor)
     if mask is None:

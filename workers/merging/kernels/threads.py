@@ -45,7 +45,7 @@ def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[An
 def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
     """Call `function` once for each of `items`, in as many threads as torch uses; each call stays in one thread.
 
-    It is for many small tensors, because waking a second thread for a small tensor takes as long as merging the tensor.
+    The function is used for many small tensors, because waking a second thread takes as long as merging a small tensor.
     """
     queue = iter(items)  # an iterator of a sequence: `next` is atomic under the interpreter lock
 

@@ -77,7 +77,7 @@ def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
 
 
 def changed_stack(matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> dict[str, SourceTensor]:
-    """The stored tensors that make up a stack, by name, each with the change by the adapter's matrices."""
+    """The stored tensors that make up a stack, by name, each with the adapter's matrices added."""
     a, b, scaling = matrices.sides["A"], matrices.sides["B"], settings.scaling(stack.parameter)
     if stack.is_stored:
         ((name,),) = stack.parts

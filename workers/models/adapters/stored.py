@@ -1,4 +1,4 @@
-"""The tensors of an adapter's file: matrices, whole tensors and rows; peft's names tell which a tensor is."""
+"""The tensors of an adapter's file: matrices, whole tensors and rows, which are distinguished by peft's names."""
 
 from __future__ import annotations
 

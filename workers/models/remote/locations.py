@@ -1,4 +1,4 @@
-"""The directory of a model: its own, that of a downloaded model, or that of a metadata-only snapshot.
+"""Finds the directory of a model, which may be downloaded or present only as a metadata-only snapshot.
 
 A model on the hub or in an object store whose weights are not on this machine is checked as a metadata-only snapshot.
 So a family is checked before its weights are downloaded. A snapshot belongs to one commit, and the download that

@@ -1,8 +1,8 @@
 """Task files and their data in object stores, downloaded to this machine once per version.
 
-CACHE/tasks/s3:/BUCKET/FOLDER/FILE@VERSION/FILE a data file CACHE/tasks/s3:/BUCKET/FOLDER@VERSION/FILE an lm-eval YAML
-file, with the other files of its folder CACHE/tasks/....latest the version that was last found, in case the store does
-not answer
+CACHE/tasks/s3:/BUCKET/FOLDER/FILE@VERSION/FILE    a data file
+CACHE/tasks/s3:/BUCKET/FOLDER@VERSION/FILE         an lm-eval YAML file, with the other files of its folder
+CACHE/tasks/....latest                             the last version found, in case the store does not answer
 
 Versions that were not used for UNUSED_S are deleted when another one is downloaded.
 """

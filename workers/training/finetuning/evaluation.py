@@ -24,8 +24,8 @@ __all__ = ["Evaluator", "TaskScorer"]
 class TaskScorer:
     """Scores samples of tasks on a transformers model in this process, whose weights may change between calls.
 
-    `directory` has the tokenizer. `options` say how prompts are made. Raises InvalidTask if they ask for a chat
-    template and there is none.
+    `directory` has the tokenizer. `options` say how prompts are made. Raises InvalidTask if `options` require a chat
+    template and the tokenizer has none.
     """
 
     def __init__(self, directory: str, options: EngineOptions, model: Any) -> None:

@@ -61,9 +61,10 @@ class Analysis(Section):
 class Pipeline:
     """The experts to train, and optionally a study that merges them and an analysis.
 
-    `experts` has the specification of each expert by alias. `study` is a study file's content without models, or None.
-    Relative paths in `study` are relative to `directory`. `is_fleet` says whether the experts were given as a fleet,
-    which may also have only one expert. `name` is the name of the fleet, or of the single expert.
+    `experts` has the specification of each expert by alias. `study` is the content of a study file without models; None
+    if no study is to be created. Relative paths in `study` are relative to `directory`. `is_fleet` says whether the
+    experts were given as a fleet, which may also have only one expert. `name` is the name of the fleet, or of the
+    single expert.
     """
 
     name: str

@@ -6,8 +6,8 @@
 `loss` is the loss of the batch at the weights; with MergOPT, it is the loss at the weights plus the offset of the
 update. MergOPT's lines also have the drawn `alpha` and `models` (K), and every tenth line has `weights_loss`, the loss
 of the batch at the weights. Lines of SAM and ASAM have `offset_loss`, the loss at the point nearby where it is highest.
-Evaluations of the method tangent also have `linearized_values`, those of the model that is trained; `values` are those
-of the exported weights.
+With the method tangent, `values` are the values of the model with the exported weights, and evaluations also have
+`linearized_values`, the values of the linearized model that is trained.
 """
 
 from __future__ import annotations

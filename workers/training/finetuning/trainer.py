@@ -1,8 +1,8 @@
-"""The loop over updates, on one rank or several: the same batches, draws and losses, and one checkpoint for all.
+"""The training loop, on one rank or several; batches, random draws and losses do not depend on the number of ranks.
 
 Ranks share each batch's rows and average gradients (DDP). The loss of an update is the mean over the targets of the
 whole batch, so the number of workers, and of rows in a forward pass, changes only rounding. A training that was killed
-continues from its last checkpoint.
+continues from its last checkpoint, which all ranks share.
 """
 
 from __future__ import annotations
@@ -163,10 +163,10 @@ def train(
 def _evaluators(
     spec: FinetuneSpec, base: Path, model: TrainedModel, *, access: FileAccess | None
 ) -> dict[str, Evaluator]:
-    """What scores the evaluation's tasks, by the name of the values in the history: nothing without an evaluation.
+    """The evaluators of the specification's tasks, by the name of their values in the history; empty without tasks.
 
-    An expert of the tangent space is scored twice: as the model with its weights, which is what is exported, and as the
-    linearized model that was trained.
+    With the method tangent, two models are scored: the model with the exported weights, and the linearized model that
+    was trained.
     """
     if spec.evaluation is None:
         return {}
@@ -335,7 +335,7 @@ class _Update:
     The method `gradients` is the closure, which an optimizer may call more than once; `loss` and `norm` are the loss
     and the gradient's norm at its first call, `second_loss` is the loss at its second call. `step` is the number of the
     update, from 0; `numbers` are the indices of the batch's rows. `kept` is the directory of the last checkpoint, for
-    messages, or None.
+    messages; None before the first checkpoint.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A merge in vLLM's worker, as a path through the pool.
+"""The merge in vLLM's worker, held as a path through a pool of layers.
 
 A layer of the pool holds a merged layer without its scale: one copy is used at every hop and with every scale.
 """
@@ -207,7 +207,8 @@ class _Checked:
 class _Between:
     """The parts of a path besides its layers: for each layer, the factors of its branches and the alignment before it.
 
-    `before` has the digest of the alignment before each layer, or None; `alignments` maps digests to alignments.
+    `before` has for each layer the digest of the alignment before it, or None if it has no alignment; `alignments` maps
+    digests to alignments.
     """
 
     factors: Sequence[BranchFactors]

@@ -45,9 +45,10 @@ class LayerPool:
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
         """Assign a layer of the pool to each of `contents`; equal contents share a layer.
 
-        A layer that already has the content is used. Otherwise it is an empty layer, or the least recently used one
-        that none of `contents` is in. Returns the layer of each content, and the set of layers that must be written
-        because they do not have their content yet. Raises ValueError if there are more different contents than layers.
+        A layer that already has the content is used. If there is none, an empty layer is used, or else the least
+        recently used of the layers that have none of `contents`. Returns the layer of each content, and the set of
+        layers that must be written because they do not have their content yet. Raises ValueError if there are more
+        different contents than layers.
         """
         wanted = dict.fromkeys(contents)
         if len(wanted) > self.size:

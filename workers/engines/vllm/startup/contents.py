@@ -1,7 +1,7 @@
 """The content of an engine, for the process that starts vLLM: options, sizes, and the merges that the engine can hold.
 
-`WeightContents` is one model with the base's layers. Other contents are subclasses; life cycle, evidence and canary
-(`engine`) are the same for all.
+`WeightContents` is one model with the base's layers. Other contents are subclasses. The class `Engine` is the same for
+all contents: start, swaps, evidence, canary.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def free_gpu_bytes(num_gpus: int, *, wait_s: float = 20.0, poll_s: float = 1.0) 
 def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
     """Present GPU memory in bytes as (free, total); both are the smallest over the first `num_gpus` GPUs.
 
-    If there are several GPUs, a subprocess reads their memory. If this process did, it would create a CUDA context on
-    each GPU, which takes memory from the process that computes there.
+    If there are several GPUs, a subprocess reads their memory. Reading it in this process would create a CUDA context
+    on each GPU, which takes memory from the process that computes on the GPU.
     """
     if num_gpus == 1:
         import torch
