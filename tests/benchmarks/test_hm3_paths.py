@@ -59,3 +59,21 @@ def test_the_best_hypervolume_comes_first() -> None:
         "| version 2: the policy alone | 0.300 | 0.300 | 0.300 |  | 0.300 | 900 | 2 |",
         "| x | 0.100 | 0.100 | 0.100 | -0.100 (-0.100 to -0.100) | 0.100 | 900 | 1 |",
     ]
+
+
+def test_rows_are_compared_on_the_same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list(bench.ARMS)
+    kept_seeds = dict.fromkeys(names[: bench.NUM_COMPARED], 2) | {names[0]: 4, names[5]: 1, names[6]: 3}
+
+    def arm(name: str, seed: int) -> dict[str, Any]:
+        if seed >= kept_seeds.get(name, 0):
+            raise bench.NotKept
+        return {"seed": seed}
+
+    monkeypatch.setattr(bench, "arm", arm)
+    assert {name: len(arms) for name, arms in bench.on_file().items()} == dict.fromkeys(
+        [*names[: bench.NUM_COMPARED], names[6]], 2
+    )
+    kept_seeds[names[3]] = 0
+    with pytest.raises(bench.NotKept, match="one of the first 5 rows has no arm on file"):
+        bench.on_file()
