@@ -66,9 +66,8 @@ def lattice(num_objectives: int, *, divisions: int, corners: bool = True, interi
     last = divisions + num_objectives - 1
     vectors = [np.diff((-1, *bars, last)) - 1 for bars in itertools.combinations(range(last), num_objectives - 1)]
     found = np.array(vectors, dtype=np.float64) / divisions
-    if interior:
-        return found[found.min(axis=1) > 0]
-    return found if corners else found[found.max(axis=1) < 1]
+    is_chosen: NDArray[np.bool_] = found.min(axis=1) > 0 if interior else found.max(axis=1) < 1
+    return found[is_chosen] if interior or not corners else found
 
 
 def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True, interior: bool = False) -> int:

@@ -151,7 +151,9 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
             yield Problem(place, "has no effect with one objective; leave it out")
         return
     if preferences.interior and preferences.size(len(objectives)) == 0:
-        message = f"true: lattice {preferences.lattice} has no vector of {len(objectives)} objectives without a weight of 0"
+        message = (
+            f"true: lattice {preferences.lattice} has no vector of {len(objectives)} objectives without a weight of 0"
+        )
         yield Problem(f"{place}.interior", f"{message}; give lattice: {len(objectives)} or more")
         return
     first: dict[tuple[float, ...], int] = {}

@@ -132,6 +132,10 @@ class PolicyOptions(Section):
     """The number of best known paths of each preference vector whose mutants are proposed."""
     avoids_repeats: bool = True
     """Whether a path that was proposed before is replaced by a new one with few changes."""
+    restart_after: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """The number of iterations of a policy without a better path for one of its preference vectors after which its
+    policy network starts anew; its value network does not. Default: never.
+    """
     length_penalty: Annotated[float, Field(ge=0)] = 0.001
     """The reduction of a path's reward for each of its layers: beta_1."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3

@@ -12,13 +12,14 @@ recipes do not.
 
 - `fronts`: hypervolumes of the front that the proposals of a search have on search data, on search data and on judge
   items (1,000 a skill, which no search scored), and paired differences from `hm3`. The policy is `conditioned` on 15
-  preference vectors. `hm3`, `moead`, `de`, `es`, `grid` and `random` search the same paths; `hm3_merged` and
-  `moead_merged` have one more model in the pool, merged by a preference vector. `de` and `es` have one objective, the
-  mean, of 90 samples; their front is of the skills, on as many samples of each as the others'. `lfs_dis` is LFS with
+  preference vectors without a weight of 0. `hm3`, `moead`, `de`, `es`, `grid` and `random` search the same paths;
+  `hm3_merged` to `random_merged` have one more model in the pool, merged by DARE-TIES with the weights of one of the
+  same 15 vectors. `de` and `es` have one objective, the mean, of 90 samples; their front is of the skills, on as many
+  samples of each as the others'. `lfs_dis` is LFS with
   half of the samples, and DIS with the other half, whose fourth model is the best merge of LFS.
 - `growth`: how the hypervolume on search data grows with the number of different paths, up to twice as many.
-- `ablations`: the method with and without each of its parts.
-- `pools`: PCB-Merging and consensus merging alone and in the pool, as in the authors' answers.
+- `ablations`: the method with and without each of its parts, among them mutants without a policy.
+- `pools`: task arithmetic, PCB-Merging and consensus merging alone and in the pool, as in the authors' answers.
 - `zero_shot`: paths proposed for preference vectors that the policy of `hm3` has not seen, against policies that were
   trained for these alone.
 - `reuse`: 120 paths through the models of another family, whose skills are partly others: proposed by the policy that
@@ -58,15 +59,20 @@ TRIALS, SAMPLES, NUM_SKILLS = 960, 30, 3
 EPISODES = 30
 
 PATHS: Mapping[str, Any] = {"kind": "hm3", "min_path_length": 6, "max_path_length": 10}
-MERGED: Mapping[str, Any] = {**PATHS, "merged": {}}
+MERGED: Mapping[str, Any] = {**PATHS, "merged": {"method": "dare_ties_l1"}}
 POOLS: Mapping[str, Mapping[str, Any]] = {
+    "task arithmetic": {**PATHS, "merged": {"method": "task_arithmetic"}},
     "PCB-Merging": {**PATHS, "merged": {"method": "pcb"}},
     "consensus merging": {**PATHS, "merged": {"method": "consensus_ta"}},
 }
-VECTORS: Mapping[str, Any] = {"preferences": {"lattice": 4}}
+VECTORS: Mapping[str, Any] = {"preferences": {"lattice": 7, "interior": True}}
 # A third of the policy's iterations explore less and less.
 LEARNING = {"policy": "conditioned", "episodes": EPISODES, "explored": TRIALS // EPISODES // 3}
 POLICY: Mapping[str, Any] = {"algorithm": "hm3", "hm3": LEARNING, **VECTORS}
+SEARCHES: Mapping[str, Mapping[str, Any]] = {
+    "hm3": POLICY,
+    **{name: {"algorithm": name} for name in ("moead", "de", "es", "grid", "random")},
+}
 GRADIENTS: Mapping[str, Any] = {"algorithm": "auto", "gradient": {"steps": 48, "points": 30}, **VECTORS}
 
 
@@ -92,21 +98,14 @@ class Method:
 
 
 METHODS: Mapping[str, Method] = {
-    "hm3": Method(POLICY, PATHS),
-    "moead": Method({"algorithm": "moead"}, PATHS),
-    "de": Method({"algorithm": "de"}, PATHS),
-    "es": Method({"algorithm": "es"}, PATHS),
-    "grid": Method({"algorithm": "grid"}, PATHS),
-    "random": Method({"algorithm": "random"}, PATHS),
-    "hm3_merged": Method(POLICY, MERGED),
-    "moead_merged": Method({"algorithm": "moead", **VECTORS}, MERGED),
+    **{name: Method(search, PATHS) for name, search in SEARCHES.items()},
+    **{f"{name}_merged": Method({**search, **VECTORS}, MERGED) for name, search in SEARCHES.items()},
     "dis": Method({"algorithm": "smac"}, {"kind": "dis", "preset": "d1m3r1"}),
     "lfs_dis": Method({"algorithm": "smac"}, {"kind": "lfs", "preset": "paper"}),
     "layerwise": Method(GRADIENTS),
 }
 LABELS = {
-    "hm3_merged": "`hm3`, a merged model in the pool",
-    "moead_merged": "`moead`, a merged model in the pool",
+    **{f"{name}_merged": f"`{name}`, a merged model in the pool" for name in SEARCHES},
     "de": "`de` (of the mean)",
     "es": "`es` (of the mean)",
     "dis": "DIS, `smac`",
@@ -115,9 +114,21 @@ LABELS = {
 }
 GROWTH = ("hm3", "es", "random")
 NUM_DIFFERENT = (120, 240, 480, 960, 1440, 1920)
+
+
+def with_options(**options: Any) -> dict[str, Any]:
+    """The policy's section `search` with other options of `search.hm3`."""
+    return {**POLICY, "hm3": {**LEARNING, **options}}
+
+
 ABLATIONS: Mapping[str, Method] = {
     "paths alone": METHODS["hm3"],
     "paths and merged models": METHODS["hm3_merged"],
+    "paths and merged models, mutants without a policy": Method(with_options(elite_share=1.0), MERGED),
+    "paths and merged models, a policy without mutants": Method(with_options(elite_share=0.0), MERGED),
+    "paths and merged models, Tchebycheff": Method(with_options(scalarisation="tchebycheff"), MERGED),
+    "paths and merged models, vectors of lattice 4": Method({**POLICY, "preferences": {"lattice": 4}}, MERGED),
+    "paths, mutants without a policy": Method(with_options(elite_share=1.0), PATHS),
     "paths, alignment: moments": Method(POLICY, {**PATHS, "alignment": "moments"}),
     "paths, alignment: mlp": Method(POLICY, {**PATHS, "alignment": "mlp"}),
     "paths and merged models, alignment: mlp": Method(POLICY, {**MERGED, "alignment": "mlp"}),
@@ -125,7 +136,7 @@ ABLATIONS: Mapping[str, Method] = {
 # A policy that knows models by the statistics of their layers, and those that begin with it elsewhere.
 DESCRIBED: Mapping[str, Any] = {**POLICY, "hm3": {**LEARNING, "knows_models": False}}
 OTHER_FAMILY, REUSE_TRIALS = "letters", 120
-# Not in the lattice of fourths.
+# Not among the vectors of the searches.
 UNSEEN = ((0.45, 0.45, 0.1), (0.1, 0.3, 0.6))
 NUM_SCORED = 16
 ZERO_SHOT = ("first", "best of 16", "trained for it")
@@ -181,7 +192,7 @@ def ablations(seeds: range) -> dict[str, Any]:
     found = {
         name: [search_of(method.spec(spec_name(name), seed)) for seed in seeds] for name, method in ABLATIONS.items()
     }
-    found["merged models alone"] = [merged_alone("task_arithmetic", MERGED, seed) for seed in seeds]
+    found["merged models alone"] = [merged_alone(MERGED["merged"]["method"], MERGED, seed) for seed in seeds]
     return part_of("ablations", found, ["paths and merged models"], seeds)
 
 

@@ -10,14 +10,17 @@ Every search has 960 episodes. Hypervolumes after 480 and 960 are those of searc
 judge samples is given too. Every search of a seed is an arm that is kept.
 
     make bench ONLY=hm3_paths
-    HM3_PATHS_ARMS=random,es HM3_PATHS_SEEDS=0-1 make bench ONLY=hm3_paths
+    HM3_PATHS_ARMS=0,3 HM3_PATHS_SEEDS=0-1 make bench ONLY=hm3_paths
+
+The numbers are places in `ARMS`. The table in docs has the seeds whose arms are on file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -33,7 +36,7 @@ from search_spaces.study.search import Search
 from service.store.steps import Step, UpdateRequest, step_of
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, Observation, ProposalContext, SearchSetting
-from tests.benchmarks.arms import kept
+from tests.benchmarks.arms import NotKept, kept
 from tests.benchmarks.bench_search import seeds_of
 from tests.benchmarks.code_digests import code_digest
 
@@ -54,25 +57,23 @@ def policy(vectors: Mapping[str, Any] = LATTICE, **options: Any) -> dict[str, An
     return {"algorithm": "hm3", "preferences": vectors, "hm3": {**POLICY, **options}}
 
 
+# The rows without which the table in docs is not made: the first of ARMS.
+NUM_COMPARED = 5
+
+# By the name of a row. The key `version` is no option of a study: it is the version of the searcher.
 ARMS: Mapping[str, Mapping[str, Any]] = {
-    "random": {"algorithm": "random"},
-    "es": {"algorithm": "es"},
-    "moead": {"algorithm": "moead"},
-    "version 2": {**policy(), "version": 2},
-    "t 0.5": policy(scalarisation="tchebycheff", elite_share=0.5),
-    "ti 0.5": policy(INTERIOR, scalarisation="tchebycheff", elite_share=0.5),
-    "i 0.5": policy(INTERIOR, elite_share=0.5),
-    "ti 0": policy(INTERIOR, scalarisation="tchebycheff", elite_share=0.0),
-    "ti 1": policy(INTERIOR, scalarisation="tchebycheff", elite_share=1.0),
-    "share 0": policy(elite_share=0.0),
-    "share 0.25": policy(elite_share=0.25),
-    "share 0.5": policy(elite_share=0.5),
-    "share 0.75": policy(elite_share=0.75),
-    "share 1": policy(elite_share=1.0),
-    "m1": policy(elite_share=0.5, archive=1),
-    "m2": policy(elite_share=0.5, archive=2),
-    "m8": policy(elite_share=0.5, archive=8),
-    "m16": policy(elite_share=0.5, archive=16),
+    "version 2: the policy alone": {**policy(), "version": 2},
+    "`elite_share: 0.5`": policy(elite_share=0.5),
+    "`elite_share: 1`": policy(elite_share=1.0),
+    "`random`": {"algorithm": "random"},
+    "`es` (of the mean)": {"algorithm": "es"},
+    "`moead`": {"algorithm": "moead"},
+    "`elite_share: 0.5`, Tchebycheff, interior vectors": policy(INTERIOR, elite_share=0.5, scalarisation="tchebycheff"),
+    "`elite_share: 0`": policy(elite_share=0.0),
+    "`elite_share: 0.75`": policy(elite_share=0.75),
+    "`elite_share: 0.25`": policy(elite_share=0.25),
+    "`elite_share: 0.5`, `archive: 1`": policy(elite_share=0.5, archive=1),
+    "`elite_share: 0.5`, `restart_after: 3`": policy(elite_share=0.5, restart_after=3),
 }
 
 
@@ -185,9 +186,9 @@ def volume(values: NDArray[np.float64]) -> float:
 
 def run() -> dict[str, Any]:
     torch.set_num_threads(1)  # a seed's figure depends on rounding
-    asked = os.environ.get("HM3_PATHS_ARMS", ",".join(ARMS)).split(",")
-    seeds = seeds_of("HM3_PATHS_SEEDS")
-    return {"arms": {name: [arm(name, seed) for seed in seeds] for name in asked}}
+    places = os.environ.get("HM3_PATHS_ARMS", ",".join(map(str, range(len(ARMS))))).split(",")
+    names = [list(ARMS)[int(place)] for place in places]
+    return {"rows": {name: [arm(name, seed) for seed in seeds_of("HM3_PATHS_SEEDS")] for name in names}}
 
 
 def arm(name: str, seed: int) -> dict[str, Any]:
@@ -196,8 +197,58 @@ def arm(name: str, seed: int) -> dict[str, Any]:
     modules += ["workers.training.hm3.training"] if section["algorithm"] == "hm3" else []
     return kept(
         BENCHMARK,
-        f"{slug(name)}-{seed}",
+        f"{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-')}-{seed}",
         {"seed": seed, "search": section, "trials": TRIALS, "samples": [SEARCHED, JUDGED]},
         lambda: figures(section, seed),
         depends=lambda: {"code": code_digest(*modules)},
     )
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def on_file() -> dict[str, list[dict[str, Any]]]:
+    """The arms that are on file, of the first seeds that the first NUM_COMPARED rows all have.
+
+    A row that lacks one of these seeds is left out.
+    """
+
+    def known(name: str) -> Iterator[dict[str, Any]]:
+        with suppress(NotKept):
+            for seed in SEEDS:
+                yield arm(name, seed)
+
+    found = {name: list(known(name)) for name in ARMS}
+    num = min(len(found[name]) for name in list(ARMS)[:NUM_COMPARED])
+    if num == 0:
+        raise NotKept(f"{BENCHMARK}: one of the first {NUM_COMPARED} rows has no arm on file")
+    return {name: arms[:num] for name, arms in found.items() if len(arms) >= num}
+
+
+def table(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Hypervolumes and what was proposed: means over seeds, the best hypervolume on judge samples first."""
+    order = sorted(rows, key=lambda name: -mean(rows[name], "judge"))
+    policy_alone = rows.get(next(iter(ARMS)), ())
+    lines = [
+        "| search | after 480 | after 960 | judge samples | minus version 2 | last third | different of 960 | seeds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in order:
+        pairs = zip(rows[name], policy_alone, strict=False)
+        minus = [ours["judge"] - theirs["judge"] for ours, theirs in pairs]
+        cells = [f"{mean(rows[name], key):.3f}" for key in ("half", "all", "judge")]
+        cells += [f"{np.mean(minus):+.3f} ({min(minus):+.3f} to {max(minus):+.3f})" if any(minus) else ""]
+        cells += [f"{mean(rows[name], 'last third'):.3f}", f"{mean(rows[name], 'different'):.0f}", str(len(rows[name]))]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def mean(arms: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(np.mean([each[key] for each in arms]))
+
+
+def show(result: dict[str, Any]) -> None:
+    print(table(result["rows"]))
+
+
+TABLES = {"elites": lambda: table(on_file())}

@@ -212,7 +212,7 @@ class Bench:
         return self.judge.models.family.fingerprint
 
     def preflight(self, spec: SearchSpec) -> PreflightResult:
-        found = with_alignments(examine(self.family.study(spec.goal, **spec.document())))
+        found = self._examined(spec.goal, spec.document())
         start = found.study.search.hm3.start
         return found if start is None else replace(found, start=(_newest_policy(Path(str(start.dir)))[1],))
 
@@ -263,7 +263,24 @@ class Bench:
 
     @cache  # noqa: B019  (one bench for each family, which lives as long as the process)
     def _prepared(self, goal: str, document: str) -> PreflightResult:
-        return with_alignments(examine(self.family.study(goal, **json.loads(document))))
+        return self._examined(goal, json.loads(document))
+
+    def _examined(self, goal: str, document: Mapping[str, Any]) -> PreflightResult:
+        """The study that a document describes.
+
+        A search of the mean has no preference vectors of its own. If its pool has merged models, they are those of a
+        search of the skills with the document's vectors.
+        """
+        space, search = document.get("search_space", {}), document.get("search", {})
+        if goal != "mean" or "merged" not in space:
+            return with_alignments(examine(self.family.study(goal, **document)))
+        of_skills = self._examined("skills", {**document, "search": {**search, "algorithm": "random"}})
+        plain = {
+            **document,
+            "search_space": {name: value for name, value in space.items() if name != "merged"},
+            "search": {name: value for name, value in search.items() if name != "preferences"},
+        }
+        return replace(examine(self.family.study(goal, **plain)), space=of_skills.space)
 
     def _all(self, recipe: Recipe, task: TaskSpec, num: int | None = None) -> NDArray[np.bool_]:
         return self.scorer.exact_matches(recipe, task, 0, self.scorer.num_samples(task) if num is None else num)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from search_spaces.baselines import all_baselines
+from search_spaces.spaces.layer_paths import MERGED, LayerPaths
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.search import Search
 from service.tune.searchers.descents import descents_of
@@ -20,7 +21,7 @@ from tests.benchmarks.family_training import SHIPPED
 from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_families import FAMILIES
 from tests.benchmarks.search_intervals import interval, volume_interval, volume_of
-from tests.benchmarks.search_runs import Run, SearchSpec, Trial, code_of
+from tests.benchmarks.search_runs import Bench, Run, SearchSpec, Trial, code_of
 from workers.engines.transformers.backend import Reference
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
@@ -99,6 +100,33 @@ def test_tables_have_auto_first_and_then_the_best_rival() -> None:
         ["| `auto`", "8"], ["| `auto`", "5"], ["| `gp`", "40"], ["| `es`", "40"]
     ]  # fmt: skip
     assert lines[0] == "| `auto` | 8 | 0.700 ± 0.010 | 0.700 ± 0.010 |"
+
+
+@pytest.mark.parametrize("name", [f"{name}{pool}" for pool in ("", "_merged") for name in bench_hm3.SEARCHES])
+def test_searchers_of_paths_have_the_same_pools(name: str) -> None:
+    """Each has the experts' paths and, in the other arm, the merged models of the same 15 vectors."""
+    spec = bench_hm3.METHODS[name].spec(name, 0)
+    preflight = Bench.of(bench_hm3.FAMILY).preflight(spec)
+    paths = preflight.space.parameters.structure
+    assert isinstance(paths, LayerPaths)
+    assert preflight.algorithm.name == name.removesuffix("_merged")
+    is_merged = name.endswith("_merged")
+    assert paths.models == ("math", "text", "lookup") + (MERGED,) * is_merged
+    assert paths.num_preferences == (15 if is_merged else 1)
+    recipe = preflight.space.to_recipe(preflight.space.parameters.sample(np.random.default_rng(0)))
+    assert preflight.space.to_recipe(preflight.space.from_recipe(recipe) or {}).digest == recipe.digest
+    if is_merged:
+        own: Any = Bench.of(bench_hm3.FAMILY).preflight(bench_hm3.METHODS["random_merged"].spec("random_merged", 0))
+        of_this: Any = preflight.space
+        assert {each.digest for each in of_this.pool.values()} == {each.digest for each in own.space.pool.values()}
+
+
+@pytest.mark.parametrize("name", bench_hm3.ABLATIONS)
+def test_ablations_are_studies(name: str) -> None:
+    spec = bench_hm3.ABLATIONS[name].spec(bench_hm3.spec_name(name), 0)
+    found = FAMILIES[spec.family].study(spec.goal, **spec.document())
+    assert found.search.algorithm == "hm3"
+    assert (found.search_space.merged is not None) == ("merged models" in name)
 
 
 def test_differences_table() -> None:

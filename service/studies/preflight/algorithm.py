@@ -71,8 +71,8 @@ def _warning_of_draws(study: Study) -> str:
     of = "its policy" if policies == 1 else f"its {policies} policies"
     remedy = "fewer iterations in explored and warm_up" + (", or policy: conditioned" if policies > 1 else "")
     return (
-        f"; warning: {of} would choose {chosen:.0f} of {study.search.max_trials} trials, and {drawn:.0f} would be drawn "
-        f"at random; give more trials or {remedy}"
+        f"; warning: {of} would choose {chosen:.0f} of {study.search.max_trials} trials, and {drawn:.0f} would be "
+        f"drawn at random; give more trials or {remedy}"
     )
 
 

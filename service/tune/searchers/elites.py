@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from search_spaces.preferences import augmented_chebyshev
 from search_spaces.spaces.layer_paths import LayerPaths, Path
 
-__all__ = ["KnownPaths", "archive", "outcomes_of", "unseen_near"]
+__all__ = ["KnownPaths", "archive", "last_improvement", "outcomes_of", "unseen_near"]
 
 # Used instead of a weight of 0, as MOEA/D does: the objective still breaks ties.
 _SMALLEST_WEIGHT = 1e-6
@@ -38,9 +38,7 @@ class KnownPaths:
         return frozenset(configuration.items()) in self._known
 
 
-def outcomes_of(
-    values: NDArray[np.float64], preference: tuple[float, ...], scalarisation: str
-) -> NDArray[np.float64]:
+def outcomes_of(values: NDArray[np.float64], preference: tuple[float, ...], scalarisation: str) -> NDArray[np.float64]:
     """The outcome [num_paths] of each path for a preference vector, from its `values` [num_paths, num_objectives].
 
     The outcome is the weighted sum of the values. With the scalarisation "tchebycheff" it is minus the largest weighted
@@ -48,7 +46,8 @@ def outcomes_of(
     """
     weights = np.array(preference)
     if scalarisation == "weighted_sum":
-        return values @ weights
+        found: NDArray[np.float64] = values @ weights
+        return found
     return -augmented_chebyshev(values.max(axis=0) - values, np.maximum(weights, _SMALLEST_WEIGHT), rho=0.0)
 
 
@@ -66,6 +65,14 @@ def archive(
         if len(found) == size:
             break
     return list(found.values())
+
+
+def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[float, ...]], scalarisation: str) -> int:
+    """The index of the last path that was better, for one of the preference vectors, than all paths before it.
+
+    `values` [num_paths, num_objectives] are those of the paths in their order.
+    """
+    return max(int(outcomes_of(values, preference, scalarisation).argmax()) for preference in preferences)
 
 
 def unseen_near(

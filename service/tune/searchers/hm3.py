@@ -25,13 +25,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from search_spaces.parameters import Parameters
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.layer_paths import LENGTH, MERGED, LayerPaths
 from service.store.steps import StepRequest, UpdateRequest, UpdateResult, UpdateStep
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
-from service.tune.searchers.elites import KnownPaths, archive, outcomes_of, unseen_near
+from service.tune.searchers.elites import KnownPaths, archive, last_improvement, outcomes_of, unseen_near
 from workers.types import Family
 
 if TYPE_CHECKING:
@@ -93,9 +94,11 @@ class Hm3Searcher:
             "outcome_std": float((outcomes * vectors).sum(axis=1).std()),
             "length": float(np.mean(lengths)),
         }
-        found = training.learn(iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths)
+        restarts = _has_stalled(context, training, iteration)
+        found = training.learn(iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths, restarts=restarts)
         if found is None:
             return UpdateResult(statistics=statistics), None
+        statistics |= {"restarts": 1.0} if restarts else {}
         statistics |= {name: float(value) for name, value in asdict(found).items() if value is not None}
         content = training.saved[iteration]
         return UpdateResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
@@ -261,16 +264,13 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
     episode's preference vector has the results of the iterations that are learned from before the episode is built, so
     that it is the same with any number of replicas.
     """
-    setting, options, paths = context.setting, context.setting.options.hm3, paths_of(context.parameters)
+    options, paths = context.setting.options.hm3, paths_of(context.parameters)
     rng = np.random.default_rng(training.seed_of("elites", played.number))
     known = KnownPaths(context.known_configurations())
     if rng.random() < options.elite_share:
-        end = setting.num_baselines + training.num_needed(played.number) * options.episodes
-        scored = [o for o in context.observations if o.number < end and o.costs is not None]
-        if scored and end > setting.num_baselines:
-            values = 1 - np.array([o.costs for o in scored], dtype=np.float64)
-            lengths = np.array([o.configuration[LENGTH] for o in scored])
-            values -= options.length_penalty * lengths[:, None]
+        num_needed = training.num_needed(played.number)
+        scored, values = _scored(context, num_iterations=num_needed)
+        if scored and num_needed > 0:
             outcomes = outcomes_of(values, played.preference, options.scalarisation)
             elites = archive([o.configuration for o in scored], outcomes, size=options.archive)
             parent = elites[int(rng.integers(len(elites)))]
@@ -281,6 +281,40 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
     if configuration in known and options.avoids_repeats:
         return unseen_near(paths, played.path, known, rng, preference=vector) or configuration
     return configuration
+
+
+def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Observation], NDArray[np.float64]]:
+    """The results of baselines and of the first `num_iterations` iterations, by trial number, without failed trials.
+
+    The second result has the values [num_trials, num_objectives] that policies learn from: 1 minus the cost, less the
+    price of the path's length.
+    """
+    setting, options = context.setting, context.setting.options.hm3
+    end = setting.num_baselines + num_iterations * options.episodes
+    found = sorted((o for o in context.observations if o.number < end and o.costs is not None), key=lambda o: o.number)
+    lengths = np.array([o.configuration[LENGTH] for o in found], dtype=np.float64)
+    values = 1 - np.array([o.costs for o in found], dtype=np.float64).reshape(len(found), len(setting.objectives))
+    return found, values - options.length_penalty * lengths[:, None]
+
+
+def _has_stalled(context: ProposalContext, training: PolicyTraining, iteration: int) -> bool:
+    """Whether the policy of an iteration starts anew, because its last `restart_after` iterations found nothing better.
+
+    A result is better if no earlier one is as good for one of the policy's preference vectors. The policy starts anew
+    again after as many iterations more.
+    """
+    patience = context.setting.options.hm3.restart_after
+    if patience is None or training.options.version < FIRST_WITH_ELITES:
+        return False
+    scored, values = _scored(context, num_iterations=iteration + 1)
+    if not scored:
+        return False
+    vectors = {training.preference_of(number) for number in training.numbers_in(iteration)}
+    last = scored[last_improvement(values, sorted(vectors), context.setting.options.hm3.scalarisation)].number
+    since = training.turn_of(iteration) - training.turn_of(
+        training.iteration_of(max(0, last - context.setting.num_baselines))
+    )
+    return since > 0 and since % patience == 0
 
 
 def _request(training: PolicyTraining, iteration: int, setting: SearchSetting) -> UpdateRequest:

@@ -16,6 +16,7 @@ from search_spaces.errors import InvalidPreference
 from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import AlignmentKind
 from search_spaces.study.file import load_study
+from search_spaces.study.search import Preferences
 from service.cli.main import main
 from service.disk import artifacts_dir
 from service.errors import Conflict
@@ -46,8 +47,8 @@ class Trained:
         self.directory = directory
         study = load_study(ROOT / "docs" / "examples" / "hm3.yaml")
         policy = study.search.hm3.model_copy(update={"episodes": 4, "mini_batches": 2, "epochs": 1, **options})
-        search = study.search.model_copy(update={"hm3": policy})
-        space = study.search_space.model_copy(update={"alignment": alignment})
+        search = study.search.model_copy(update={"hm3": policy, "preferences": Preferences(lattice=4)})
+        space = study.search_space.model_copy(update={"alignment": alignment, "merged": None})
         self.study = study.model_copy(update={"search": search, "search_space": space})
         sources = resolve_family(study.models.base, study.models.named)
         resolved = replace(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from search_spaces.spaces.layer_paths import LayerPaths
-from service.tune.searchers.elites import KnownPaths, archive, outcomes_of, unseen_near
+from service.tune.searchers.elites import KnownPaths, archive, last_improvement, outcomes_of, unseen_near
 
 PATHS = LayerPaths(("a", "b"), 3, 2, 4, 1)
 VALUES = np.array([[0.9, 0.1], [0.4, 0.4], [0.1, 0.8]])
@@ -62,3 +62,9 @@ def test_paths_of_other_merged_models_are_others() -> None:
     known = KnownPaths([own.configuration((2, 3), preference=1)])
     assert own.configuration((2, 3), preference=1) in known
     assert own.configuration((2, 3), preference=2) not in known
+
+
+def test_the_last_improvement_is_of_any_vector() -> None:
+    values = np.array([[0.1, 0.9], [0.8, 0.1], [0.5, 0.2], [0.8, 0.1], [0.1, 0.1]])
+    assert last_improvement(values, [(0.0, 1.0)], "weighted_sum") == 0
+    assert last_improvement(values, [(0.0, 1.0), (1.0, 0.0)], "weighted_sum") == 1

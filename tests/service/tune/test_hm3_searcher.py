@@ -24,7 +24,7 @@ from service.tune.coordinator import Coordinator
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers import get_searcher
-from service.tune.searchers.base import LearningSearcher, Observation, SearchSetting
+from service.tune.searchers.base import LearningSearcher, Observation, ProposalContext, SearchSetting
 from service.tune.searchers.hm3 import Hm3Searcher, paths_of
 from service.types import Origin
 from tests.search_spaces.spaces.families import models, space
@@ -234,7 +234,9 @@ def test_paths_are_mutants_of_the_best_that_are_known(tmp_path: Path) -> None:
     first = own[0].number
     for row in own[2 * POLICY.episodes :]:
         end = first + ((row.number - first) // POLICY.episodes - 1) * POLICY.episodes
-        best = max((each for each in trials if each.number < end), key=lambda each: (outcome[each.number], -each.number))
+        best = max(
+            (each for each in trials if each.number < end), key=lambda each: (outcome[each.number], -each.number)
+        )
         steps, of_best = (paths.path(each.configuration or {}) for each in (row, best))
         assert steps != of_best
         assert abs(len(steps) - len(of_best)) <= 6
@@ -245,12 +247,48 @@ def test_no_path_is_proposed_twice(tmp_path: Path) -> None:
     """Paths are repeated only where no new one is near: the space has 16 paths here, and 4 models' worth of trials."""
     repeating = Search(tmp_path / "v2", told=setting(version=2), max_jump=0).run(max_trials=14)
     found = Search(tmp_path / "v3", max_jump=0).run(max_trials=14)
-    counts = [len({json.dumps(each, sort_keys=True) for each in proposed_in(each_of)}) for each_of in (repeating, found)]
+    counts = [
+        len({json.dumps(each, sort_keys=True) for each in proposed_in(each_of)}) for each_of in (repeating, found)
+    ]
     assert counts[0] < counts[1]
     assert counts[1] >= 13
     plain = setting(options=with_policy(avoids_repeats=False, elite_share=0.0))
     same = Search(tmp_path / "plain", told=plain, max_jump=0).run(max_trials=14)
     assert proposed_in(same) == proposed_in(repeating)
+
+
+def test_a_search_without_results_yet_has_no_mutants() -> None:
+    """The first trials of a study without baselines are drawn; no two of them are equal."""
+    told = replace(setting(options=with_policy(elite_share=1.0)), num_baselines=0)
+    parameters = paths_space().parameters
+    found: list[dict[str, Any]] = []
+    for number in range(2 * POLICY.episodes):
+        context = ProposalContext(parameters, number=number, seed=0, pending=tuple(found), setting=told)
+        proposed = Hm3Searcher().advance(context)
+        assert isinstance(proposed, dict)
+        assert proposed not in found
+        found.append(proposed)
+
+
+class EqualScorer(FakeScorer):
+    """All answers are right, so that no path is better than the first."""
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        found = super().score(request)
+        return replace(found, samples=tuple(replace(sample, value=1.0) for sample in found.samples))
+
+
+def test_a_policy_that_finds_nothing_better_starts_anew(tmp_path: Path) -> None:
+    """It does after every `restart_after` iterations without a better path, and what was found stays known."""
+    options = {"length_penalty": 0.0, "restart_after": 2}
+    found = Search(tmp_path / "anew", told=setting(options=with_policy(**options)), scorer=EqualScorer()).run()
+    assert ["restarts" in step.result.statistics for step in found.steps] == [False, False, True, False]
+    same = Search(tmp_path / "same", told=setting(options=with_policy(length_penalty=0.0)), scorer=EqualScorer()).run()
+    digests = [[step.result.checkpoint for step in each.steps] for each in (found, same)]
+    assert digests[0][:2] == digests[1][:2]
+    assert digests[0][2] != digests[1][2]
+    again = Search(tmp_path / "again", told=setting(options=with_policy(**options)), scorer=EqualScorer()).run()
+    assert [step.result.checkpoint for step in again.steps] == digests[0]
 
 
 def test_policies_may_learn_by_tchebycheffs_function(undisturbed: Search, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ whereas episode n here is a function of the seed, n and the networks.
 - `wolpertinger`: from a proto-action to a step
 - `episodes`: one path, played with given networks
 - `ppo`: advantages and losses, as formulas on tensors
+- `scalarisation`: from the values of several objectives to one outcome
 - `actions`: the distributions from which a policy draws its actions
 - `learner`: improves networks by the episodes of one iteration; checkpoints
 - `first_learner`: the learner of studies of version 1 of the searcher

@@ -106,6 +106,7 @@ class BaseLearner:
         self.num_updates = 0
         self._paths = paths
         self._seed = seed
+        self._descriptors = descriptors
         self._memory: Memory | None = None
         # The initial networks are a function of the seed; no other random state changes.
         with torch.random.fork_rng(devices=[]):
@@ -134,8 +135,8 @@ class BaseLearner:
         """Update the networks by the episodes of one iteration.
 
         `outcomes_BK` [episodes, objectives] are the parts of each episode's outcome R by objective, less the price of
-        the path's length. R is the scalarisation of these parts by the episode's preference. Raises TrainingFailed if an
-        outcome, a loss or a number in the networks is NaN or infinite; the learner cannot be used further then.
+        the path's length. R is the scalarisation of these parts by the episode's preference. Raises TrainingFailed if
+        an outcome, a loss or a number in the networks is NaN or infinite; the learner cannot be used further then.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
         self._check(batch.outcomes, "an outcome")
@@ -257,6 +258,15 @@ class Learner(BaseLearner):
                 [p for n, p in self.networks.named_parameters() if not _is_of_policy(n)], lr=rate
             ),
         }
+
+    def restart(self) -> None:
+        """Start the policy network anew, with its optimizer; the encoder and the value network stay as they are."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator_of(f"{self._seed} restart", self.num_updates).initial_seed())
+            fresh = Networks(self._paths, self.networks.options, self._descriptors)
+        own = {name: value for name, value in fresh.state_dict().items() if _is_of_policy(name)}
+        self.networks.load_state_dict(own, strict=False)
+        self._optimizers["policy"].state.clear()
 
     def _learn(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> UpdateStatistics:
         advantages = self._advantages(batch)

@@ -26,8 +26,9 @@ def scalarised(outcomes: Tensor, preferences: Tensor, ideal_K: Tensor | None) ->
     """The outcome R [...] of outcomes by objective [..., K] under preference vectors [..., K]; larger is better.
 
     With `ideal_K` None it is the weighted sum. Otherwise it is Tchebycheff's function, negated: the largest of the
-    weighted distances from `ideal_K`, the best known outcome in each of the K objectives. A weighted sum is never largest
-    at a point where the front is not convex, and Tchebycheff's function is so for some weights at every point.
+    weighted distances from `ideal_K`, the best known outcome in each of the K objectives. Every point of a front has
+    the best value of Tchebycheff's function for some weights, whereas weighted sums leave out points where the front is
+    not convex.
     """
     if ideal_K is None:
         return (outcomes * preferences).sum(dim=-1)

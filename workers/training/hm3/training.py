@@ -214,22 +214,29 @@ class PolicyTraining:
         return Role(number, self.preference_of(number), self.options.exploration)
 
     def learn(
-        self, iteration: int, outcomes_BK: Tensor, *, paths: Sequence[Path] | None = None
+        self, iteration: int, outcomes_BK: Tensor, *, paths: Sequence[Path] | None = None, restarts: bool = False
     ) -> UpdateStatistics | None:
         """Update the policy of an iteration by the outcomes of its episodes, and save the policy's checkpoint.
 
         Returns None in the warm-up, in which nothing is learned. `outcomes_BK` are as in `Learner.update`. Episodes
         that another process built are built again, with the same result. `paths` are the paths that had the outcomes.
-        If such a path differs from that of the episode, the policy learns from the path in `paths`; this is so in a
-        search that an earlier version of this package began.
+        If such a path differs from that of the episode, the policy learns from the path in `paths`; this is so where
+        the searcher proposed a mutant, and in a search that an earlier version of this package began. With `restarts`
+        the policy network starts anew before it learns.
         """
         if not self.is_learned_from(iteration):
             return None
         episodes = [self.play(number) for number in self.numbers_in(iteration)]
         if paths is not None and any(each.path != path for each, path in zip(episodes, paths, strict=True)):
             source = self.source_of(iteration, newest=iteration - 2)
-            episodes = list(self._play(iteration, source, paths=paths).values())
+            given = self._play(iteration, source, paths=paths).values()
+            # From version 3 on, episodes with the path that the policy built keep their proto-actions.
+            kept = self.options.version > 2
+            episodes = [own if kept and own.path == new.path else new for own, new in zip(episodes, given, strict=True)]
         learner = self._learner(iteration, self.source_of(iteration, newest=iteration - 1))
+        if restarts:
+            assert isinstance(learner, Learner), "policies of version 1 do not start anew"
+            learner.restart()
         found = learner.update(episodes, outcomes_BK)
         self.saved[iteration] = learner.to_bytes()
         for old in [each for each in self.saved if not self.is_kept(each, num_finished=iteration + 1)]:

@@ -145,8 +145,14 @@ def test_auto_explains_unused_preferences(tasks: Any) -> None:
     ("search", "warned"),
     [
         # The 15 policies of the authors' setting play 4 iterations of 16 each: 0, 0, 10 and 20 % by the policy.
-        ({"max_trials": 960, "hm3": {"elite_share": 0.0}}, "its 15 policies would choose 72 of 960 trials, and 888 would"),
-        ({"max_trials": 960, "hm3": {"elite_share": 0.5}}, "its 15 policies would choose 36 of 960 trials, and 564 would"),
+        (
+            {"max_trials": 960, "hm3": {"elite_share": 0.0}},
+            "its 15 policies would choose 72 of 960 trials, and 888 would",
+        ),
+        (
+            {"max_trials": 960, "hm3": {"elite_share": 0.5}},
+            "its 15 policies would choose 36 of 960 trials, and 564 would",
+        ),
         ({"max_trials": 960, "hm3": {"policy": "conditioned", "explored": 10, "episodes": 30}}, ""),
         ({"max_trials": 320, "hm3": {"policy": "conditioned", "explored": 19}}, "its policy would choose 72 of 320"),
         ({"max_trials": 960, "hm3": {"start": {"dir": "/runs/first"}}}, ""),

@@ -136,6 +136,19 @@ def test_the_policy_phase_leaves_encoder_and_value_network_alone() -> None:
     assert parts[0] == {id(own.networks.log_std), *map(id, own.networks.policy.parameters())}
 
 
+def test_a_restart_is_one_of_the_policy_network_alone() -> None:
+    own = learner()
+    updated(own, 2)
+    before = {name: value.clone() for name, value in own.networks.state_dict().items()}
+    own.restart()
+    after = own.networks.state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed
+    assert all(name == "log_std" or name.startswith("policy.") for name in changed)
+    assert torch.equal(after["log_std"], torch.full_like(after["log_std"], own.networks.options.first_std).log())
+    updated(own, 1)  # its optimizer begins anew, too
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
 def test_values_are_outcomes_discounted_by_the_steps_left(gamma: float) -> None:
     """The value network learns the outcome times gamma to the power of the steps that are left."""
