@@ -165,6 +165,7 @@ class TaskInfo:
     - `output_type`: lm-eval's, such as "generate_until" or "multiple_choice"
     - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
     - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
+    - `confined_by`: what confines the process that runs the task's own code; "" if it has none
     """
 
     num_samples: int
@@ -172,6 +173,7 @@ class TaskInfo:
     output_type: str
     num_truncated: int = 0
     groups: Mapping[str, int] = field(default_factory=dict)
+    confined_by: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec
 from workers.errors import InvalidTask
+from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
-from workers.evaluation.tasks import check_task, content_hash
+from workers.evaluation.tasks import check_task
 from workers.file_access import FileAccess
 from workers.models.tokenizers import check_tokenizer
 from workers.types import TaskInfo, TaskSpec

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.conftest import write_choices
 from workers.errors import InvalidTask
+from workers.evaluation.built_tasks import permutation
 from workers.evaluation.inline_files import read_inline
-from workers.evaluation.tasks import build_task, check_task, permutation
+from workers.evaluation.tasks import build_task, check_task
 from workers.types import TaskSpec
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
@@ -175,15 +176,10 @@ def test_metric_that_is_no_mean_is_refused_by_its_aggregation(tmp_path: Path) ->
         check_task(TaskSpec(str(file), "brier_score"))
 
 
-@pytest.mark.parametrize("name", ["humaneval", "mbpp_plus"])
-def test_tasks_that_execute_code_are_refused_by_name(name: str) -> None:
-    with pytest.raises(InvalidTask, match=f"task '{name}': executes code that the model writes"):
-        check_task(TaskSpec(name, "pass@1"))
-
-
-def test_tasks_that_execute_code_are_refused_by_their_flag(tmp_path: Path) -> None:
-    with pytest.raises(InvalidTask, match="executes code"):
-        check_task(TaskSpec(str(write_choices(tmp_path, unsafe_code=True)), "acc"))
+def test_flag_and_name_of_a_task_do_not_matter_without_code(tmp_path: Path) -> None:
+    """What decides is whether its files name Python functions."""
+    file = write_choices(tmp_path, name="mbpp_choices", unsafe_code=True)
+    assert check_task(TaskSpec(str(file), "acc")).confined_by == ""
 
 
 def test_broken_yaml_and_files_of_another_kind_are_refused(tmp_path: Path) -> None:

@@ -24,10 +24,11 @@ from tests.workers.judged_tasks import (
 from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine import SwapReport
 from workers.errors import TrialFailed
+from workers.evaluation import tasks
+from workers.evaluation.confined_task import ConfinedTask
 from workers.evaluation.lm_eval import BackendLM
-from workers.evaluation.metric_process import MetricProcess
+from workers.evaluation.lm_eval_tasks import build, prepare
 from workers.evaluation.prompts import Prompts
-from workers.evaluation.tasks import build_task
 from workers.serving import engine_worker
 from workers.serving.replica import ScoringReplica
 from workers.types import Family, ModelSource, ScoreRequest, Span, TaskSpec
@@ -57,7 +58,7 @@ class Replica:
         self.prompts = Prompts(directory, OPTIONS)
         self.engine = KnownEngine(self.prompts, {})
         patch.setattr(engine_worker, "Engine", lambda family, options, **_: self.engine)
-        patch.setattr(engine_worker, "MetricProcess", partial(MetricProcess, sample_limit_s=2.0))
+        patch.setattr(tasks, "ConfinedTask", partial(ConfinedTask, sample_limit_s=2.0))
         self.replica = ScoringReplica(partial(engine_worker.EngineWorker, self.family, OPTIONS))
 
     def score(self, spec: TaskSpec, answers: dict[str, str]) -> dict[str, float] | Exception:
@@ -127,7 +128,7 @@ def test_math_scores_of_a_replica_are_those_of_lm_eval(replica: Replica, tmp_pat
     ):
         spec = write_task(tmp_path, name, code, MATH_DOCUMENTS, metric=metric)
         model = BackendLM(KnownAnswers(replica.prompts, MATH_ANSWERS), replica.prompts)
-        theirs = evaluate(model, {name: build_task(spec).subtasks[0].task}, bootstrap_iters=0)
+        theirs = evaluate(model, {name: build(spec, prepared=prepare(spec)).subtasks[0].task}, bootstrap_iters=0)
         expected = {str(sample["doc_id"]): float(sample[metric]) for sample in theirs["samples"][name]}
         assert replica.score(spec, MATH_ANSWERS) == expected, name
         assert expected == MATH_VALUES
