@@ -11,6 +11,8 @@
 - `confined_task`: tasks with Python functions of their own, each in a confined process
 - `confinement`: which files and system calls a process may use, and its limits
 - `task_server`: what runs in these processes
+- `execution`: programs that a model wrote, each executed in a confined process of its own
+- `execution_server`: what runs in the process that starts these
 - `channel`: messages between this process and these processes
 - `right_answers`: the right answers of a task's documents
 - `references`: the right answers of a task's samples, as tokens to read

@@ -21,6 +21,7 @@ from typing import Any
 from workers.errors import InvalidTask, MetricFailed, WorkerError
 from workers.evaluation.built_tasks import Answers, BuiltTask, Document, PromptSettings, Subtask, permutation
 from workers.evaluation.confinement import Confinement, system_paths
+from workers.evaluation.execution import Executor
 from workers.evaluation.lm_eval_tasks import OUTPUT_TYPES, prepare
 from workers.evaluation.metric_process import SAMPLE_LIMIT_S, TASK_LIMIT_S, TaskProcess
 from workers.evaluation.right_answers import RightAnswer
@@ -30,6 +31,7 @@ from workers.types import TaskSpec
 
 __all__ = ["ConfinedTask"]
 
+MAX_PROGRAMS = 10_000  # that are executed for one sample
 MAX_SAMPLES = 10_000_000  # of a task: what this process orders
 MAX_WRITTEN = 2 << 30  # bytes below the temporary directory
 BLOCK = 512  # bytes, of stat's st_blocks
@@ -73,6 +75,7 @@ class ConfinedTask(TaskProcess):
         places = (*self._prepared.directories, *filter(None, os.environ.get("NLTK_DATA", "").split(os.pathsep)))
         self._confinement = confinement((*system_paths(), *places), (str(self._directory),))
         self._settings: PromptSettings | None = None
+        self._executor: Executor | None = None
         self.enforced = ""
         try:
             self.built = self._task(self._begin())
@@ -114,6 +117,8 @@ class ConfinedTask(TaskProcess):
 
     def close(self) -> None:
         self.stop()
+        if self._executor is not None:
+            self._executor.close()
         for streams in self._data.values():
             for handle in streams.values():
                 os.close(handle)
@@ -167,13 +172,23 @@ class ConfinedTask(TaskProcess):
         )
 
     def _answer(self, question: Mapping[str, Any]) -> object:
-        """Render chat messages for the process, which has no tokenizer."""
+        """Render chat messages for the process, which has no tokenizer, and have programs executed."""
+        if "execute" in question:
+            return self._execute([_text(program) for program in question["execute"]])
         if "render" not in question:
             return super()._answer(question)
         messages, add_generation_prompt = question["render"]
         assert self._settings is not None
         assert self._settings.render is not None
         return self._settings.render(messages, add_generation_prompt=bool(add_generation_prompt))
+
+    def _execute(self, programs: Sequence[str]) -> list[str | None]:
+        """Execute programs, each in a confined process of its own."""
+        if len(programs) > MAX_PROGRAMS:
+            raise ValueError(f"{len(programs):,} programs at once")
+        if self._executor is None:
+            self._executor = Executor()
+        return self._executor.run(programs)
 
     def _check(self) -> None:
         written = 0

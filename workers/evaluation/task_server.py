@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from workers.errors import InvalidTask, MetricFailed, WorkerError
@@ -33,6 +34,7 @@ from workers.evaluation.built_tasks import (
 )
 from workers.evaluation.channel import Channel
 from workers.evaluation.confinement import PR_SET_PDEATHSIG, Confinement, ConfinementUnavailable
+from workers.evaluation.execution import pass_at_k
 from workers.evaluation.lm_eval_tasks import Prepared, build
 from workers.evaluation.metrics import Documents, LocalMetrics
 from workers.types import TaskSpec
@@ -101,6 +103,7 @@ class _Server:
             self.reply(error=["ConfinementUnavailable", str(error), ""])
             return
         self.reply(enforced=enforced)
+        sys.modules["evaluate"] = self._evaluate()
         try:
             data = {key: _loaded(splits) for key, splits in start.data.items()}
             self._task = build(start.spec, prepared=Prepared((), data, start.index))
@@ -171,6 +174,38 @@ class _Server:
     def _built(self) -> BuiltTask:
         assert self._task is not None
         return self._task
+
+    def _evaluate(self) -> ModuleType:
+        """A stand-in of the package `evaluate`, whose metrics are code of the hub: it has "code_eval" only."""
+
+        def load(name: str, *_: Any, **__: Any) -> Any:
+            if name != "code_eval":
+                raise InvalidTask(
+                    f"metric {name!r} of the package evaluate is code of the hub, which is not run", "metric"
+                )
+            return SimpleNamespace(compute=self._code_eval)
+
+        module = ModuleType("evaluate")
+        module.__dict__["load"] = load
+        return module
+
+    def _code_eval(
+        self, *, predictions: Sequence[Sequence[str]], references: Sequence[str], k: Sequence[int] = (1,), **_: Any
+    ) -> tuple[dict[str, float], dict[int, list[str | None]]]:
+        """Execute programs, each a prediction and the tests of its reference, as the metric "code_eval" does.
+
+        Returns the mean of pass@k over the references, by name, and what executing each program gave.
+        """
+        programs = [f"{each}\n{test}" for tries, test in zip(predictions, references, strict=True) for each in tries]
+        self.reply(execute=programs)
+        reasons = iter(pickle.loads(self._channel.receive()))
+        outcomes = {index: [next(reasons) for _ in tries] for index, tries in enumerate(predictions)}
+        return {
+            f"pass@{each}": sum(pass_at_k(len(found), found.count(None), each) for found in outcomes.values())
+            / len(outcomes)
+            for each in k
+            if all(len(found) >= each for found in outcomes.values())
+        }, outcomes
 
     def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         self.reply(render=[list(map(dict, messages)), bool(add_generation_prompt)])
