@@ -241,7 +241,8 @@ class Evidence:
     - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
     - `weights_checksum`: the checksum of the engine's parameters after the swap
     - `replica`, `swap_count`: names of the engine and of the swap
-    - `engine`: description of the engine: program, dtype, size and placement of the source weights
+    - `engine`: description of the engine: program, dtype, size and placement of the source weights, and what confines
+      the code of tasks if some have code of their own
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
       the samples count as checked once the engine has passed another
     """

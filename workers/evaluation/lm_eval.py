@@ -282,6 +282,11 @@ class TaskEvaluator:
         """The task that `spec` describes, built if necessary. Raises InvalidTask if it cannot be built."""
         return self._prepare(spec).task
 
+    def confined_by(self, spans: Iterable[Span]) -> str:
+        """What confines the code of the tasks of `spans`, in words; "" if none of them has code of its own."""
+        found = (self._prepare(span.task).task.info.confined_by for span in spans)
+        return "; ".join(sorted({each for each in found if each}))
+
     def document(self, spec: TaskSpec, position: int) -> Document:
         """The document of the sample at `position` of a task, with lm-eval's requests in the order of `requests`.
 

@@ -26,6 +26,7 @@ from workers.engines.vllm.engine import SwapReport
 from workers.errors import TrialFailed
 from workers.evaluation import tasks
 from workers.evaluation.confined_task import ConfinedTask
+from workers.evaluation.execution import Executor
 from workers.evaluation.lm_eval import BackendLM
 from workers.evaluation.lm_eval_tasks import build, prepare
 from workers.evaluation.prompts import Prompts
@@ -57,6 +58,7 @@ class Replica:
         self.family = Family(ModelSource("base", directory, "fingerprint"), ())
         self.prompts = Prompts(directory, OPTIONS)
         self.engine = KnownEngine(self.prompts, {})
+        self.confined_by = Executor().enforced
         patch.setattr(engine_worker, "Engine", lambda family, options, **_: self.engine)
         patch.setattr(tasks, "ConfinedTask", partial(ConfinedTask, sample_limit_s=2.0))
         self.replica = ScoringReplica(partial(engine_worker.EngineWorker, self.family, OPTIONS))
@@ -67,7 +69,9 @@ class Replica:
         span = Span("x", spec, 0, len(answers))
         request = ScoreRequest("study", base_recipe(self.family), (span,))
         try:
-            return {sample.document: sample.value for sample in asyncio.run(self.replica.score(request)).samples}
+            scored = asyncio.run(self.replica.score(request))
+            assert scored.evidence.engine == f"vllm, known, known, code of tasks confined by {self.confined_by}"
+            return {sample.document: sample.value for sample in scored.samples}
         except Exception as error:
             return error
 
