@@ -9,6 +9,7 @@
 - `metrics`: lm-eval's filters and metrics, applied to answers
 - `metric_process`: metrics in a separate process, because metrics that set timers need a main thread
 - `confined_task`: tasks with Python functions of their own, each in a confined process
+- `executed_task`: tasks whose completions are code, which is executed
 - `confinement`: which files and system calls a process may use, and its limits
 - `task_server`: what runs in these processes
 - `execution`: programs that a model wrote, each executed in a confined process of its own

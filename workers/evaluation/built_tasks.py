@@ -18,7 +18,9 @@ __all__ = [
     "PromptSettings",
     "Subtask",
     "TaskCode",
+    "documents_here",
     "documents_of",
+    "lack_here",
     "lack_of_references",
     "permutation",
 ]
@@ -88,7 +90,7 @@ class PromptSettings:
 
 
 class TaskCode(Protocol):
-    """Interface of a task in a confined process."""
+    """Interface of what needs a confined process: a task with code of its own, or one that executes completions."""
 
     @property
     def enforced(self) -> str:
@@ -111,7 +113,7 @@ class BuiltTask:
     """A task that is ready to be scored, with the order of its samples.
 
     `order[position]` is the sample at `position`, as (index of the subtask, index of the document), both from 0.
-    `code` is the confined process that has the task; None if the task runs no code of its own and is in this process.
+    `code` computes the values by means of a confined process; None if the task needs none.
     """
 
     spec: TaskSpec
@@ -174,6 +176,11 @@ def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Docum
     """The documents of each subtask of a task, in document order, with their requests."""
     if task.code is not None:
         return task.code.documents(settings)
+    return documents_here(task, settings)
+
+
+def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
+    """The documents of a task whose lm-eval objects are in this process."""
     return tuple(_documents(subtask.task, settings) for subtask in task.subtasks)
 
 
@@ -181,6 +188,11 @@ def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
     """The reason why one of the first documents of a subtask has no right answer that a model could read, or None."""
     if task.code is not None:
         return task.code.lack_of_references(num_documents)
+    return lack_here(task, num_documents)
+
+
+def lack_here(task: BuiltTask, num_documents: int) -> str | None:
+    """`lack_of_references` for a task whose lm-eval objects are in this process."""
     for subtask in task.subtasks:
         for index in range(min(num_documents, subtask.num_samples)):
             if lack := right_answer(subtask.task, subtask.task.eval_docs[index]).lack:

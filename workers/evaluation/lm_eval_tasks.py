@@ -28,7 +28,7 @@ from workers.types import TaskSpec
 __all__ = ["Prepared", "build", "content_hash", "inline_rows", "prepare"]
 
 FEWSHOT_SEED = 1234  # lm-eval's default, so that few-shot prompts are those of its command line
-INLINE_METRICS = ("exact_match",)
+EXACT_MATCH, PASS_AT_1 = "exact_match", "pass@1"  # the metrics of inline tasks, without and with a program
 MEANS = ("mean", "nanmean")
 YAML = (".yaml", ".yml")
 OUTPUT_TYPES = ("generate_until", "loglikelihood", "multiple_choice")
@@ -121,9 +121,10 @@ def inline_rows(spec: TaskSpec) -> list[InlineRow]:
     label = _label(spec)
     if "file" not in spec.task:
         raise InvalidTask(f"inline task: no file; found only {', '.join(sorted(spec.task)) or 'nothing'}")
-    if spec.metric not in INLINE_METRICS:
-        message = f"task {label}: unknown metric {spec.metric!r}; an inline task has {INLINE_METRICS[0]}"
-        raise InvalidTask(message, "metric")
+    has_program = spec.task.get("program") is not None
+    if spec.metric != (metric := PASS_AT_1 if has_program else EXACT_MATCH):
+        kind = "an inline task with a program" if has_program else "an inline task"
+        raise InvalidTask(f"task {label}: unknown metric {spec.metric!r}; {kind} has {metric}", "metric")
     if spec.filter not in (None, "none"):
         raise InvalidTask(f"task {label}: unknown filter {spec.filter!r}; an inline task has none", "filter")
     if spec.split is not None:
@@ -153,8 +154,8 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
 def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], *, num_fewshot: int) -> Any:
     """Make an lm-eval task of `rows`, the samples of a JSONL file.
 
-    A greedy completion is right if it equals the whole answer, apart from white space at its ends. `task` has the
-    further settings of the inline task, such as `max_tokens`.
+    A greedy completion is right if it equals the whole answer, apart from white space at its ends; `executed_task`
+    judges those of tasks with a program. `task` has the further settings of the inline task, such as `max_tokens`.
     """
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
@@ -178,7 +179,10 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
             "target_delimiter": "",
             "fewshot_delimiter": "\n",
             "process_results": exact_match,
-            "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+            "metric_list": [
+                {"metric": metric, "aggregation": "mean", "higher_is_better": True}
+                for metric in (EXACT_MATCH, PASS_AT_1)
+            ],
             "generation_kwargs": {
                 "until": list(task.get("until", ("\n",))),
                 "max_gen_toks": int(task.get("max_tokens", 64)),

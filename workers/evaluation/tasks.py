@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from workers.evaluation.built_tasks import BuiltTask
 from workers.evaluation.confined_task import ConfinedTask
+from workers.evaluation.executed_task import ExecutedTask
 from workers.evaluation.lm_eval_tasks import build, inline_rows
 from workers.evaluation.task_loading import OwnCode
 from workers.types import TaskInfo, TaskSpec
@@ -25,7 +26,7 @@ def check_task(spec: TaskSpec) -> TaskInfo:
     metric, filter or split; for malformed or missing data; for a metric that is not a mean over samples; for a file
     outside the task's `access`; and for a task with code of its own if this machine cannot confine it.
     """
-    if isinstance(spec.task, Mapping):
+    if isinstance(spec.task, Mapping) and spec.task.get("program") is None:
         return TaskInfo(len(inline_rows(spec)), higher_is_better=True, output_type="generate_until")
     with build_task(spec) as task:
         return task.info
@@ -34,11 +35,14 @@ def check_task(spec: TaskSpec) -> TaskInfo:
 def build_task(spec: TaskSpec) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
-    A task whose files name Python functions is built by a confined process (`confined_task`), which lives as long as
-    the object, or until the object is closed. Raises InvalidTask if the task is unknown or cannot be scored (see
-    `check_task`).
+    A task whose files name Python functions is built by a confined process (`confined_task`), and one that executes
+    completions has one for that (`executed_task`). The process lives as long as the object, or until the object is
+    closed. Raises InvalidTask if the task is unknown or cannot be scored (see `check_task`).
     """
     try:
-        return build(spec)
+        task = build(spec)
     except OwnCode:
         return ConfinedTask(spec).built
+    if isinstance(spec.task, Mapping) and spec.task.get("program") is not None:
+        return ExecutedTask(task, inline_rows(spec)).built
+    return task

@@ -44,7 +44,7 @@ def check_tasks(
             content = None
             task: str | dict[str, Any]
             if isinstance(spec.task, InlineTask):
-                task = spec.task.model_dump(mode="json")
+                task = spec.task.description()
                 content = content_hash(spec.task.file)
             else:
                 task = spec.task
