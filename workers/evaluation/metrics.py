@@ -71,7 +71,7 @@ class LocalMetrics:
         task, documents = self._tasks[digest]
         subtask, metric = task.subtasks[answers.subtask], task.spec.metric
         try:
-            found = _results(subtask, documents[answers.subtask][answers.document], answers)
+            found = _results(subtask, documents[answers.subtask][answers.document], answers, metric=metric)
             value = float(found[metric]) if metric in found else None
         except (Exception, SystemExit) as error:  # a metric is code of any origin: it may raise anything
             what = f"raised {type(error).__name__}: {error}; the answer was {reprlib.repr(answers.responses)}"
@@ -92,7 +92,7 @@ def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
     return MetricFailed(f"task {name}, document {answers.document}: metric {task.spec.metric!r} {what}")
 
 
-def _results(subtask: Subtask, document: Any, answers: Answers) -> Mapping[str, Any]:
+def _results(subtask: Subtask, document: Any, answers: Answers, *, metric: str) -> Mapping[str, Any]:
     """Apply lm-eval's filters and metrics to the answers to one document.
 
     Returns what each metric of the subtask gives for the document, by the metric's name.
@@ -108,4 +108,7 @@ def _results(subtask: Subtask, document: Any, answers: Answers) -> Mapping[str, 
     results: Mapping[str, Any] = subtask.task.process_results(
         document, [instance.filtered_resps[subtask.filter] for instance in instances]
     )
+    config = subtask.task.config
+    if metric not in results and len(results) == len(config.metric_list or ()) == 1 and config.process_results is None:
+        return {metric: next(iter(results.values()))}  # a function may name its value itself, as "pass@1"
     return results

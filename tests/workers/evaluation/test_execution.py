@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from tests.workers.evaluation.test_confined_task import NoConfinement, Unavailable, opened
-from tests.workers.judged_tasks import write_task
 from workers.errors import InvalidTask
 from workers.evaluation import execution
 from workers.evaluation.built_tasks import Answers
 from workers.evaluation.execution import Executor, pass_at_k
+from workers.types import TaskSpec
 
 
 @pytest.fixture(scope="module")
@@ -136,30 +136,31 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass() -> None:
     assert (pass_at_k(5, 0, 3), pass_at_k(200, 50, 1)) == (0.0, 0.25)
 
 
-# As lm-eval's humaneval and mbpp do.
-CODE_EVAL = """
-import evaluate
-
-code_eval = evaluate.load("code_eval")
-assert code_eval.compute(references=["assert add(2, 3)==5"], predictions=[["def add(a,b): return a*b"]], k=[1])[0] == {
-    "pass@1": 0.0
-}
-
-def process_docs(dataset):
-    return dataset
-
-def process_results(doc, results):
-    found, _ = code_eval.compute(references=[doc["solution"]], predictions=[[doc["problem"] + results[0]]], k=[1])
-    return {"exact_match": found["pass@1"]}
-"""
-
-
 @pytest.mark.slow
-def test_metric_of_lm_eval_executes_programs_in_the_sandbox(tmp_path: Path) -> None:
-    document = {"problem": "def double(x):\n", "solution": "assert double(2) == 4"}
-    spec = write_task(tmp_path, "problems", CODE_EVAL, [document])
+def test_humaneval_of_lm_eval_runs_in_the_sandbox(tmp_path: Path) -> None:
+    """lm-eval's own task, over one problem: its module executes a program when it is imported, and names its value."""
+    import lm_eval.tasks
+
+    problem = {
+        "prompt": "def double(x):\n",
+        "test": "def check(candidate):\n    assert candidate(2) == 4\n",
+        "entry_point": "double",
+    }
+    (tmp_path / "problems.jsonl").write_text(json.dumps(problem) + "\n")
+    text = (Path(lm_eval.tasks.__file__).parent / "humaneval" / "humaneval.yaml").read_text()
+    for old, new in (
+        ("task: humaneval", "task: problems"),
+        (
+            "dataset_path: openai/openai_humaneval",
+            "dataset_path: json\ndataset_kwargs: {data_files: {test: problems.jsonl}}",
+        ),
+        ("!function utils.", "!function lm_eval.tasks.humaneval.utils."),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "problems.yaml").write_text(text)
     answers = ["    return 2 * x", "    return x", f"    open({str(tmp_path / 'written')!r}, 'w')\n    return 4"]
-    with opened(spec) as task:
+    with opened(TaskSpec(str(tmp_path / "problems.yaml"), "pass_at_k")) as task:
         assert task.code is not None
         assert task.code.values([Answers(0, 0, ((answer,),)) for answer in answers]) == [1.0, 0.0, 0.0]
     assert not (tmp_path / "written").exists()
