@@ -72,8 +72,12 @@ class ConfinedTask(TaskProcess):
         self._directory = Path(tempfile.mkdtemp(prefix="mergesearch-task-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         self._data = {key: _streams(data) for key, data in self._prepared.datasets.items()}
-        places = (*self._prepared.directories, *filter(None, os.environ.get("NLTK_DATA", "").split(os.pathsep)))
-        self._confinement = confinement((*system_paths(), *places), (str(self._directory),))
+        corpora = filter(None, os.environ.get("NLTK_DATA", "").split(os.pathsep))
+        self._confinement = confinement(
+            readable=(*system_paths(), *self._prepared.files, *corpora),
+            writable=(str(self._directory),),
+            listable=self._prepared.directories,
+        )
         self._settings: PromptSettings | None = None
         self._executor: Executor | None = None
         self.enforced = ""

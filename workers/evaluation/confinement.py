@@ -199,12 +199,14 @@ def system_paths() -> tuple[str, ...]:
 class Confinement:
     """What a confined process may use; `apply` confines the calling process.
 
-    `readable` and `writable` are absolute paths of directories (with all that is below them) and files. `memory_bytes`
-    limits the address space, `file_bytes` the size of a file, `cpu_s` the processor time (None is no limit).
+    `readable` and `writable` are absolute paths of directories (with all that is below them) and files. Of directories
+    that are only `listable`, the names of all that is below them can be read. `memory_bytes` limits the address space,
+    `file_bytes` the size of a file, `cpu_s` the processor time (None is no limit).
     """
 
     readable: tuple[str, ...] = field(default_factory=system_paths)
     writable: tuple[str, ...] = ()
+    listable: tuple[str, ...] = ()
     memory_bytes: int = 8192 * MIB
     file_bytes: int = 1024 * MIB
     cpu_s: int | None = None
@@ -215,6 +217,7 @@ class Confinement:
         From then on the process
 
         - reads the files in `readable`, `writable` and some devices only, and writes those in `writable` only
+        - lists these directories and those in `listable` only
         - has no network, starts no process and no program, and sends signals to itself only
         - neither reads other processes nor changes their priority, affinity or limits
         - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace.
@@ -235,7 +238,7 @@ class Confinement:
             least = [most, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
             resource.setrlimit(kind, (min(least), min(least)))
         _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        version = _restrict_files(self.readable, self.writable)
+        version = _restrict_files(self.readable, self.writable, self.listable)
         _filter_system_calls(list(_program(machine)))
         return f"Landlock {version}, seccomp"
 
@@ -259,7 +262,7 @@ def _call(name: str, *arguments: object) -> int:
     return int(result)
 
 
-def _restrict_files(readable: Iterable[str], writable: Iterable[str]) -> int:
+def _restrict_files(readable: Iterable[str], writable: Iterable[str], listable: Iterable[str]) -> int:
     """Let this process use these files only; returns the version of Landlock's interface."""
     try:
         version = _call("syscall", LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
@@ -280,6 +283,7 @@ def _restrict_files(readable: Iterable[str], writable: Iterable[str]) -> int:
     try:
         for place, rights in [
             *((place, READ) for place in readable),
+            *((place, READ_DIR) for place in listable),
             *((place, WRITE) for place in writable),
             *((place, READ | WRITE_FILE) for place in DEVICES),
         ]:

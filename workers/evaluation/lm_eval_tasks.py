@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -41,11 +41,13 @@ Loading = Callable[[Path | None, FileAccess | None], AbstractContextManager[None
 class Prepared:
     """What a confined process needs to build a task, apart from its TaskSpec.
 
-    `directories` hold the task's files. `datasets` has its data, as `datasets.load_dataset` returned it, by
-    `task_loading.data_key`. `index` is what lm-eval knows of its own tasks; None if the task is a file.
+    `directories` hold the task's files, and `files` are those of them that its code may read. `datasets` has its data,
+    as `datasets.load_dataset` returned it, by `task_loading.data_key`. `index` is what lm-eval knows of its own tasks;
+    None if the task is a file.
     """
 
     directories: tuple[str, ...]
+    files: tuple[str, ...]
     datasets: Mapping[str, Any]
     index: Mapping[str, Any] | None
 
@@ -86,9 +88,27 @@ def prepare(spec: TaskSpec) -> Prepared:
     _load(spec, partial(recorded_loading, recording))
     return Prepared(
         tuple(sorted(map(str, recording.directories))),
+        tuple(
+            str(file) for directory in sorted(recording.directories) for file in _files_of_task(directory, spec.access)
+        ),
         recording.datasets,
         None if _is_file(spec) else _manager().task_index,
     )
+
+
+def _files_of_task(directory: Path, access: FileAccess | None) -> Iterator[Path]:
+    """Yield the files in `directory` that code of a task there may read. Other things may be there too.
+
+    They are the files of the directory itself, and Python and YAML files below it, but not hidden ones, nor those that
+    `access` refuses, such as links to files elsewhere.
+    """
+    for place, folders, names in os.walk(directory):
+        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+        is_own = Path(place) == directory
+        for file in (Path(place, name) for name in names if not name.startswith(".")):
+            is_code = file.suffix in (".py", *YAML)
+            if (is_own or is_code) and file.is_file() and (access is None or access.refusal(file) is None):
+                yield file
 
 
 def content_hash(file: str | Path) -> str:

@@ -106,7 +106,7 @@ class _Server:
         sys.modules["evaluate"] = self._evaluate()
         try:
             data = {key: _loaded(splits) for key, splits in start.data.items()}
-            self._task = build(start.spec, prepared=Prepared((), data, start.index))
+            self._task = build(start.spec, prepared=Prepared((), (), data, start.index))
         except InvalidTask as error:
             self.reply(error=_described(error))
         except Exception as error:  # a task is code and data of any origin

@@ -197,6 +197,32 @@ with tempfile.TemporaryDirectory() as directory:
     assert value(task, code) == 1
 
 
+def test_code_reads_the_files_of_its_task_and_no_others_beside(tmp_path: Path) -> None:
+    """A task may be in a home directory, beside keys and other people's links."""
+    (tmp_path / "words.txt").write_text("words")
+    (tmp_path / ".token").write_text("secret")
+    (tmp_path / "database.url").write_text("secret")
+    for name in ("data", ".keys", "package"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("secret")
+    (tmp_path / "package" / "module.py").write_text("")
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    spec = replace(executing(tmp_path), access=FileAccess((), (str(tmp_path),)))
+    code = """
+import pathlib
+found = []
+for file in sorted(pathlib.Path({place!r}).rglob("*")):
+    try:
+        file.is_file() and file.read_bytes() is not None and found.append(file.name)
+    except PermissionError:
+        pass
+x = found == {expected}
+"""
+    expected = ["module.py", "py_problems.jsonl", "py_problems.yaml", "py_problems_code.py", "words.txt"]
+    with opened(spec) as task:
+        assert value(task, code.format(place=str(tmp_path), expected=expected)) == 1
+
+
 def test_threads_and_subprocess_free_libraries_work(task: BuiltTask) -> None:
     code = """
 from concurrent.futures import ThreadPoolExecutor
