@@ -54,6 +54,8 @@ class ObjectiveSpec(Section):
     """The task's filter that is used; required if the task has several."""
     split: Line | None = None
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The longest completion of an lm-eval task, in tokens. Default: the task's, or 256."""
     direction: Literal["maximize", "minimize"] | None = None
     """The direction of optimisation. Default: as the task's metric says."""
     range: tuple[float, float] | None = None

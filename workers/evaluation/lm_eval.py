@@ -19,6 +19,7 @@ from lm_eval.api.model import TemplateLM  # noqa: TID253  (a base class; this mo
 from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.built_tasks import Answers, BuiltTask, Document, PromptSettings, documents_of
+from workers.evaluation.lm_eval_tasks import MAX_TOKENS
 from workers.evaluation.metrics import Documents, LocalMetrics, Metrics
 from workers.evaluation.prompts import Backend, Completion, Continuation, Generation, Prompts
 from workers.evaluation.tasks import build_task
@@ -190,7 +191,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
     def _generation(self, context: str, arguments: Mapping[str, Any], *, seed: int) -> tuple[Generation, bool]:
         max_tokens = DEFAULT_MAX_TOKENS
-        for name in ("max_tokens", "max_new_tokens", "max_gen_toks"):
+        for name in MAX_TOKENS:
             max_tokens = int(arguments.get(name) or max_tokens)
         if unknown := sorted(set(arguments) - KNOWN_ARGUMENTS):
             raise InvalidTask(

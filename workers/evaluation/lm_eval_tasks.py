@@ -25,13 +25,16 @@ from workers.models.remote import local_file
 from workers.object_store import is_object_url
 from workers.types import TaskSpec
 
-__all__ = ["Prepared", "build", "content_hash", "inline_rows", "prepare"]
+__all__ = ["MAX_TOKENS", "Prepared", "build", "content_hash", "inline_rows", "prepare"]
 
 FEWSHOT_SEED = 1234  # lm-eval's default, so that few-shot prompts are those of its command line
 EXACT_MATCH, PASS_AT_1 = "exact_match", "pass@1"  # the metrics of inline tasks, without and with a program
 MEANS = ("mean", "nanmean")
 YAML = (".yaml", ".yml")
 OUTPUT_TYPES = ("generate_until", "loglikelihood", "multiple_choice")
+
+# The names that a limit of tokens has in lm-eval's generation arguments, the last of those given counts.
+MAX_TOKENS = ("max_tokens", "max_new_tokens", "max_gen_toks")
 
 # One of the functions of `task_loading`: makes a context manager of a directory and of the files that may be read.
 Loading = Callable[[Path | None, FileAccess | None], AbstractContextManager[None]]
@@ -316,6 +319,8 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
         task.set_config("num_fewshot", spec.num_fewshot)
     elif task.get_config("num_fewshot") is None:
         task.set_config("num_fewshot", 0)
+    if spec.max_tokens is not None:
+        _use_max_tokens(task, spec.max_tokens, where)
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
     num_samples = len(task.eval_docs)
     if num_samples == 0:
@@ -357,6 +362,15 @@ def _filter(task: Any, spec: TaskSpec, where: str) -> str:
     if spec.filter not in names:
         raise InvalidTask(f"{where}: unknown filter {spec.filter!r}; it has {', '.join(names)}", "filter")
     return spec.filter
+
+
+def _use_max_tokens(task: Any, max_tokens: int, where: str) -> None:
+    """Limit the completions of a task; lm-eval knows the limit by several names, of which the task may have any."""
+    if task.OUTPUT_TYPE != "generate_until":
+        message = f"{where}: max_tokens {max_tokens}: the task scores options and generates no text; leave it out"
+        raise InvalidTask(message, "max_tokens")
+    arguments = {key: value for key, value in task.get_config("generation_kwargs").items() if key not in MAX_TOKENS}
+    task.set_config("generation_kwargs", {**arguments, "max_gen_toks": max_tokens})
 
 
 def _use_split(task: Any, split: str, where: str) -> None:

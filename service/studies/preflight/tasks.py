@@ -56,6 +56,7 @@ def check_tasks(
                 filter=spec.filter,
                 split=spec.split,
                 num_fewshot=spec.num_fewshot,
+                max_tokens=spec.max_tokens,
                 content=content,
                 permutation_seed=study.search.seed,
                 access=access,

@@ -213,6 +213,7 @@ def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = 
         filter=objective.filter,
         split=objective.split,
         num_fewshot=objective.num_fewshot,
+        max_tokens=objective.max_tokens,
         permutation_seed=seed,
         access=access,
     )
