@@ -58,7 +58,7 @@ class InvalidTask(WorkerError, ValueError):
     """Raised if a task cannot be evaluated: it is unknown, runs code, has malformed data or too few samples.
 
     `field` is the wrong part of the objective that names the task: "task" or a key in the task, "metric", "filter",
-    "split" or "num_fewshot".
+    "split", "num_fewshot" or "max_tokens".
     """
 
     def __init__(self, message: str, field: str = "task") -> None:

@@ -132,6 +132,8 @@ class TaskSpec:
     - `metric`, `filter`: one of the task's metrics and filters; if `filter` is None, the task's first filter is used
     - `split`: a split of the task's data; None leaves the choice to the task
     - `num_fewshot`: the number of examples in a prompt; None leaves the choice to the task
+    - `max_tokens`: the longest completion, in tokens, of an lm-eval task that generates; None leaves the choice to the
+      task
     - `content`: the sha256 of the data file, if there is one, so that changed data is detected
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
     - `access`: limits the files that the task may use; None is no limit. The digest of the description does not depend
@@ -146,9 +148,13 @@ class TaskSpec:
     content: str | None = None
     permutation_seed: int = 0
     access: FileAccess | None = field(default=None, compare=False)
+    max_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "access"}
+        document = {name: value for name, value in asdict(self).items() if name != "access"}
+        if self.max_tokens is None:  # newer than stored studies, whose digests stay
+            del document["max_tokens"]
+        return document
 
     @property
     def digest(self) -> str:
@@ -164,6 +170,7 @@ class TaskInfo:
     - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
     - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
     - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
+    - `confined_by`: what confines the process that runs the task's own code; "" if it has none
     """
 
     num_samples: int
@@ -171,6 +178,7 @@ class TaskInfo:
     output_type: str
     num_truncated: int = 0
     groups: Mapping[str, int] = field(default_factory=dict)
+    confined_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -238,7 +246,8 @@ class Evidence:
     - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
     - `weights_checksum`: the checksum of the engine's parameters after the swap
     - `replica`, `swap_count`: the name of the engine's replica, and the number of the swap
-    - `engine`: description of the engine: program, dtype, size and placement of the source weights
+    - `engine`: description of the engine: program, dtype, size and placement of the source weights, and what confines
+      the code of tasks if some have code of their own
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
       the samples count as checked once the engine has passed another canary
     """

@@ -293,6 +293,8 @@ def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) 
             for key in ("filter", "split", "num_fewshot"):
                 if getattr(spec, key) is not None:
                     yield Problem(f"{place}.{key}", "is for lm-eval tasks; a JSONL task has none; leave it out")
+            if spec.max_tokens is not None:
+                yield Problem(f"{place}.max_tokens", "is for lm-eval tasks; of a JSONL task it is task.max_tokens")
 
 
 def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:

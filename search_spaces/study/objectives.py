@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -18,7 +18,8 @@ Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 class InlineTask(Section):
     """A task that consists of samples in a JSONL file, each a prompt and an answer.
 
-    The whole greedy completion of the prompt must equal the answer, apart from white space around it.
+    The whole greedy completion of the prompt must equal the answer, apart from white space around it. With `program`,
+    the completion is code instead: it is right if the program with it runs to its end.
     """
 
     file: Line
@@ -29,6 +30,12 @@ class InlineTask(Section):
     until: tuple[Annotated[str, Field(min_length=1)], ...] = ("\n",)
     """A completion ends at the first of these strings, or at the end of text."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
+    program: Annotated[str, Field(min_length=1)] | None = None
+    """A program in Python, as a Jinja template over the keys of a line and `completion`; executed in a sandbox."""
+
+    def description(self) -> dict[str, Any]:
+        """The task as a JSON object. A key that is newer than stored studies is left out where it is not given."""
+        return self.model_dump(mode="json", exclude_none=True)
 
 
 def _tag_of_task(value: object) -> str | None:
@@ -47,6 +54,8 @@ class ObjectiveSpec(Section):
     """The task's filter that is used; required if the task has several."""
     split: Line | None = None
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The longest completion of an lm-eval task, in tokens. Default: the task's, or 256."""
     direction: Literal["maximize", "minimize"] | None = None
     """The direction of optimisation. Default: as the task's metric says."""
     range: tuple[float, float] | None = None

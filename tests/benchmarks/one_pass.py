@@ -24,9 +24,9 @@ from search_spaces.study.engine import EngineOptions
 from workers.alignments.recipes import alignments_before
 from workers.engines.transformers.merged_models import merged_model
 from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import Reading, References, Target
-from workers.evaluation.tasks import content_hash
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
 from workers.merging.plan import computations, plan_tensors

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.benchmarks import bench_hm3_paths as bench
+from tests.benchmarks.arms import NotKept
 
 
 def test_scores_are_a_function_of_the_seed() -> None:
@@ -67,7 +68,7 @@ def test_rows_are_compared_on_the_same_seeds(monkeypatch: pytest.MonkeyPatch) ->
 
     def arm(name: str, seed: int) -> dict[str, Any]:
         if seed >= kept_seeds.get(name, 0):
-            raise bench.NotKept
+            raise NotKept
         return {"seed": seed}
 
     monkeypatch.setattr(bench, "arm", arm)
@@ -75,5 +76,5 @@ def test_rows_are_compared_on_the_same_seeds(monkeypatch: pytest.MonkeyPatch) ->
         [*names[: bench.NUM_COMPARED], names[6]], 2
     )
     kept_seeds[names[3]] = 0
-    with pytest.raises(bench.NotKept, match="one of the first 5 rows has no arm on file"):
+    with pytest.raises(NotKept, match="one of the first 5 rows has no arm on file"):
         bench.on_file()

@@ -181,7 +181,7 @@ def test_pages_show_both_kinds_of_yaml() -> None:
         "docs/how-to/layer-paths.md": 3,
         "docs/how-to/preferences.md": 1,
         "docs/how-to/warm-start.md": 1,
-        "docs/reference/study-file.md": 1,
+        "docs/reference/study-file.md": 2,
         "docs/tutorial.md": 1,
     }
     blocks = page_of("docs/how-to/merge.md").blocks_in("yaml")

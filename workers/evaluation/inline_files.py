@@ -1,10 +1,10 @@
-"""Inline tasks: samples in a JSONL file, with templates for the prompt and the answer."""
+"""Inline tasks: samples in a JSONL file, with templates for the prompt, the answer, and a program that tests it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
@@ -14,17 +14,21 @@ from jinja2.sandbox import SandboxedEnvironment
 from workers.errors import InvalidTask
 from workers.models.remote import local_file
 
-__all__ = ["InlineRow", "RowTemplates", "parse_line", "read_inline"]
+__all__ = ["InlineRow", "RowTemplates", "parse_line", "program_of", "read_inline"]
 
-INLINE_KEYS = frozenset({"file", "prompt", "answer", "until", "max_tokens"})
+INLINE_KEYS = frozenset({"file", "prompt", "answer", "until", "max_tokens", "program"})
 
 
 @dataclass(frozen=True)
 class InlineRow:
-    """One sample of an inline task: the prompt, and the answer that a model's completion must equal as a whole."""
+    """One sample of an inline task: the prompt, and the answer that a model's completion must equal as a whole.
+
+    `fields` is the JSON object of its line.
+    """
 
     prompt: str
     answer: str
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
@@ -44,14 +48,46 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
     except OSError as error:
         raise InvalidTask(f"{file}: cannot be read ({error.strerror})") from error
     compiled = RowTemplates(templates, where=file)
+    program = None if task.get("program") is None else _template(str(task["program"]), where=file)
     rows = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{file}, line {number}"
-            rows.append(compiled.row(parse_line(line, where=where), where=where))
+            row = compiled.row(parse_line(line, where=where), where=where)
+            if program is not None:
+                _rendered(program, row, row.answer, where=where)  # a key that the line lacks is found here
+            rows.append(row)
     if not rows:
         raise InvalidTask(f"{file}: holds no samples; expected one JSON object per line")
     return rows
+
+
+def program_of(task: Mapping[str, Any], row: InlineRow, completion: str) -> str:
+    """The program that tests a completion of a sample, from the template `program` of an inline task.
+
+    Raises InvalidTask if it cannot be rendered.
+    """
+    file = str(task["file"])
+    return _rendered(_template(str(task["program"]), where=file), row, completion, where=file)
+
+
+def _template(text: str, *, where: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidTask(f"{where}: program template {text!r} is not valid: {error.message}") from error
+
+
+def _rendered(template: jinja2.Template, row: InlineRow, completion: str, *, where: str) -> str:
+    try:
+        return template.render(row.fields, completion=completion)
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is code; only the class is shown: the message may quote the file
+        fields = ", ".join(sorted(map(str, row.fields)))
+        raise InvalidTask(
+            f"{where}: program template: {type(error).__name__}; fields here are {fields} and completion"
+        ) from error
 
 
 class RowTemplates:
@@ -103,7 +139,7 @@ class RowTemplates:
                 raise InvalidTask(f"{where}: {self._of(key)}: {reason}") from error
         if not rendered["prompt"]:
             raise InvalidTask(f"{where}: the prompt is empty")
-        return InlineRow(**rendered)
+        return InlineRow(**rendered, fields=fields)
 
     def _of(self, key: str) -> str:
         return f"{self._names.get(key, key)} template {self._templates[key]!r}"

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from workers.cache import cached
 from workers.evaluation.prompts import Generation, Prompts
@@ -57,27 +56,18 @@ def _counted(spec: TaskSpec, prompts: Prompts) -> Lengths:
 
     lm = BackendLM(None, prompts)
     read = answered = limit = 0.0
-    built = build_task(spec)
-    for subtask in built.subtasks:
-        documents = tokenized_requests(lm, subtask.task, limit=LOOKED_AT)
-        share = subtask.num_samples / len(built.order) / len(documents)
-        for request in (request for requests in documents for request in requests):
-            tokenized = request.tokenized
-            most = tokenized.max_tokens if isinstance(tokenized, Generation) else 1  # an engine generates at least one
-            read += share * len(tokenized.tokens)
-            answered += share * min(most, _reference_tokens(subtask.task, request.instance.doc, prompts) or most)
-            limit += share * most
+    with build_task(spec) as built:
+        for subtask, documents in zip(built.subtasks, lm.documents(built, limit=LOOKED_AT), strict=True):
+            share = subtask.num_samples / len(built.order) / len(documents)
+            for document in documents:
+                texts = document.right().texts if subtask.output_type == "generate_until" else ()
+                # of the longest right answer, with the token that ends a completion
+                right = max((len(prompts.encode(text, special_tokens=False)) + 1 for text in texts), default=0)
+                for request in tokenized_requests(lm, document):
+                    tokenized = request.tokenized
+                    # an engine generates at least one
+                    most = tokenized.max_tokens if isinstance(tokenized, Generation) else 1
+                    read += share * len(tokenized.tokens)
+                    answered += share * min(most, right or most)
+                    limit += share * most
     return Lengths(read, answered, limit)
-
-
-def _reference_tokens(task: Any, document: Any, prompts: Prompts) -> int:
-    """The number of tokens of a document's longest right answer, including the token that ends a completion.
-
-    Returns 0 if the document has no right answer as text, as in every task that does not generate.
-    """
-    from workers.evaluation.references import reference_texts
-
-    if task.OUTPUT_TYPE != "generate_until":
-        return 0
-    texts = reference_texts(task, document)
-    return max((len(prompts.encode(text, special_tokens=False)) + 1 for text in texts), default=0)

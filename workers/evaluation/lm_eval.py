@@ -18,9 +18,11 @@ from lm_eval.api.model import TemplateLM  # noqa: TID253  (a base class; this mo
 
 from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidTask
-from workers.evaluation.metrics import Answers, Documents, LocalMetrics, Metrics
+from workers.evaluation.built_tasks import Answers, BuiltTask, Document, PromptSettings, documents_of
+from workers.evaluation.lm_eval_tasks import MAX_TOKENS
+from workers.evaluation.metrics import Documents, LocalMetrics, Metrics
 from workers.evaluation.prompts import Backend, Completion, Continuation, Generation, Prompts
-from workers.evaluation.tasks import BuiltTask, build_task, documents_of
+from workers.evaluation.tasks import build_task
 from workers.types import SampleResult, Span, TaskInfo, TaskSpec
 
 __all__ = ["BackendLM", "Scored", "TaskEvaluator", "describe", "tokenized_requests"]
@@ -58,12 +60,13 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A task with its tokenized requests: `requests[subtask][document]` has those of one document.
+    """A task with its documents, and the tokenized requests of each: `requests[subtask][document]`.
 
     `subtask` and `document` are indices from 0.
     """
 
     task: BuiltTask
+    documents: tuple[tuple[Document, ...], ...]
     requests: tuple[tuple[tuple[_Request, ...], ...], ...]
 
     def at(self, position: int) -> tuple[_Request, ...]:
@@ -79,10 +82,10 @@ class _Prepared:
         return sum(len(r.tokenized.tokens) for subtask in self.requests for requests in subtask for r in requests)
 
     @property
-    def documents(self) -> Documents:
+    def contents(self) -> Documents:
         return tuple(
-            {request.instance.doc_id: request.instance.doc for requests in subtask for request in requests}
-            for subtask in self.requests
+            {document.instances[0].doc_id: document.instances[0].doc for document in documents}
+            for documents in self.documents
         )
 
 
@@ -149,6 +152,12 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
             ) from error
         return str(text)
 
+    def documents(self, task: BuiltTask, *, limit: int | None = None) -> tuple[tuple[Document, ...], ...]:
+        """The documents of each subtask of a task, with prompts as this model reads them; the first `limit`, or all."""
+        options = self.prompts.options
+        render = self.apply_chat_template if options.chat_template else None
+        return documents_of(task, PromptSettings(options.system_prompt, render, self.tokenizer_name, limit))
+
     def tokenize(self, instance: Any) -> tuple[Generation | Continuation, bool]:
         """Tokenize a request of lm-eval.
 
@@ -182,7 +191,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
     def _generation(self, context: str, arguments: Mapping[str, Any], *, seed: int) -> tuple[Generation, bool]:
         max_tokens = DEFAULT_MAX_TOKENS
-        for name in ("max_tokens", "max_new_tokens", "max_gen_toks"):
+        for name in MAX_TOKENS:
             max_tokens = int(arguments.get(name) or max_tokens)
         if unknown := sorted(set(arguments) - KNOWN_ARGUMENTS):
             raise InvalidTask(
@@ -236,7 +245,8 @@ class TaskEvaluator:
     """Scores samples of tasks with one backend.
 
     `backend` may be None if nothing is scored. `metrics` computes the values. By default they are computed in this
-    process; then `score` must be called in the main thread. Tokenized tasks are kept, the most recently used first, up
+    process; then `score` must be called in the main thread. Those of a task with code of its own always come from the
+    confined process that has the task. Tokenized tasks are kept, the most recently used first, up
     to MAX_KEPT_TOKENS prompt tokens together. The tasks of one call of `score` are always kept.
     """
 
@@ -273,12 +283,19 @@ class TaskEvaluator:
         """The task that `spec` describes, built if necessary. Raises InvalidTask if it cannot be built."""
         return self._prepare(spec).task
 
-    def instances(self, spec: TaskSpec, position: int) -> tuple[Any, ...]:
-        """lm-eval's `Instance` objects for the sample at `position` of a task.
+    def confined_by(self, spans: Iterable[Span]) -> str:
+        """What confines the code of the tasks of `spans`, in words; "" if none of them has code of its own."""
+        found = (self._prepare(span.task).task.info.confined_by for span in spans)
+        return "; ".join(sorted({each for each in found if each}))
 
-        They are in the order in which the method `requests` returns their tokenized requests, and must not be modified.
+    def document(self, spec: TaskSpec, position: int) -> Document:
+        """The document of the sample at `position` of a task, with lm-eval's requests in the order of `requests`.
+
+        The requests must not be modified.
         """
-        return tuple(request.instance for request in self._prepare(spec).at(position))
+        prepared = self._prepare(spec)
+        subtask, document = prepared.task.order[position]
+        return prepared.documents[subtask][document]
 
     def score(self, spans: Sequence[Span]) -> Scored:
         """Score every sample of `spans`.
@@ -330,9 +347,8 @@ class TaskEvaluator:
 
     def _judge(self, span: Span, samples: Sequence[tuple[int, Sequence[tuple[_Request, Any]]]]) -> list[SampleResult]:
         task = self._prepare(span.task).task
-        values = self._metrics.values(
-            span.task.digest, [_answers(task.order[position][0], answered) for position, answered in samples]
-        )
+        answers = [_answers(task.order[position][0], answered) for position, answered in samples]
+        values = self._metrics.values(span.task.digest, answers) if task.code is None else task.code.values(answers)
         return [
             SampleResult(
                 objective=span.objective,
@@ -350,8 +366,11 @@ class TaskEvaluator:
         prepared = self._prepared.pop(spec.digest, None)
         if prepared is None:
             task = build_task(spec)
-            prepared = _Prepared(task, tuple(tokenized_requests(self.lm, s.task) for s in task.subtasks))
-            self._metrics.open(task, prepared.documents)
+            documents = self.lm.documents(task)
+            requests = tuple(tuple(tokenized_requests(self.lm, each) for each in subtask) for subtask in documents)
+            prepared = _Prepared(task, documents, requests)
+            if task.code is None:
+                self._metrics.open(task, prepared.contents)
         self._prepared[spec.digest] = prepared
         return prepared
 
@@ -364,25 +383,14 @@ class TaskEvaluator:
         for digest in [digest for digest in self._prepared if digest not in in_use]:
             if kept <= MAX_KEPT_TOKENS:
                 return
-            kept -= self._prepared.pop(digest).num_tokens
+            forgotten = self._prepared.pop(digest)
+            kept -= forgotten.num_tokens
+            forgotten.task.close()
             self._metrics.close(digest)
 
 
-def tokenized_requests(lm: BackendLM, task: Any, *, limit: int | None = None) -> tuple[tuple[_Request, ...], ...]:
-    """The tokenized requests of an lm-eval task, one tuple for each document.
-
-    Only the first `limit` documents are tokenized, or all if `limit` is None. Raises InvalidTask if a document cannot
-    be tokenized.
-    """
-    options = lm.prompts.options
-    task.build_all_requests(
-        limit=limit,
-        system_instruction=options.system_prompt,
-        apply_chat_template=bool(options.chat_template),
-        fewshot_as_multiturn=bool(options.chat_template),
-        chat_template=lm.apply_chat_template if options.chat_template else None,
-        tokenizer_name=lm.tokenizer_name,
-    )
+def tokenized_requests(lm: BackendLM, document: Document) -> tuple[_Request, ...]:
+    """The tokenized requests of a document of a task. Raises InvalidTask if the document cannot be tokenized."""
 
     def tokenized(instance: Any) -> list[_Request]:
         request, is_truncated = lm.tokenize(instance)
@@ -393,9 +401,7 @@ def tokenized_requests(lm: BackendLM, task: Any, *, limit: int | None = None) ->
         draws = repeats if request.temperature > 0 else [request] * instance.repeats
         return [_Request(instance, draw, is_truncated) for draw in draws]
 
-    return tuple(
-        tuple(request for instance in instances for request in tokenized(instance)) for instances in documents_of(task)
-    )
+    return tuple(request for instance in document.instances for request in tokenized(instance))
 
 
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:

@@ -1,32 +1,32 @@
 """Metrics in a separate process, where they have the main thread: timers work, and no metric can harm the engine.
 
-The process builds each task from its TaskSpec. The documents are sent once per task, as lm-eval left them when it built
-the requests. After that only answers and values pass between the processes.
+`TaskProcess` is what `MetricProcess` and `confined_task.ConfinedTask` have in common. What runs in the process is in
+`task_server`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib
+import json
 import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Any
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
 
-from workers.errors import EngineUnavailable, InvalidTask, WorkerError
-from workers.evaluation.metrics import Answers, Documents, LocalMetrics, failure
-from workers.evaluation.tasks import BuiltTask, build_task
-from workers.types import TaskSpec
+from workers.errors import EngineUnavailable, InvalidTask, MetricFailed, WorkerError
+from workers.evaluation.built_tasks import Answers, BuiltTask
+from workers.evaluation.channel import Channel
+from workers.evaluation.metrics import Documents, failure
+from workers.evaluation.task_server import serve
 
-__all__ = ["MetricProcess", "serve"]
+__all__ = ["MetricProcess", "TaskProcess"]
 
 log = logging.getLogger(__name__)
 
@@ -34,30 +34,159 @@ log = logging.getLogger(__name__)
 SAMPLE_LIMIT_S = 60.0
 # Seconds to start the process and to build a task, which may index lm-eval's tasks and read a large dataset.
 TASK_LIMIT_S = 600.0
-# Values that are sent together: waking the other process for each takes longer than most metrics.
-SEND_EVERY_S = 0.1
+SHOWN = 2000  # last characters of what an ended process wrote to its standard error
 
-PROGRAM = f"from {__name__} import serve; serve()"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PROGRAM = f"from {serve.__module__} import serve; serve()"
 
 
-class MetricProcess:
-    """A separate process that computes metrics of answers (`metrics.Metrics`).
+class TaskProcess:
+    """A separate process that builds tasks and computes metrics of answers.
 
-    The process is started at once, and started again after it has ended. MetricFailed is raised for a sample whose
-    metric twice takes longer than `sample_limit_s` or twice ends the process. Building a task may take `task_limit_s`
-    seconds. Only one thread may use the object at a time. Linux kills the process when the thread that started it ends.
+    It is started by `_start`, again after it has ended, and killed by `stop`, and when the object is no longer used.
+    MetricFailed is raised for a sample whose metric twice takes longer than `sample_limit_s` or twice ends the process.
+    Building a task may take `task_limit_s` seconds. Only one thread may use the object at a time. Linux kills the
+    process when the thread that started it ends.
     """
 
-    def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:
+    def __init__(self, *, sample_limit_s: float, task_limit_s: float) -> None:
         self._sample_limit_s = sample_limit_s
         self._task_limit_s = task_limit_s
-        self._tasks: dict[str, tuple[BuiltTask, Documents]] = {}
-        self._start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def stop(self) -> str:
+        """Kill the process, and return how it ended: its exit code or signal. May be called twice."""
+        self._end()
+        code = self._process.returncode
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    def _start(self, first: object, *, environment: Mapping[str, str], handles: Sequence[int] = ()) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by _end)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *handles],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env={**environment, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            )
+        self._is_distrusted = False
+        self._end = weakref.finalize(self, _end, self._process, self._channel, self._errors)
+        self._send(first)
+
+    def _values(self, digest: str, task: BuiltTask, answers: Sequence[Answers]) -> list[float]:
+        """The values of the metric of `task`, which the process knows by `digest`, for samples; all are finite.
+
+        Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the task, and EngineUnavailable
+        if the process ends or hangs twice while it builds the task.
+        """
+        values: list[float] = []
+        is_retry = False
+        while True:
+            is_built = False
+            # The second time sample by sample, so that the error names the right one.
+            try:
+                self._send(("values", digest, answers[len(values) :], is_retry))
+                self._receive("ready", self._task_limit_s)
+                is_built = True
+                while len(values) < len(answers):
+                    values += map(float, self._receive("values", self._sample_limit_s))
+                return values[: len(answers)]
+            except (EOFError, ConnectionError, TimeoutError) as error:
+                how = self._restart()
+                what = str(error) if isinstance(error, TimeoutError) else f"ended its process ({how})"
+                if is_retry and not is_built:
+                    raise EngineUnavailable(f"building task {task.spec.task!r} for its metric {what}, twice") from None
+                if is_retry:
+                    raise failure(task, answers[len(values)], f"{what}, twice") from None
+            is_retry = True
+
+    def _restart(self) -> str:
+        """Start a new process in place of one that has ended or hangs, as it was before.
+
+        Returns how the old process ended: its exit code or signal.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the connection closes just before the process ends
+            self._process.wait(timeout=0.5)
+        words = self._last_words()
+        how = self.stop()
+        log.warning("the process that computes metrics (%d) is replaced: %s%s", self.pid, how, words)
+        self._start_again()
+        return how
+
+    def _start_again(self) -> None:
+        raise NotImplementedError
+
+    def _last_words(self) -> str:
+        """The end of what the process wrote to its standard error."""
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - SHOWN))
+        text = self._errors.read(SHOWN).decode(errors="replace").strip()
+        return f"\n{text}" if text else ""
+
+    def _distrust(self) -> None:
+        """End the process, and start another one before the next message is sent."""
+        self._process.kill()
+        self._is_distrusted = True
+
+    def _send(self, message: object) -> None:
+        if self._is_distrusted:
+            self._restart()
+        with contextlib.suppress(ConnectionError):  # the process has ended, which reading its reply shows
+            self._channel.send(pickle.dumps(message), limit_s=self._task_limit_s)
+
+    def _receive(self, key: str, limit_s: float) -> Any:
+        """Wait for the reply that has `key`, and return what it has there; raises the error that it has instead.
+
+        Questions that come before the reply are answered (`_answer`).
+        """
+        while True:
+            try:
+                text = self._channel.receive(limit_s=limit_s, meanwhile=self._check)
+                reply = json.loads(text)
+                if not isinstance(reply, dict):
+                    raise ValueError(f"what is no reply: {text[:100]!r}")
+                if "error" in reply:
+                    kind, message, field = map(str, reply["error"])
+                elif key in reply:
+                    return reply[key]
+                else:
+                    self._send(self._answer(reply))
+                    continue
+            except TimeoutError:
+                raise TimeoutError(f"did not end within {limit_s:g} s") from None
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                if isinstance(error, WorkerError):
+                    raise
+                self._distrust()
+                raise InvalidTask(f"the process of the task sent {error}") from None
+            raise self._error(kind, message, field)
+
+    def _answer(self, question: Mapping[str, Any]) -> object:
+        raise ValueError(f"what is no reply: {', '.join(question)}")
+
+    def _check(self) -> None:
+        """Called about every second while a reply is waited for; may raise a WorkerError."""
+
+    def _error(self, kind: str, message: str, field: str) -> WorkerError:
+        return MetricFailed(message) if kind == "MetricFailed" else InvalidTask(message, field)
+
+
+class MetricProcess(TaskProcess):
+    """A separate process that computes metrics of tasks without code of their own (`metrics.Metrics`).
+
+    It is not confined, and has this process's environment. It is started at once.
+    """
+
+    def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:
+        super().__init__(sample_limit_s=sample_limit_s, task_limit_s=task_limit_s)
+        self._tasks: dict[str, tuple[BuiltTask, Documents]] = {}
+        self._start_again()
 
     def open(self, task: BuiltTask, documents: Documents) -> None:
         """Send a task and its documents to the process, without waiting until the process has built the task.
@@ -69,7 +198,7 @@ class MetricProcess:
 
     def close(self, digest: str) -> None:
         if self._tasks.pop(digest, None) is not None:
-            self._send(pickle.dumps(("close", digest)))
+            self._send(("close", digest))
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
         """The values of a task's metric for samples, in the order of `answers`; all are finite.
@@ -78,147 +207,24 @@ class MetricProcess:
         InvalidTask if the process cannot build the task, and EngineUnavailable if the process ends or hangs twice while
         it builds the task.
         """
-        task = self._tasks[digest][0]
-        values: list[float] = []
-        is_retry = False
-        while True:
-            is_built = False
-            # The second time sample by sample, so that the error names the right one.
-            self._send(pickle.dumps(("values", digest, answers[len(values) :], is_retry)))
-            try:
-                self._receive(self._task_limit_s)
-                is_built = True
-                while len(values) < len(answers):
-                    values += self._receive(self._sample_limit_s)
-                return values
-            except (EOFError, ConnectionError, TimeoutError) as error:
-                how = self._restart()
-                what = str(error) if isinstance(error, TimeoutError) else f"ended its process ({how})"
-                if is_retry and not is_built:
-                    raise EngineUnavailable(f"building task {task.spec.task!r} for its metric {what}, twice") from None
-                if is_retry:
-                    raise failure(task, answers[len(values)], f"{what}, twice") from None
-            is_retry = True
+        return self._values(digest, self._tasks[digest][0], answers)
 
-    def stop(self) -> str:
-        """Kill the process, and return how it ended: its exit code or signal. May be called twice."""
-        self._connection.close()
-        self._process.kill()
-        code = self._process.wait()
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-    def _start(self) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            )
-
-    def _restart(self) -> str:
-        """Start a new process in place of one that has ended or hangs, and send it all open tasks.
-
-        Returns how the old process ended: its exit code or signal.
-        """
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the pipe closes just before the process ends
-            self._process.wait(timeout=0.5)
-        how = self.stop()
-        log.warning("the process that computes metrics (%d) is replaced: %s", self.pid, how)
-        self._start()
+    def _start_again(self) -> None:
+        self._start(None, environment=os.environ)
         for task, documents in self._tasks.values():
             self._send_task(task, documents)
-        return how
 
     def _send_task(self, task: BuiltTask, documents: Documents) -> None:
         try:
-            message = pickle.dumps(("open", task.spec.digest, task.spec, documents))
-        except Exception as error:  # documents may be objects of any class
+            self._send(("open", task.spec, documents))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:  # documents may be objects of any class
             raise InvalidTask(
                 f"task {task.spec.task!r}: its documents cannot be sent to the process that computes metrics: {error}"
             ) from error
-        self._send(message)
-
-    def _send(self, message: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # the process has ended, which reading its reply shows
-            self._connection.send_bytes(message)
-
-    def _receive(self, limit_s: float) -> Any:
-        if not self._connection.poll(limit_s):
-            raise TimeoutError(f"did not end within {limit_s:g} s")
-        reply = self._connection.recv()
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
 
 
-def serve() -> None:
-    """Main function of the metric process, which runs until the other end of its pipe closes.
-
-    The only argument on the command line is the file descriptor of this process's end of the pipe. The requests are
-    "open" (a task with its documents), "close", and "values". The first reply to "values" is None once the task is
-    built; the next replies are lists of values. A task that cannot be built, and a metric that fails, are reported by
-    an error as the last reply. Any other error ends the process.
-    """
-    _prepare_signals()
-    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    importlib.import_module("lm_eval.tasks")  # takes seconds, while the engine starts
-    local = LocalMetrics()
-    refused: dict[str, InvalidTask] = {}
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            kind, digest, *rest = connection.recv()
-            if kind == "open":
-                _open(local, refused, digest, *rest)
-            elif kind == "close":
-                local.close(digest)
-            elif digest in refused:
-                connection.send(refused[digest])
-            else:
-                _answer(connection, local, digest, *rest)
-
-
-def _prepare_signals() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent's thread may block signals that metrics wait for
-    if sys.platform == "linux":  # so that the process also ends when the parent is killed while a metric hangs
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _open(
-    local: LocalMetrics, refused: dict[str, InvalidTask], digest: str, spec: TaskSpec, documents: Documents
-) -> None:
-    refused.pop(digest, None)
-    try:
-        local.open(build_task(spec), documents)
-    except InvalidTask as error:
-        refused[digest] = error
-    except Exception as error:  # a task is code and data of any origin
-        refused[digest] = InvalidTask(f"task {spec.task!r}: cannot be built: {type(error).__name__}: {error}")
-
-
-def _answer(
-    connection: Connection[Any, Any],
-    local: LocalMetrics,
-    digest: str,
-    answers: Sequence[Answers],
-    one_by_one: bool,
-) -> None:
-    connection.send(None)
-    values: list[float] = []
-    sent_at = time.monotonic()
-    for each in answers:
-        try:
-            values.append(local.value(digest, each))
-        except WorkerError as error:
-            connection.send(values)
-            connection.send(error)
-            return
-        finally:
-            signal.alarm(0)  # a timer that a metric has left behind
-        if one_by_one or time.monotonic() - sent_at > SEND_EVERY_S:
-            connection.send(values)
-            values, sent_at = [], time.monotonic()
-    if values:
-        connection.send(values)
+def _end(process: subprocess.Popen[bytes], channel: Channel, errors: IO[bytes]) -> None:
+    channel.close()
+    errors.close()
+    process.kill()
+    process.wait()

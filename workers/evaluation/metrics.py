@@ -11,29 +11,15 @@ import math
 import reprlib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from workers.errors import MetricFailed
-from workers.evaluation.tasks import BuiltTask, Subtask
+from workers.evaluation.built_tasks import Answers, BuiltTask, Subtask
 
-__all__ = ["Answers", "Documents", "LocalMetrics", "Metrics", "failure"]
+__all__ = ["Documents", "LocalMetrics", "Metrics", "failure"]
 
 # The documents of each subtask, by lm-eval's `doc_id`.
 Documents = tuple[Mapping[int, Any], ...]
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The answers of a backend to one sample.
-
-    `responses[i]` has the answers to the sample's i-th request, several if lm-eval repeats the request. `subtask` is an
-    index in BuiltTask.subtasks, `document` is lm-eval's `doc_id` in that subtask.
-    """
-
-    subtask: int
-    document: int
-    responses: tuple[tuple[Any, ...], ...]
 
 
 class Metrics(Protocol):
@@ -55,15 +41,18 @@ class Metrics(Protocol):
 
 
 class LocalMetrics:
-    """Computes the values of tasks' metrics in this process.
+    """Computes the values of tasks' metrics in this process, which must have built the tasks itself.
 
-    It must be called in the main thread, because metrics may set timers.
+    So a task with code of its own is refused except in a confined process. It must be called in the main thread,
+    because metrics may set timers.
     """
 
     def __init__(self) -> None:
         self._tasks: dict[str, tuple[BuiltTask, Documents]] = {}
 
     def open(self, task: BuiltTask, documents: Documents) -> None:
+        if task.code is not None:
+            raise RuntimeError(f"task {task.spec.task!r} runs code of its own: its values come from its own process")
         self._tasks[task.spec.digest] = task, documents
 
     def close(self, digest: str) -> None:
@@ -82,7 +71,7 @@ class LocalMetrics:
         task, documents = self._tasks[digest]
         subtask, metric = task.subtasks[answers.subtask], task.spec.metric
         try:
-            found = _results(subtask, documents[answers.subtask][answers.document], answers)
+            found = _results(subtask, documents[answers.subtask][answers.document], answers, metric=metric)
             value = float(found[metric]) if metric in found else None
         except (Exception, SystemExit) as error:  # a metric is code of any origin: it may raise anything
             what = f"raised {type(error).__name__}: {error}; the answer was {reprlib.repr(answers.responses)}"
@@ -103,7 +92,7 @@ def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
     return MetricFailed(f"task {name}, document {answers.document}: metric {task.spec.metric!r} {what}")
 
 
-def _results(subtask: Subtask, document: Any, answers: Answers) -> Mapping[str, Any]:
+def _results(subtask: Subtask, document: Any, answers: Answers, *, metric: str) -> Mapping[str, Any]:
     """Apply lm-eval's filters and metrics to the answers to one document.
 
     Returns what each metric of the subtask gives for the document, by the metric's name.
@@ -111,7 +100,7 @@ def _results(subtask: Subtask, document: Any, answers: Answers) -> Mapping[str, 
     from lm_eval.api.instance import Instance
 
     instances = [
-        Instance(subtask.task.OUTPUT_TYPE, document, (), index, resps=list(responses))
+        Instance(subtask.output_type, document, (), index, resps=list(responses))
         for index, responses in enumerate(answers.responses)
     ]
     ensemble = next(ensemble for ensemble in subtask.task._filters if ensemble.name == subtask.filter)
@@ -119,4 +108,7 @@ def _results(subtask: Subtask, document: Any, answers: Answers) -> Mapping[str, 
     results: Mapping[str, Any] = subtask.task.process_results(
         document, [instance.filtered_resps[subtask.filter] for instance in instances]
     )
+    config = subtask.task.config
+    if metric not in results and len(results) == len(config.metric_list or ()) == 1 and config.process_results is None:
+        return {metric: next(iter(results.values()))}  # a function may name its value itself, as "pass@1"
     return results

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from workers.errors import InvalidTask
+from workers.evaluation import built_tasks
+from workers.evaluation.built_tasks import Subtask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Continuation, Generation
-from workers.evaluation.tasks import Subtask, build_task
+from workers.evaluation.tasks import build_task
 from workers.types import TaskSpec
 
-__all__ = ["Reading", "References", "Target", "lack_of_references", "reference_texts"]
+__all__ = ["Reading", "References", "Target", "lack_of_references"]
 
 CHECKED = 100  # documents of each subtask whose targets are checked
 
@@ -115,28 +116,24 @@ class References:
     def _target(self, spec: TaskSpec, position: int) -> Target:
         built = self._evaluator.task(spec)
         subtask = built.subtasks[built.order[position][0]]
-        instances = self._evaluator.instances(spec, position)
         requests = self._evaluator.requests(spec, position)
-        document = instances[0].doc
-        reason = _lack(subtask.task, document)
-        if reason is not None:
-            raise InvalidTask(f"task {subtask.name}, document {built.document(position)}: has no reference: {reason}")
-        if isinstance(requests[0], Generation):
-            texts = _texts(subtask.task, document)
-            return _alternatives(
-                [self._completion(requests[0], str(instances[0].args[0]), text, subtask.task) for text in texts]
+        document = self._evaluator.document(spec, position)
+        right = document.right()
+        if right.lack is not None:
+            raise InvalidTask(
+                f"task {subtask.name}, document {built.document(position)}: has no reference: {right.lack}"
             )
+        if isinstance(requests[0], Generation):
+            context = str(document.instances[0].args[0])
+            return _alternatives([self._completion(requests[0], context, text, subtask) for text in right.texts])
         readings = [Reading(r.tokens, r.num_context) for r in requests if isinstance(r, Continuation)]
-        if subtask.task.OUTPUT_TYPE == "loglikelihood":
+        if subtask.output_type == "loglikelihood":
             return _alternatives(readings[:1])
-        choices = subtask.task.doc_to_choice(document)
-        return Target(
-            tuple(readings[: len(choices)]), _right_options(subtask.task, document), _scales(choices, spec.metric)
-        )
+        return Target(tuple(readings[: len(right.options)]), right.right, _scales(right.options, spec.metric))
 
-    def _completion(self, request: Generation, context: str, target: str, task: Any) -> Reading:
+    def _completion(self, request: Generation, context: str, target: str, subtask: Subtask) -> Reading:
         prompts = self._evaluator.lm.prompts
-        text = _delimiter(task, has_template=bool(prompts.options.chat_template)) + target
+        text = subtask.delimiter_before_answer(has_template=bool(prompts.options.chat_template)) + target
         found = [text.find(stop) for stop in request.stop if stop in text]
         if found and text[: min(found)].strip():
             text = text[: min(found)]
@@ -159,72 +156,10 @@ class References:
 def lack_of_references(spec: TaskSpec) -> str | None:
     """The reason why a task's samples have no right answers that a model could read; None if they have.
 
-    Only some samples are checked, without a tokenizer. Raises InvalidTask in the cases of `tasks.check_task`, for
-    example if the task executes code.
+    Only some samples are checked, without a tokenizer. Raises InvalidTask in the cases of `tasks.check_task`.
     """
-    for subtask in build_task(spec).subtasks:
-        if reason := _lack_of_some(subtask):
-            return f"task {subtask.name}: {reason}"
-    return None
-
-
-def reference_texts(task: Any, document: Any) -> tuple[str, ...]:
-    """The right answers of a document of a generating lm-eval task, as texts; empty if it has none."""
-    return () if _lack(task, document) else tuple(_texts(task, document))
-
-
-def _lack_of_some(subtask: Subtask) -> str | None:
-    documents = (subtask.task.eval_docs[i] for i in range(min(CHECKED, subtask.num_samples)))
-    return next((reason for document in documents if (reason := _lack(subtask.task, document))), None)
-
-
-def _lack(task: Any, document: Any) -> str | None:
-    """The reason why a document has no right answer that a model could read; None if it has one.
-
-    A multiple choice needs a right one among several options. A generating task needs a target that is a text, or a
-    list of texts, none of them empty.
-    """
-    try:
-        if task.OUTPUT_TYPE == "multiple_choice":
-            if not _right_options(task, document):
-                return "its target names none of the options"
-            return None if len(task.doc_to_choice(document)) > 1 else "it has a single option"
-        if task.OUTPUT_TYPE == "loglikelihood":
-            return None
-        if isinstance(task.config.doc_to_target, int) and task.config.doc_to_choice is None:
-            return f"its target is the number {task.config.doc_to_target}, not an answer"
-        texts = _texts(task, document)
-    except Exception as error:  # a task is code and templates of any origin
-        return f"its target cannot be read: {type(error).__name__}: {error}"
-    if not texts:
-        return "its target is an empty list"
-    return None if all(text.strip() for text in texts) else "its target is an empty text"
-
-
-def _texts(task: Any, document: Any) -> list[str]:
-    """The right answers of a document of a generating task, as the texts that lm-eval compares completions with.
-
-    Raises TypeError for an answer that is neither text nor a number.
-    """
-    target = task.doc_to_target(document)
-    if task.config.doc_to_choice is not None and isinstance(target, int):
-        target = task.doc_to_choice(document)[target]
-    each = target if isinstance(target, list | tuple) and task.multiple_target else [target]
-    if unknown := [value for value in each if not isinstance(value, str | int | float)]:
-        raise TypeError(f"{unknown[0]!r} is no text")
-    return list(dict.fromkeys(map(str, each)))
-
-
-def _right_options(task: Any, document: Any) -> tuple[int, ...]:
-    """The indices, from 0, of the options of a multiple choice that lm-eval counts as right.
-
-    Indices that the document states and that no option has are left out.
-    """
-    options = task.doc_to_choice(document)
-    gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
-    each = gold if isinstance(gold, list) else [gold]
-    indices = [options.index(g) if isinstance(g, str) and g in options else g for g in each]
-    return tuple(i for i in indices if isinstance(i, int) and 0 <= i < len(options))
+    with build_task(spec) as task:
+        return built_tasks.lack_of_references(task, CHECKED)
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
@@ -245,15 +180,3 @@ def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
 
 def _alternatives(readings: Sequence[Reading]) -> Target:
     return Target(tuple(readings), tuple(range(len(readings))))
-
-
-def _delimiter(task: Any, *, has_template: bool) -> str:
-    """The text that lm-eval puts between a prompt and its answer: the task's delimiter, or "" after a chat template.
-
-    `has_template` says whether the prompt is rendered by a chat template. The delimiter is also used after a chat
-    template if the task itself begins the answer (`gen_prefix`) with a text that does not end in white space.
-    """
-    prefix = task.config.gen_prefix
-    if has_template and not (prefix and not str(prefix)[-1:].isspace()):
-        return ""
-    return str(task.config.target_delimiter)

@@ -1,7 +1,11 @@
-"""What lm-eval may read while it builds a task: its YAML files, their Python functions, and data files.
+"""What lm-eval may read and run while it builds a task: its YAML files, their Python functions, and data files.
 
 lm-eval resolves includes, groups and overrides itself. Therefore its own loading functions are wrapped while it builds
-a task, rather than its files being interpreted a second time.
+a task, rather than its files being interpreted a second time. There are three ways to load a task:
+
+- `guarded_loading`: in this process, for tasks without Python functions of their own (else OwnCode)
+- `recorded_loading`: in this process, to load a task's data and nothing else
+- `confined_loading`: in a confined process, with the data that were loaded before
 """
 
 from __future__ import annotations
@@ -9,10 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from jinja2.sandbox import SandboxedEnvironment
@@ -21,7 +28,7 @@ from workers.errors import InvalidTask
 from workers.file_access import FileAccess
 from workers.models.remote import without_waiting
 
-__all__ = ["guarded_loading"]
+__all__ = ["OwnCode", "Recording", "confined_loading", "data_key", "guarded_loading", "recorded_loading"]
 
 # One task is built at a time, because the wrappers and the working directory apply to the whole process.
 _TURN = threading.Lock()
@@ -29,6 +36,9 @@ _TURN = threading.Lock()
 # Data files of the hub, the only ones over a network that a study with limits may name: other addresses could be those
 # of internal services.
 HUB = "hf://"
+
+# Key of `dataset_kwargs` that lm-eval leaves out.
+TRUST = "trust_remote_code"
 
 # Keys of `dataset_kwargs` that name directories, and those that can direct requests to other hosts.
 DIRECTORIES = ("data_dir", "cache_dir")
@@ -38,16 +48,115 @@ CONNECTIONS = ("storage_options", "download_config")
 FORMATS = ("arrow", "cache", "csv", "json", "parquet", "text")
 
 
+class OwnCode(Exception):
+    """A task's files name a Python function, so that the task must be built in a confined process."""
+
+
+@dataclass
+class Recording:
+    """What `recorded_loading` found.
+
+    `directories` are those of all YAML files that were read. `datasets` has the data of each task, as
+    `datasets.load_dataset` returned it, by `data_key`.
+    """
+
+    directories: set[Path] = field(default_factory=set)
+    datasets: dict[str, Any] = field(default_factory=dict)
+
+
 @contextlib.contextmanager
 def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterator[None]:
-    """Context manager that limits what lm-eval may read while it builds a task.
+    """Context manager that limits what lm-eval may read while it builds a task, and keeps it from running code.
 
-    Files outside `access` are refused, unless `access` is None (no limit): also those that a data set itself names, and
+    A task whose files name Python functions raises OwnCode inside the context, before any of them is imported. Files
+    outside `access` are refused, unless `access` is None (no limit): also those that a data set itself names, and
     addresses of other hosts than the hub. Data sets without files are refused too, because `datasets` would search the
-    disk for them. Refusals are raised as InvalidTask inside the context. Relative
-    paths of data files start at `directory`, or at the current directory if it is None. A hub that cannot be reached is
-    not waited for.
+    disk for them, and so are metrics that are not lm-eval's own. Refusals are raised as InvalidTask inside the context.
+    Relative paths of data files start at `directory`, or at the current directory if it is None. A hub that cannot be
+    reached is not waited for.
     """
+    from lm_eval.tasks import _yaml_loader
+
+    with _limited_loading(directory, access) as stack:
+        stack.enter_context(_wrapped(_yaml_loader, "_import_func_in_yml", lambda _: _function_guard(access)))
+        yield
+
+
+@contextlib.contextmanager
+def recorded_loading(recording: Recording, directory: Path | None, access: FileAccess | None) -> Iterator[None]:
+    """Context manager in which lm-eval loads the data of tasks into `recording`, and builds stand-ins instead of tasks.
+
+    The limits are those of `guarded_loading`. Python functions are not imported.
+    """
+    from lm_eval.tasks import _factory, _yaml_loader
+
+    def note_directory(make_loader: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(directory: Path, **options: Any) -> Any:
+            made = make_loader(directory, **options)
+            recording.directories.add(Path(directory))
+            return made
+
+        return noted
+
+    def load(config: Mapping[str, Any]) -> Any:
+        import datasets
+
+        path, name = config.get("dataset_path"), config.get("dataset_name")
+        options = {key: value for key, value in (config.get("dataset_kwargs") or {}).items() if key != TRUST}
+        key = data_key(path, name, options)
+        if path is not None and key not in recording.datasets:
+            recording.datasets[key] = datasets.load_dataset(path=path, name=name, **options)
+        return SimpleNamespace(task_name=config["task"])
+
+    def build_task(_: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda factory, entry, overrides: load(factory._load_full_config(entry, overrides))
+
+    with _limited_loading(directory, access) as stack:
+        stack.enter_context(_wrapped(_yaml_loader, "_make_loader", note_directory))
+        stack.enter_context(_wrapped(_yaml_loader, "_import_func_in_yml", lambda _: _function_guard(access, name=str)))
+        stack.enter_context(_wrapped(_factory.TaskFactory, "_build_task", build_task))
+        stack.enter_context(_wrapped(_factory, "ConfigurableTask", lambda _: lambda config: load(config)))
+        yield
+
+
+@contextlib.contextmanager
+def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
+    """Context manager for a confined process, in which lm-eval builds tasks that run Python functions of their own.
+
+    `data` has what was loaded before (`Recording.datasets`). Other data raise InvalidTask inside the context.
+    """
+    import datasets
+    import lm_eval.api.task
+
+    def given(_: Callable[..., Any]) -> Callable[..., Any]:
+        def load_dataset(path: str, name: str | None = None, **options: Any) -> Any:
+            options.pop(TRUST, None)
+            try:
+                return data[data_key(path, name, options)]
+            except KeyError:
+                raise InvalidTask(
+                    f"its code loads the data set {path!r}, which its YAML file does not name: code of tasks has "
+                    "no network and reads no other files; name the data in dataset_path, dataset_name, dataset_kwargs"
+                ) from None
+
+        return load_dataset
+
+    _confine_templates()
+    with _TURN, contextlib.ExitStack() as stack:
+        stack.enter_context(_wrapped(datasets, "load_dataset", given))
+        stack.enter_context(_wrapped(lm_eval.api.task, "get_metric", _metric_guard))
+        if directory is not None:
+            stack.enter_context(contextlib.chdir(directory))
+        yield
+
+
+def data_key(path: str | None, name: str | None, options: Mapping[str, Any]) -> str:
+    """A name of the data that a call of `datasets.load_dataset` with these arguments loads."""
+    return json.dumps([path, name, dict(options)], sort_keys=True, default=str)
+
+
+@contextlib.contextmanager
+def _limited_loading(directory: Path | None, access: FileAccess | None) -> Iterator[contextlib.ExitStack]:
     import datasets
     import lm_eval.api.task
     from lm_eval.tasks import _yaml_loader
@@ -55,15 +164,14 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
     _confine_templates()
     with _TURN, contextlib.ExitStack() as stack:
         stack.enter_context(_wrapped(datasets, "load_dataset", _data_guard(access)))
+        stack.enter_context(_wrapped(lm_eval.api.task, "get_metric", _metric_guard))
         if access is not None:
             stack.enter_context(_wrapped(datasets.data_files, "resolve_pattern", _pattern_guard(access)))
             stack.enter_context(_wrapped(datasets.load, "dataset_module_factory", _format_guard))
-            stack.enter_context(_wrapped(lm_eval.api.task, "get_metric", _metric_guard))
             stack.enter_context(_wrapped(_yaml_loader, "_make_loader", _yaml_guard(access)))
-            stack.enter_context(_wrapped(_yaml_loader, "_import_func_in_yml", _function_guard(access)))
         if directory is not None:
             stack.enter_context(contextlib.chdir(directory))
-        yield
+        yield stack
 
 
 def _confine_templates() -> None:
@@ -111,22 +219,22 @@ def _yaml_guard(access: FileAccess) -> Wrapper:
     return wrapper
 
 
-def _function_guard(access: FileAccess) -> Wrapper:
-    """Make a wrapper of lm-eval's `_import_func_in_yml(name, directory)` that refuses code outside trusted directories.
+def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | None = None) -> Callable[..., Any]:
+    """Make a replacement of lm-eval's `_import_func_in_yml(name, directory)` that imports nothing.
 
     lm-eval calls `_import_func_in_yml` for each Python function (`!function`) that a YAML file in `directory` names.
-    `access` says which directories are trusted; lm-eval's own are, too. The refusal is an InvalidTask.
+    `access` says which directories are trusted; lm-eval's own are, too. Functions of others are refused (InvalidTask).
+    For the rest OwnCode is raised or, if `name` is given, what it makes of the function's name is returned.
     """
 
-    def wrapper(import_function: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(name: str, directory: Path) -> Any:
-            if not _is_shipped(directory):
-                _refuse(access.distrust(directory))
-            return import_function(name, directory)
+    def guarded(function: str, directory: Path) -> Any:
+        if access is not None and not _is_shipped(directory):
+            _refuse(access.distrust(directory))
+        if name is None:
+            raise OwnCode(function)
+        return name(function)
 
-        return guarded
-
-    return wrapper
+    return guarded
 
 
 def _data_guard(access: FileAccess | None) -> Wrapper:

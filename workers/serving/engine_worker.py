@@ -66,6 +66,7 @@ class EngineWorker:
                 f"{self.engine.held_digest} after it"
             )
         score_s = time.perf_counter() - started
+        confined_by = self.evaluator.confined_by(request.spans)
         self.busy_s += swap.materialise_s + swap.swap_s + score_s
         return ScoreResult(
             samples=scored.samples,
@@ -76,7 +77,8 @@ class EngineWorker:
                 weights_checksum=swap.weights_checksum,
                 replica=self.name,
                 swap_count=swap.swap_count,
-                engine=f"vllm, {self.engine.dtype}, {self.engine.sources}",
+                engine=f"vllm, {self.engine.dtype}, {self.engine.sources}"
+                + (f", code of tasks confined by {confined_by}" if confined_by else ""),
                 canaries=canaries,
             ),
             timings_s={"materialise": swap.materialise_s, "swap": swap.swap_s, "score": score_s, "wait": 0.0},

@@ -55,8 +55,8 @@ def analyse(
 
     Args:
         fleets: For each fleet the specifications and the directories of its experts, by alias. The first fleet is shown
-            first, and all losses are on its tasks. A fleet whose experts were all trained by tangent is analysed twice: as
-            its experts were exported, and linearized, as they were trained; the latter without landscapes.
+            first, and all losses are on its tasks. A fleet whose experts were all trained by tangent is analysed twice:
+            as its experts were exported, and linearized, as they were trained; the latter without landscapes.
         samples: Number of samples of each evaluation task that coefficients are chosen by; as many are reported.
         wudi: Whether WUDI-Merging is among the merge methods.
         note: Called with a line of progress.

@@ -14,8 +14,9 @@ from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec
 from workers.errors import InvalidTask
+from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
-from workers.evaluation.tasks import check_task, content_hash
+from workers.evaluation.tasks import check_task
 from workers.file_access import FileAccess
 from workers.models.tokenizers import check_tokenizer
 from workers.types import TaskInfo, TaskSpec
@@ -44,7 +45,7 @@ def check_tasks(
             content = None
             task: str | dict[str, Any]
             if isinstance(spec.task, InlineTask):
-                task = spec.task.model_dump(mode="json")
+                task = spec.task.description()
                 content = content_hash(spec.task.file)
             else:
                 task = spec.task
@@ -56,6 +57,7 @@ def check_tasks(
                 filter=spec.filter,
                 split=spec.split,
                 num_fewshot=spec.num_fewshot,
+                max_tokens=spec.max_tokens,
                 content=content,
                 permutation_seed=study.search.seed,
                 access=access,

@@ -283,15 +283,6 @@ def test_an_unknown_task_names_the_nearest(place: Workplace) -> None:
     assert "gsm8k" in message
 
 
-@pytest.mark.parametrize("task", ["humaneval", "mbpp", "humaneval_plus"])
-def test_tasks_that_execute_code(place: Workplace, task: str) -> None:
-    objective = {"name": "sums", "task": task, "metric": "pass@1"}
-    assert place.refused_study(objectives=[objective], holdout=[]) == (
-        f"objectives.0.task: task '{task}': executes code that the model writes; such tasks are refused, because "
-        "there is no sandbox"
-    )
-
-
 # Data.
 
 

@@ -12,9 +12,10 @@ from tests.builders import tiny_llama, tiny_qwen2
 from tests.conftest import write_choices
 from workers.engines.transformers.backend import Reference
 from workers.errors import InvalidModel, InvalidTask
+from workers.evaluation.built_tasks import BuiltTask
 from workers.evaluation.lm_eval import BackendLM, TaskEvaluator, describe
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
-from workers.evaluation.tasks import BuiltTask, build_task
+from workers.evaluation.tasks import build_task
 from workers.models.tokenizers import load_tokenizer
 from workers.types import Span, TaskSpec
 

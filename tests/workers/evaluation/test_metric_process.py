@@ -7,17 +7,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
-from tests.workers.judged_tasks import KnownAnswers, write_task
-from workers.errors import InvalidTask
+from tests.conftest import write_choices
+from tests.workers.judged_tasks import KnownAnswers
+from workers.errors import InvalidTask, MetricFailed
+from workers.evaluation.built_tasks import Answers
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.metric_process import MetricProcess
-from workers.evaluation.metrics import Answers, LocalMetrics, Metrics
+from workers.evaluation.metrics import LocalMetrics, Metrics
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import build_task
 from workers.types import Span, TaskSpec
@@ -64,27 +67,6 @@ def test_process_that_was_killed_is_replaced(process: MetricProcess, sums: TaskS
     assert process.pid != before
 
 
-def test_process_that_a_metric_ends_once_is_asked_again(process: MetricProcess, tmp_path: Path) -> None:
-    code = f"""
-import os, pathlib
-
-def process_docs(dataset):
-    return dataset
-
-def process_results(doc, results):
-    here = pathlib.Path({str(tmp_path)!r}) / results[0]
-    here.write_text((here.read_text() if here.exists() else "") + "asked ")
-    if results[0] == "2" and here.read_text() == "asked ":
-        os._exit(3)
-    return {{"exact_match": float(results[0])}}
-"""
-    texts = ["0", "1", "2", "3"]
-    spec = write_task(tmp_path, "once", code, [{"problem": text, "solution": ""} for text in texts])
-    opened(process, spec)
-    assert process.values(spec.digest, said(*texts)) == [0, 1, 2, 3]
-    assert [(tmp_path / text).read_text() for text in texts[2:]] == ["asked asked ", "asked "]
-
-
 def test_task_that_the_process_cannot_build_says_why(process: MetricProcess, sums: TaskSpec) -> None:
     task = build_task(sums)
     changed = replace(sums, content="0" * 64)
@@ -95,45 +77,52 @@ def test_task_that_the_process_cannot_build_says_why(process: MetricProcess, sum
 
 
 # A regular expression that takes years keeps the interpreter lock: no thread of the process runs meanwhile.
-ENDLESS = """
-import re
-
-def process_docs(dataset):
-    return dataset
-
-def process_results(doc, results):
-    open({file!r}, "w").close()
-    return {{"exact_match": re.match("(a*)*b", "a" * 60) is not None}}
-"""
+ENDLESS = [
+    {"name": "endless", "filter": [{"function": "regex", "regex_pattern": "(a*)*b"}, {"function": "take_first"}]}
+]
 
 PARENT = """
 import sys
 from tests.workers.evaluation.test_metric_process import *
 
 process = MetricProcess()
-print(process.pid, flush=True)
 spec = TaskSpec(sys.argv[1], "exact_match")
 opened(process, spec)
-process.values(spec.digest, said("a"))
+process.values(spec.digest, said("b"))
+print(process.pid, flush=True)
+process.values(spec.digest, said("a" * 60))
 """
 
 
+def generating(directory: Path, **settings: Any) -> TaskSpec:
+    """A task that generates text, without code of its own."""
+    metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
+    given: dict[str, Any] = {"output_type": "generate_until", "doc_to_choice": None, "metric_list": metrics, **settings}
+    return TaskSpec(str(write_choices(directory, **given)), "exact_match")
+
+
 def test_process_ends_with_its_parent_whatever_a_metric_does(tmp_path: Path) -> None:
-    started = tmp_path / "started"
-    spec = write_task(tmp_path, "endless", ENDLESS.format(file=str(started)), [{"problem": "", "solution": ""}])
+    spec = generating(tmp_path, filter_list=ENDLESS)
     assert isinstance(spec.task, str)
     with subprocess.Popen([sys.executable, "-c", PARENT, spec.task], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        try:
-            wait_until(started.exists, 90)
-        finally:
-            parent.kill()
+        time.sleep(0.5)
+        parent.kill()
     try:
         wait_until(lambda: not is_running(pid), 10)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_filter_that_does_not_end_fails_the_sample(tmp_path: Path) -> None:
+    spec = generating(tmp_path, filter_list=ENDLESS)
+    process = MetricProcess(sample_limit_s=1.0)
+    opened(process, spec)
+    with pytest.raises(MetricFailed, match="did not end within 1 s, twice"):
+        process.values(spec.digest, said("b", "a" * 60))
+    process.stop()
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float) -> None:
@@ -147,19 +136,14 @@ def is_running(pid: int) -> bool:
     return bool(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
 
 
-WHERE = """
-import os
-
-def process_docs(dataset):
-    return dataset
-
-def process_results(doc, results):
-    return {"exact_match": os.getpid()}
-"""
-
-
-def test_scoring_goes_through_the_process(process: MetricProcess, tmp_path: Path) -> None:
-    spec = write_task(tmp_path, "where", WHERE, [{"problem": "who", "solution": ""}])
+def test_scoring_goes_through_the_process(tmp_path: Path) -> None:
+    spec = generating(tmp_path, doc_to_text="{{question}}", doc_to_target="me")
     prompts = Prompts(str(tiny_llama(tmp_path / "llama")), EngineOptions(max_model_len=512))
-    evaluator = TaskEvaluator(KnownAnswers(prompts, {"who": "me"}), prompts, metrics=process)
-    assert [sample.value for sample in evaluator.score([Span("x", spec, 0, 1)]).samples] == [process.pid]
+    process = MetricProcess()
+    evaluator = TaskEvaluator(KnownAnswers(prompts, {"even": "me"}), prompts, metrics=process)
+    asked: list[str] = []
+    values = process.values
+    process.values = lambda digest, answers: asked.append(digest) or values(digest, answers)  # type: ignore[method-assign]
+    assert [sample.value for sample in evaluator.score([Span("x", spec, 0, 2)]).samples] == [1.0, 1.0]
+    assert asked == [spec.digest]
+    process.stop()

@@ -109,7 +109,7 @@ def test_a_multiple_choice_is_read_with_all_options(prompts: Prompts, choices: T
     built = TaskEvaluator(None, prompts)
     found = References(built)
     for position, target in enumerate(found.targets(choices)):
-        document = built.instances(choices, position)[0].doc
+        document = built.document(choices, position).instances[0].doc
         assert [text_of(prompts, reading)[1].strip() for reading in target.readings] == document["options"]
         assert target.right == (document["gold"],)
         assert target.scales == (1.0, 1.0, 1.0)

@@ -1,6 +1,7 @@
 import hashlib
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from search_spaces.study.engine import EngineOptions
+from tests.builders import tiny_llama
 from tests.conftest import write_choices
 from workers.errors import InvalidTask
+from workers.evaluation.built_tasks import permutation
 from workers.evaluation.inline_files import read_inline
-from workers.evaluation.tasks import build_task, check_task, permutation
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.prompts import Generation, Prompts
+from workers.evaluation.tasks import build_task, check_task
 from workers.types import TaskSpec
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
@@ -175,15 +181,42 @@ def test_metric_that_is_no_mean_is_refused_by_its_aggregation(tmp_path: Path) ->
         check_task(TaskSpec(str(file), "brier_score"))
 
 
-@pytest.mark.parametrize("name", ["humaneval", "mbpp_plus"])
-def test_tasks_that_execute_code_are_refused_by_name(name: str) -> None:
-    with pytest.raises(InvalidTask, match=f"task '{name}': executes code that the model writes"):
-        check_task(TaskSpec(name, "pass@1"))
+def test_flag_and_name_of_a_task_do_not_matter_without_code(tmp_path: Path) -> None:
+    """What decides is whether its files name Python functions."""
+    file = write_choices(tmp_path, name="mbpp_choices", unsafe_code=True)
+    assert check_task(TaskSpec(str(file), "acc")).confined_by == ""
 
 
-def test_tasks_that_execute_code_are_refused_by_their_flag(tmp_path: Path) -> None:
-    with pytest.raises(InvalidTask, match="executes code"):
-        check_task(TaskSpec(str(write_choices(tmp_path, unsafe_code=True)), "acc"))
+@pytest.mark.parametrize("stated", [{}, {"max_gen_toks": 7, "until": ["."]}, {"max_new_tokens": 7}])
+def test_completions_of_an_lm_eval_task_are_as_long_as_the_objective_says(
+    tmp_path: Path, stated: dict[str, Any]
+) -> None:
+    metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
+    extra: dict[str, Any] = {"generation_kwargs": stated} if stated else {}
+    generates: dict[str, Any] = {"output_type": "generate_until", "doc_to_choice": None, "metric_list": metrics}
+    file = str(write_choices(tmp_path, **generates, **extra))
+    prompts = Prompts(str(tiny_llama(tmp_path / "llama")), EngineOptions(max_model_len=2048))
+
+    def longest(spec: TaskSpec) -> tuple[int, tuple[str, ...]]:
+        (request,) = TaskEvaluator(None, prompts).requests(spec, 0)
+        assert isinstance(request, Generation)
+        return request.max_tokens, request.stop
+
+    before, stop = longest(TaskSpec(file, "exact_match"))
+    assert before == (7 if stated else 256)
+    assert longest(TaskSpec(file, "exact_match", max_tokens=400)) == (400, stop)
+
+
+def test_options_have_no_longest_completion(choices: TaskSpec) -> None:
+    with pytest.raises(InvalidTask, match="max_tokens 400: the task scores options and generates no text") as error:
+        check_task(replace(choices, max_tokens=400))
+    assert error.value.field == "max_tokens"
+
+
+def test_digests_of_tasks_without_new_fields_do_not_change() -> None:
+    digest = "e4ebf657c7ab4d7f173e24f7f70bb49daf3229d7e052c85a228c6608ea968a66"
+    assert TaskSpec("gsm8k", "exact_match", "strict-match", "test", 5, None, 3).digest == digest
+    assert TaskSpec("gsm8k", "exact_match", "strict-match", "test", 5, None, 3, max_tokens=256).digest != digest
 
 
 def test_broken_yaml_and_files_of_another_kind_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from tests.conftest import write_choices
 from tests.s3_server import S3, failing
 from workers.cache import CACHE_VARIABLE
 from workers.errors import InvalidTask
-from workers.evaluation.tasks import build_task, check_task, content_hash
+from workers.evaluation.lm_eval_tasks import content_hash
+from workers.evaluation.tasks import build_task, check_task
 from workers.file_access import FileAccess
 from workers.models.remote import local_file
 from workers.object_store import ObjectStore

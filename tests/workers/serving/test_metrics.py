@@ -24,10 +24,12 @@ from tests.workers.judged_tasks import (
 from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine import SwapReport
 from workers.errors import TrialFailed
+from workers.evaluation import tasks
+from workers.evaluation.confined_task import ConfinedTask
+from workers.evaluation.execution import Executor
 from workers.evaluation.lm_eval import BackendLM
-from workers.evaluation.metric_process import MetricProcess
+from workers.evaluation.lm_eval_tasks import build, prepare
 from workers.evaluation.prompts import Prompts
-from workers.evaluation.tasks import build_task
 from workers.serving import engine_worker
 from workers.serving.replica import ScoringReplica
 from workers.types import Family, ModelSource, ScoreRequest, Span, TaskSpec
@@ -56,8 +58,9 @@ class Replica:
         self.family = Family(ModelSource("base", directory, "fingerprint"), ())
         self.prompts = Prompts(directory, OPTIONS)
         self.engine = KnownEngine(self.prompts, {})
+        self.confined_by = Executor().enforced
         patch.setattr(engine_worker, "Engine", lambda family, options, **_: self.engine)
-        patch.setattr(engine_worker, "MetricProcess", partial(MetricProcess, sample_limit_s=2.0))
+        patch.setattr(tasks, "ConfinedTask", partial(ConfinedTask, sample_limit_s=2.0))
         self.replica = ScoringReplica(partial(engine_worker.EngineWorker, self.family, OPTIONS))
 
     def score(self, spec: TaskSpec, answers: dict[str, str]) -> dict[str, float] | Exception:
@@ -66,7 +69,9 @@ class Replica:
         span = Span("x", spec, 0, len(answers))
         request = ScoreRequest("study", base_recipe(self.family), (span,))
         try:
-            return {sample.document: sample.value for sample in asyncio.run(self.replica.score(request)).samples}
+            scored = asyncio.run(self.replica.score(request))
+            assert scored.evidence.engine == f"vllm, known, known, code of tasks confined by {self.confined_by}"
+            return {sample.document: sample.value for sample in scored.samples}
         except Exception as error:
             return error
 
@@ -127,7 +132,7 @@ def test_math_scores_of_a_replica_are_those_of_lm_eval(replica: Replica, tmp_pat
     ):
         spec = write_task(tmp_path, name, code, MATH_DOCUMENTS, metric=metric)
         model = BackendLM(KnownAnswers(replica.prompts, MATH_ANSWERS), replica.prompts)
-        theirs = evaluate(model, {name: build_task(spec).subtasks[0].task}, bootstrap_iters=0)
+        theirs = evaluate(model, {name: build(spec, prepared=prepare(spec)).subtasks[0].task}, bootstrap_iters=0)
         expected = {str(sample["doc_id"]): float(sample[metric]) for sample in theirs["samples"][name]}
         assert replica.score(spec, MATH_ANSWERS) == expected, name
         assert expected == MATH_VALUES

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from workers.directories import appearing
-from workers.evaluation.tasks import content_hash
+from workers.evaluation.lm_eval_tasks import content_hash
 from workers.models.checkpoints import open_checkpoint
 from workers.models.fingerprints import fingerprint
 from workers.models.remote import commit_of, id_of

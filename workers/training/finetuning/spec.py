@@ -215,11 +215,12 @@ def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = 
     `access` limits the files that are read, or is None for no limit.
     """
     return TaskSpec(
-        task=objective.task.model_dump(mode="json") if isinstance(objective.task, InlineTask) else objective.task,
+        task=objective.task.description() if isinstance(objective.task, InlineTask) else objective.task,
         metric=objective.metric,
         filter=objective.filter,
         split=objective.split,
         num_fewshot=objective.num_fewshot,
+        max_tokens=objective.max_tokens,
         permutation_seed=seed,
         access=access,
     )

@@ -35,8 +35,8 @@ from tests.conftest import HIDDEN, write_choices
 from tests.layouts import LAYOUTS, layout_family
 from workers.engines.vllm.support import CapabilityProbe
 from workers.errors import InvalidModel
+from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
-from workers.evaluation.tasks import content_hash
 from workers.merging.bank import Bank
 from workers.merging.plan import check_recipe
 from workers.models.family import locate_family

@@ -1,0 +1,222 @@
+"""What a task is once it has been built: its subtasks, the order of its samples, and its documents."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, Self
+
+from workers.evaluation.right_answers import RightAnswer, right_answer
+from workers.types import TaskInfo, TaskSpec
+
+__all__ = [
+    "Answers",
+    "BuiltTask",
+    "Document",
+    "PromptSettings",
+    "Subtask",
+    "TaskCode",
+    "documents_here",
+    "documents_of",
+    "lack_here",
+    "lack_of_references",
+    "permutation",
+]
+
+
+@dataclass(frozen=True)
+class Subtask:
+    """One lm-eval task of the several that a task may consist of.
+
+    `task` is lm-eval's object, or None if it is in a confined process. `filter` is the name of the lm-eval filter whose
+    results are used. `delimiter` is the text between a prompt and its answer, `prefix` the text with which the task
+    itself begins the answer.
+    """
+
+    name: str
+    task: Any
+    filter: str
+    num_samples: int
+    output_type: str
+    higher_is_better: bool
+    prefix: str = ""
+    delimiter: str = " "
+
+    def delimiter_before_answer(self, *, has_template: bool) -> str:
+        """The text that lm-eval puts between a prompt and its answer: the delimiter, or "" after a chat template.
+
+        `has_template` says whether the prompt is rendered by a chat template. The delimiter is also used after a chat
+        template if the task itself begins the answer with a text that does not end in white space.
+        """
+        if has_template and not (self.prefix and not self.prefix[-1:].isspace()):
+            return ""
+        return self.delimiter
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a task: its requests (lm-eval's `Instance` objects, in order), and its right answers."""
+
+    instances: tuple[Any, ...]
+    right: Callable[[], RightAnswer]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a backend to one sample.
+
+    `responses[i]` has the answers to the sample's i-th request, several if lm-eval repeats the request. `subtask` is an
+    index in BuiltTask.subtasks, `document` is lm-eval's `doc_id` in that subtask.
+    """
+
+    subtask: int
+    document: int
+    responses: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """How lm-eval builds prompts: a system prompt, and a function that renders chat messages; None for neither.
+
+    `render` has the arguments of `TemplateLM.apply_chat_template`. `limit` is the number of documents; None for all.
+    """
+
+    system_prompt: str | None
+    render: Callable[..., str] | None
+    tokenizer_name: str
+    limit: int | None = None
+
+
+class TaskCode(Protocol):
+    """Interface of what needs a confined process: a task with code of its own, or one that executes completions."""
+
+    @property
+    def enforced(self) -> str:
+        """What confines the process, in words."""
+        ...
+
+    def documents(self, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]: ...
+
+    def lack_of_references(self, num_documents: int) -> str | None: ...
+
+    def values(self, answers: Sequence[Answers]) -> list[float]:
+        """The values of the task's metric for samples, in the order of `answers`; all are finite."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class BuiltTask:
+    """A task that is ready to be scored, with the order of its samples.
+
+    `order[position]` is the sample at `position`, as (index of the subtask, index of the document), both from 0.
+    `code` computes the values by means of a confined process; None if the task needs none.
+    """
+
+    spec: TaskSpec
+    subtasks: tuple[Subtask, ...]
+    order: tuple[tuple[int, int], ...]
+    higher_is_better: bool
+    output_type: str
+    code: TaskCode | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the confined process, if there is one."""
+        if self.code is not None:
+            self.code.close()
+
+    def document(self, position: int) -> str:
+        """A name of the sample at `position` of the order.
+
+        It is the sample's index in the task's data, after the name of its subtask if there are several.
+        """
+        subtask, index = self.order[position]
+        return f"{self.subtasks[subtask].name}/{index}" if len(self.subtasks) > 1 else str(index)
+
+    @property
+    def info(self) -> TaskInfo:
+        groups = {subtask.name: subtask.num_samples for subtask in self.subtasks} if len(self.subtasks) > 1 else {}
+        return TaskInfo(
+            len(self.order),
+            self.higher_is_better,
+            self.output_type,
+            groups=groups,
+            confined_by=self.code.enforced if self.code is not None else "",
+        )
+
+
+def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
+    """All (group, index) pairs in one random order in which every prefix has the groups in proportion to their sizes.
+
+    `sizes` maps a group's name to its number of samples. Groups of equal size differ by at most one sample in any
+    prefix. The order depends on names, sizes and seed only, not on the version of a random generator.
+    """
+
+    def draw(name: str, index: int) -> bytes:
+        return hashlib.sha256(f"{seed}\0{name}\0{index}".encode()).digest()
+
+    places: list[tuple[float, bytes, int, int]] = []
+    for group, (name, size) in enumerate(sizes.items()):
+        shuffled = sorted(range(size), key=lambda index, name=name: draw(name, index))  # type: ignore[misc]
+        # The j-th of n samples of a group is at (j + 1/2)/n of the whole order; ties are in random order.
+        places.extend(((j + 0.5) / size, draw(name, index), group, index) for j, index in enumerate(shuffled))
+    return tuple((group, index) for _, _, group, index in sorted(places))
+
+
+def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
+    """The documents of each subtask of a task, in document order, with their requests."""
+    if task.code is not None:
+        return task.code.documents(settings)
+    return documents_here(task, settings)
+
+
+def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
+    """The documents of a task whose lm-eval objects are in this process."""
+    return tuple(_documents(subtask.task, settings) for subtask in task.subtasks)
+
+
+def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
+    """The reason why one of the first documents of a subtask has no right answer that a model could read, or None."""
+    if task.code is not None:
+        return task.code.lack_of_references(num_documents)
+    return lack_here(task, num_documents)
+
+
+def lack_here(task: BuiltTask, num_documents: int) -> str | None:
+    """`lack_of_references` for a task whose lm-eval objects are in this process."""
+    for subtask in task.subtasks:
+        for index in range(min(num_documents, subtask.num_samples)):
+            if lack := right_answer(subtask.task, subtask.task.eval_docs[index]).lack:
+                return f"task {subtask.name}: {lack}"
+    return None
+
+
+def _documents(task: Any, settings: PromptSettings) -> tuple[Document, ...]:
+    has_template = settings.render is not None
+    task.build_all_requests(
+        limit=settings.limit,
+        system_instruction=settings.system_prompt,
+        apply_chat_template=has_template,
+        fewshot_as_multiturn=has_template,
+        chat_template=settings.render,
+        tokenizer_name=settings.tokenizer_name,
+    )
+    by_document: dict[int, list[Any]] = {}
+    for instance in task.instances:
+        by_document.setdefault(instance.doc_id, []).append(instance)
+    return tuple(
+        Document(
+            tuple(sorted(by_document[index], key=lambda instance: int(instance.idx))),
+            partial(right_answer, task, by_document[index][0].doc),
+        )
+        for index in sorted(by_document)
+    )

@@ -1,0 +1,271 @@
+"""A task that runs Python functions of its own, in a confined process that builds it and computes its metric.
+
+The process reads the task's files, the packages and the libraries of the system, and the data that this process has
+loaded for it. It writes below a temporary directory of its own only. `confinement` says what else it must not do. What
+it sends is JSON, and is checked here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from workers.errors import InvalidTask, MetricFailed, WorkerError
+from workers.evaluation.built_tasks import Answers, BuiltTask, Document, PromptSettings, Subtask, permutation
+from workers.evaluation.confinement import Confinement, system_paths
+from workers.evaluation.execution import Executor
+from workers.evaluation.lm_eval_tasks import OUTPUT_TYPES, prepare
+from workers.evaluation.metric_process import SAMPLE_LIMIT_S, TASK_LIMIT_S, TaskProcess
+from workers.evaluation.right_answers import RightAnswer
+from workers.evaluation.task_server import ConfinedStart
+from workers.models.remote import local_file
+from workers.types import TaskSpec
+
+__all__ = ["ConfinedTask"]
+
+MAX_PROGRAMS = 10_000  # that are executed for one sample
+MAX_SAMPLES = 10_000_000  # of a task: what this process orders
+MAX_WRITTEN = 2 << 30  # bytes below the temporary directory
+BLOCK = 512  # bytes, of stat's st_blocks
+
+# Environment variables that are passed on; others may hold secrets.
+PASSED_ON = ("LANG", "LC_ALL", "NLTK_DATA", "PATH", "TZ")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request in the form of lm-eval's `Instance`, as far as it is needed to answer it."""
+
+    request_type: str
+    args: tuple[Any, ...]
+    doc_id: int
+    idx: int
+    repeats: int
+
+
+class ConfinedTask(TaskProcess):
+    """The confined process of one task (`built_tasks.TaskCode`); `built` is the task.
+
+    `confinement` is for tests: whether the process is confined can otherwise not be chosen. Raises InvalidTask if the
+    task cannot be built, and if this machine cannot confine it.
+    """
+
+    def __init__(
+        self,
+        spec: TaskSpec,
+        *,
+        sample_limit_s: float = SAMPLE_LIMIT_S,
+        task_limit_s: float = TASK_LIMIT_S,
+        confinement: Callable[..., Confinement] = Confinement,
+    ) -> None:
+        super().__init__(sample_limit_s=sample_limit_s, task_limit_s=task_limit_s)
+        self._spec = spec
+        self._prepared = prepare(spec)
+        self._directory = Path(tempfile.mkdtemp(prefix="mergesearch-task-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        self._data = {key: _streams(data) for key, data in self._prepared.datasets.items()}
+        corpora = filter(None, os.environ.get("NLTK_DATA", "").split(os.pathsep))
+        self._confinement = confinement(
+            readable=(*system_paths(), *self._prepared.files, *corpora),
+            writable=(str(self._directory),),
+            listable=self._prepared.directories,
+        )
+        self._settings: PromptSettings | None = None
+        self._executor: Executor | None = None
+        self.enforced = ""
+        try:
+            self.built = self._task(self._begin())
+        except (EOFError, ConnectionError, TimeoutError) as error:
+            words = self._last_words()
+            how = str(error) if isinstance(error, TimeoutError) else f"ended its process ({self.stop()})"
+            self.close()
+            raise InvalidTask(f"task {spec.task!r}: building it {how}{words}") from error
+        except WorkerError:
+            self.close()
+            raise
+
+    def documents(self, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
+        self._settings = settings
+        self._ask_for_documents()
+        replies = self._receive("documents", self._task_limit_s)
+        try:
+            return tuple(tuple(map(_document, each)) for each in replies)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidTask(f"task {self._spec.task!r}: its prompts are not texts: {error}") from error
+
+    def lack_of_references(self, num_documents: int) -> str | None:
+        self._send(("lack_of_references", num_documents))
+        lack = self._receive("lack", self._task_limit_s)
+        return None if lack is None else str(lack)
+
+    def values(self, answers: Sequence[Answers]) -> list[float]:
+        """The values of the task's metric for samples, in the order of `answers`; all are finite.
+
+        The documents must have been asked for. Raises MetricFailed if the metric fails, and EngineUnavailable if the
+        process ends or hangs twice while it builds the task.
+        """
+        found = self._values(self._spec.digest, self.built, answers)
+        for value, each in zip(found, answers, strict=True):
+            if not math.isfinite(value):
+                self._distrust()
+                raise MetricFailed(f"task {self._spec.task}, document {each.document}: gave {value}")
+        return found
+
+    def close(self) -> None:
+        self.stop()
+        if self._executor is not None:
+            self._executor.close()
+        for streams in self._data.values():
+            for handle in streams.values():
+                os.close(handle)
+        self._data = {}
+        self._remove()
+
+    def _begin(self) -> Any:
+        """Start the process, and return the facts that it sends about the subtasks."""
+        place = str(self._directory)
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{place}/huggingface"}
+        spec = self._spec
+        if isinstance(spec.task, str) and self._prepared.index is None:
+            spec = replace(spec, task=str(local_file(spec.task).absolute()), access=None)
+        self._start(
+            ConfinedStart(self._confinement, spec, self._data, self._prepared.index),
+            environment={**environment, **offline, "HOME": place, "TMPDIR": place, "PYTHONDONTWRITEBYTECODE": "1"},
+            handles=[handle for streams in self._data.values() for handle in streams.values()],
+        )
+        self.enforced = str(self._receive("enforced", self._task_limit_s))
+        return self._receive("built", self._task_limit_s)
+
+    def _start_again(self) -> None:
+        self._begin()
+        if self._settings is not None:
+            self._ask_for_documents()
+            self._receive("documents", self._task_limit_s)
+
+    def _ask_for_documents(self) -> None:
+        settings = self._settings
+        assert settings is not None
+        has_template = settings.render is not None
+        self._send(("documents", settings.system_prompt, has_template, settings.tokenizer_name, settings.limit))
+
+    def _task(self, facts: Any) -> BuiltTask:
+        try:
+            subtasks = tuple(map(_subtask, facts))
+            sizes = {subtask.name: subtask.num_samples for subtask in subtasks}
+            if not subtasks or not 0 < sum(sizes.values()) <= MAX_SAMPLES or len(sizes) < len(subtasks):
+                raise ValueError(f"{sum(sizes.values()):,} samples in {len(subtasks)} subtasks")
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidTask(f"task {self._spec.task!r}: cannot be built: its process described {error}") from error
+        types = {subtask.output_type for subtask in subtasks}
+        return BuiltTask(
+            self._spec,
+            subtasks,
+            permutation(sizes, seed=self._spec.permutation_seed),
+            subtasks[0].higher_is_better,
+            types.pop() if len(types) == 1 else "mixed",
+            code=self,
+        )
+
+    def _answer(self, question: Mapping[str, Any]) -> object:
+        """Render chat messages for the process, which has no tokenizer, and have programs executed."""
+        if "execute" in question:
+            return self._execute([_text(program) for program in question["execute"]])
+        if "render" not in question:
+            return super()._answer(question)
+        messages, add_generation_prompt = question["render"]
+        assert self._settings is not None
+        assert self._settings.render is not None
+        return self._settings.render(messages, add_generation_prompt=bool(add_generation_prompt))
+
+    def _execute(self, programs: Sequence[str]) -> list[str | None]:
+        """Execute programs, each in a confined process of its own."""
+        if len(programs) > MAX_PROGRAMS:
+            raise ValueError(f"{len(programs):,} programs at once")
+        if self._executor is None:
+            self._executor = Executor()
+        return self._executor.run(programs)
+
+    def _check(self) -> None:
+        written = 0
+        for place, _, files in os.walk(self._directory):
+            for file in files:
+                with contextlib.suppress(OSError):
+                    written += os.lstat(os.path.join(place, file)).st_blocks * BLOCK
+        if written > MAX_WRITTEN:
+            self._distrust()
+            raise InvalidTask(f"task {self._spec.task!r}: its code has written more than {MAX_WRITTEN:,} bytes")
+
+    def _error(self, kind: str, message: str, field: str) -> WorkerError:
+        if kind == "ConfinementUnavailable":
+            return InvalidTask(
+                f"task {self._spec.task!r}: names Python functions (!function), which are run only in a confined "
+                f"process, and this machine cannot confine one: {message}"
+            )
+        return super()._error(kind, message, field)
+
+
+def _streams(data: Any) -> dict[str | None, int]:
+    """Write what `datasets.load_dataset` returned as Arrow streams; returns their file descriptors, by split.
+
+    The files have no names, and the descriptors can only read. Raises InvalidTask for data that are not all there.
+    """
+    import pyarrow
+    from datasets import Dataset, DatasetDict
+
+    splits = {None: data} if isinstance(data, Dataset) else data
+    if not isinstance(splits, DatasetDict | dict) or not all(isinstance(each, Dataset) for each in splits.values()):
+        raise InvalidTask(f"dataset_kwargs: gives {type(data).__name__}, not the data of all splits")
+    found = {}
+    for name, split in splits.items():
+        with tempfile.NamedTemporaryFile(prefix="mergesearch-data-") as file:
+            table = split.data.table
+            with pyarrow.ipc.new_stream(file, table.schema) as stream:
+                stream.write_table(table)
+            file.flush()
+            found[name] = os.open(file.name, os.O_RDONLY)
+    return found
+
+
+def _subtask(facts: Mapping[str, Any]) -> Subtask:
+    texts = {name: _text(facts[name]) for name in ("name", "filter", "output_type", "prefix", "delimiter")}
+    if texts["output_type"] not in OUTPUT_TYPES:
+        raise ValueError(f"the output type {texts['output_type']!r}")
+    return Subtask(
+        task=None,
+        num_samples=int(facts["num_samples"]),
+        higher_is_better=bool(facts["higher_is_better"]),
+        **texts,
+    )
+
+
+def _document(described: Mapping[str, Any]) -> Document:
+    doc_id, repeats = int(described["doc_id"]), int(described["repeats"])
+    requests = []
+    for index, (kind, (context, rest)) in enumerate(described["requests"]):
+        second = dict(rest) if kind == "generate_until" else _text(rest)
+        requests.append(_Request(_text(kind), (_text(context), second), doc_id, index, repeats))
+    if not requests or repeats < 1:
+        raise ValueError("a document without requests")
+    given = described["right"]
+    right = RightAnswer(
+        None if given["lack"] is None else _text(given["lack"]),
+        tuple(map(_text, given["texts"])),
+        tuple(map(_text, given["options"])),
+        tuple(map(int, given["right"])),
+    )
+    return Document(tuple(requests), lambda: right)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} instead of a text")
+    return value

@@ -1,0 +1,253 @@
+"""The main function of a process that computes metrics, confined or not: it builds tasks and answers its parent.
+
+The parent's messages are pickled; it is trusted. Those of this process are JSON, because code of tasks may have written
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import logging
+import mmap
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from workers.errors import InvalidTask, MetricFailed, WorkerError
+from workers.evaluation.built_tasks import (
+    Answers,
+    BuiltTask,
+    Document,
+    PromptSettings,
+    documents_of,
+    lack_of_references,
+)
+from workers.evaluation.channel import Channel
+from workers.evaluation.confinement import PR_SET_PDEATHSIG, Confinement, ConfinementUnavailable
+from workers.evaluation.execution import pass_at_k
+from workers.evaluation.lm_eval_tasks import Prepared, build
+from workers.evaluation.metrics import Documents, LocalMetrics
+from workers.types import TaskSpec
+
+__all__ = ["ConfinedStart", "serve"]
+
+# Values that are sent together: waking the other process for each takes longer than most metrics.
+SEND_EVERY_S = 0.1
+
+
+@dataclass(frozen=True)
+class ConfinedStart:
+    """The first message to a process that will run code of a task: what confines it, and the task's data.
+
+    `data` has the file descriptors of Arrow streams, by `task_loading.data_key` and split. The split of data without
+    splits is None.
+    """
+
+    confinement: Confinement
+    spec: TaskSpec
+    data: Mapping[str, Mapping[str | None, int]]
+    index: Mapping[str, Any] | None
+
+
+def serve() -> None:
+    """Run until the other end of the connection closes, whose file descriptor is the only argument.
+
+    The first message is a ConfinedStart, or None for a process that runs no code of tasks. Then each request is a tuple
+    of a method's name (`_Server`) and its arguments. Every reply has one key: "error" if the request failed. An error
+    that no method expects ends the process.
+    """
+    _prepare_signals()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    with contextlib.suppress(EOFError, ConnectionError):
+        server = _Server(channel)
+        server.start(pickle.loads(channel.receive()))
+        while True:
+            method, *arguments = pickle.loads(channel.receive())
+            try:
+                getattr(server, method)(*arguments)
+            except WorkerError as error:
+                server.reply(error=_described(error))
+
+
+class _Server:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._local = LocalMetrics()
+        self._refused: dict[str, InvalidTask] = {}
+        self._task: BuiltTask | None = None  # with code of its own
+
+    def reply(self, **message: Any) -> None:
+        try:
+            text = json.dumps(message)
+        except (TypeError, ValueError) as error:  # what code of a task has returned
+            raise InvalidTask(f"it has {error}; expected text, numbers, lists and dicts") from error
+        self._channel.send(text.encode())
+
+    def start(self, start: ConfinedStart | None) -> None:
+        if start is None:
+            importlib.import_module("lm_eval.tasks")  # takes seconds, while the engine starts
+            return
+        try:
+            enforced = start.confinement.apply()
+        except ConfinementUnavailable as error:
+            self.reply(error=["ConfinementUnavailable", str(error), ""])
+            return
+        self.reply(enforced=enforced)
+        sys.modules["evaluate"] = self._evaluate()
+        try:
+            data = {key: _loaded(splits) for key, splits in start.data.items()}
+            self._task = build(start.spec, prepared=Prepared((), (), data, start.index))
+        except InvalidTask as error:
+            self.reply(error=_described(error))
+        except Exception as error:  # a task is code and data of any origin
+            self.reply(error=["InvalidTask", f"cannot be built: {type(error).__name__}: {error}", "task"])
+        else:
+            self.reply(built=[_facts(subtask) for subtask in self._task.subtasks])
+
+    def open(self, spec: TaskSpec, documents: Documents) -> None:
+        """Build a task without code of its own; an error is reported with the first values that are asked for."""
+        self._refused.pop(spec.digest, None)
+        try:
+            self._local.open(build(spec), documents)
+        except InvalidTask as error:
+            self._refused[spec.digest] = error
+        except Exception as error:  # a task is data of any origin
+            self._refused[spec.digest] = InvalidTask(
+                f"task {spec.task!r}: cannot be built: {type(error).__name__}: {error}"
+            )
+
+    def close(self, digest: str) -> None:
+        self._local.close(digest)
+
+    def documents(self, system_prompt: str | None, has_template: bool, tokenizer: str, limit: int | None) -> None:
+        """Build the requests of the confined task, and reply with them."""
+        task = self._built
+        settings = PromptSettings(system_prompt, self._render if has_template else None, tokenizer, limit)
+        try:
+            found = documents_of(task, settings)
+            contents = tuple({each.instances[0].doc_id: each.instances[0].doc for each in each_of} for each_of in found)
+            described = [[_document(each) for each in each_of] for each_of in found]
+        except InvalidTask:
+            raise
+        except Exception as error:
+            raise InvalidTask(f"its prompts cannot be built: {type(error).__name__}: {error}") from error
+        self._local.open(task, contents)
+        self.reply(documents=described)
+
+    def lack_of_references(self, num_documents: int) -> None:
+        self.reply(lack=lack_of_references(self._built, num_documents))
+
+    def values(self, digest: str, answers: Sequence[Answers], one_by_one: bool) -> None:
+        """Reply that the task is built, then with lists of values."""
+        if self._task is not None:
+            digest = self._task.spec.digest
+        if digest in self._refused:
+            raise self._refused[digest]
+        self.reply(ready=True)
+        values: list[float] = []
+        sent_at = time.monotonic()
+        for each in answers:
+            try:
+                values.append(self._local.value(digest, each))
+            except WorkerError:
+                self.reply(values=values)
+                raise
+            finally:
+                signal.alarm(0)  # a timer that a metric has left behind
+            if one_by_one or time.monotonic() - sent_at > SEND_EVERY_S:
+                self.reply(values=values)
+                values, sent_at = [], time.monotonic()
+        if values:
+            self.reply(values=values)
+
+    @property
+    def _built(self) -> BuiltTask:
+        assert self._task is not None
+        return self._task
+
+    def _evaluate(self) -> ModuleType:
+        """A stand-in of the package `evaluate`, whose metrics are code of the hub: it has "code_eval" only."""
+
+        def load(name: str, *_: Any, **__: Any) -> Any:
+            if name != "code_eval":
+                raise InvalidTask(
+                    f"metric {name!r} of the package evaluate is code of the hub, which is not run", "metric"
+                )
+            return SimpleNamespace(compute=self._code_eval)
+
+        module = ModuleType("evaluate")
+        module.__dict__["load"] = load
+        return module
+
+    def _code_eval(
+        self, *, predictions: Sequence[Sequence[str]], references: Sequence[str], k: Sequence[int] = (1,), **_: Any
+    ) -> tuple[dict[str, float], dict[int, list[str | None]]]:
+        """Execute programs, each a prediction and the tests of its reference, as the metric "code_eval" does.
+
+        Returns the mean of pass@k over the references, by name, and what executing each program gave.
+        """
+        programs = [f"{each}\n{test}" for tries, test in zip(predictions, references, strict=True) for each in tries]
+        self.reply(execute=programs)
+        reasons = iter(pickle.loads(self._channel.receive()))
+        outcomes = {index: [next(reasons) for _ in tries] for index, tries in enumerate(predictions)}
+        return {
+            f"pass@{each}": sum(pass_at_k(len(found), found.count(None), each) for found in outcomes.values())
+            / len(outcomes)
+            for each in k
+            if all(len(found) >= each for found in outcomes.values())
+        }, outcomes
+
+    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        self.reply(render=[list(map(dict, messages)), bool(add_generation_prompt)])
+        return str(pickle.loads(self._channel.receive()))
+
+
+def _prepare_signals() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent's thread may block signals that metrics wait for
+    if sys.platform == "linux":  # so that the process also ends when the parent is killed while a metric hangs
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+
+def _loaded(splits: Mapping[str | None, int]) -> Any:
+    """Map data from Arrow streams into memory, as `datasets.load_dataset` would return them."""
+    import pyarrow
+    from datasets import Dataset, DatasetDict, DatasetInfo
+
+    def mapped(handle: int) -> Any:
+        buffer = pyarrow.py_buffer(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
+        os.close(handle)
+        return Dataset.from_buffer(buffer, info=DatasetInfo())
+
+    found = {name: mapped(handle) for name, handle in splits.items()}
+    return found[None] if None in found else DatasetDict(found)
+
+
+def _facts(subtask: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(subtask).items() if name != "task"}
+
+
+def _document(document: Document) -> dict[str, Any]:
+    first = document.instances[0]
+    return {
+        "doc_id": first.doc_id,
+        "repeats": first.repeats,
+        "requests": [[each.request_type, list(each.args)] for each in document.instances],
+        "right": asdict(document.right()),
+    }
+
+
+def _described(error: WorkerError) -> list[str]:
+    kind = "MetricFailed" if isinstance(error, MetricFailed) else "InvalidTask"
+    return [kind, str(error), getattr(error, "field", "")]
