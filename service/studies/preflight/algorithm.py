@@ -87,6 +87,10 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
         message = f"{spec.cost}: hm3 has search.hm3.length_penalty for the length of a path; leave the objective out"
         yield Problem(f"objectives.{index}.cost", message)
     options = study.search.hm3
+    paths = space.parameters.structure
+    if isinstance(paths, LayerPaths) and paths.scale_range is not None and options.action == "categorical":
+        message = "categorical: scales of layers are drawn with a proto-action; write action: wolpertinger"
+        yield Problem("search.hm3.action", message)
     if options.mini_batches > options.episodes:
         message = f"{options.mini_batches} is above episodes={options.episodes}; give at most {options.episodes}"
         yield Problem("search.hm3.mini_batches", message)

@@ -67,7 +67,7 @@ class Hm3Searcher:
             return _request(training, num_finished, context.setting)
         played, paths = training.play(episode), paths_of(context.parameters)
         vector = training.preferences.index(played.preference) if paths.num_preferences > 1 else 0
-        return paths.configuration(played.path, preference=vector)
+        return paths.configuration(played.path, preference=vector, scales=played.scales)
 
     def learn(self, context: ProposalContext, *, iteration: int) -> tuple[UpdateResult, bytes | None]:
         import torch
@@ -76,6 +76,7 @@ class Hm3Searcher:
         numbers = training.numbers_in(iteration)
         results = _results(context.observations, [setting.num_baselines + number for number in numbers])
         paths = [paths_of(context.parameters).path(configuration) for configuration, _ in results]
+        scales = [paths_of(context.parameters).scales(configuration) for configuration, _ in results]
         lengths = [len(path) for path in paths]
         values = np.array([values for _, values in results])
         penalties = setting.options.hm3.length_penalty * np.array(lengths, dtype=np.float64)
@@ -86,7 +87,7 @@ class Hm3Searcher:
             "outcome_std": float((outcomes * vectors).sum(axis=1).std()),
             "length": float(np.mean(lengths)),
         }
-        found = training.learn(iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths)
+        found = training.learn(iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths, scales=scales)
         if found is None:
             return UpdateResult(statistics=statistics), None
         statistics |= {name: float(value) for name, value in asdict(found).items() if value is not None}
@@ -207,6 +208,7 @@ def training_of(
                 num_statistics=0 if descriptors is None else descriptors.shape[2],
                 by_index=options.knows_models,
                 sees_preference=is_conditioned,
+                scales=paths.scale_range is not None,
             ),
         ),
         seed=seed,
@@ -221,11 +223,12 @@ def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
     """What the policies of a study draw for each step of its paths: "categorical" or "wolpertinger".
 
     It is the option `action`. With `auto`, it is "categorical" if at most FEW_STEPS steps are allowed at any place.
-    Policies of version 1 have no other action than "wolpertinger".
+    Policies of version 1, and those of paths whose layers have scales, have no other action than "wolpertinger".
     """
     from workers.training.hm3.actions import LegalSteps
 
-    chosen = "wolpertinger" if setting.version == 1 else setting.options.hm3.action
+    has_scales = paths.scale_range is not None
+    chosen = "wolpertinger" if setting.version == 1 or has_scales else setting.options.hm3.action
     if chosen != "auto":
         return chosen
     return "categorical" if LegalSteps(paths).most <= FEW_STEPS else "wolpertinger"

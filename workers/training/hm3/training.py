@@ -180,7 +180,14 @@ class PolicyTraining:
             self._played = {**kept, iteration: played}
         return played.episodes[number]
 
-    def _play(self, iteration: int, source: int | None, *, paths: Sequence[Path] | None = None) -> dict[int, Episode]:
+    def _play(
+        self,
+        iteration: int,
+        source: int | None,
+        *,
+        paths: Sequence[Path] | None = None,
+        scales: Sequence[tuple[float, ...]] = (),
+    ) -> dict[int, Episode]:
         numbers = self.numbers_in(iteration)
         is_warm_up = not self._start and not self.is_learned_from(iteration)
         k = self.paths.num_steps + 1 if is_warm_up else self.options.k
@@ -188,7 +195,8 @@ class PolicyTraining:
             networks = self._learner(self.policy_of(iteration), source).networks
             roles = [self._learning(number) for number in numbers]
             if paths is not None:
-                roles = [replace(role, path=path) for role, path in zip(roles, paths, strict=True)]
+                given: Sequence[tuple[float, ...] | None] = scales or (None,) * len(paths)
+                roles = [replace(r, path=path, scales=s) for r, path, s in zip(roles, paths, given, strict=True)]
             return {each.number: each for each in self._built(networks, roles, k=k)}
         found: dict[int, Episode] = {}
         for policy in range(self.num_policies):
@@ -216,21 +224,28 @@ class PolicyTraining:
         return Role(number, self.preference_of(number), self.options.exploration)
 
     def learn(
-        self, iteration: int, outcomes_BK: Tensor, *, paths: Sequence[Path] | None = None
+        self,
+        iteration: int,
+        outcomes_BK: Tensor,
+        *,
+        paths: Sequence[Path] | None = None,
+        scales: Sequence[tuple[float, ...]] = (),
     ) -> UpdateStatistics | None:
         """Update the policy of an iteration by the outcomes of its episodes, and save the policy's checkpoint.
 
         Returns None in the warm-up, in which nothing is learned. `outcomes_BK` are as in `Learner.update`. Episodes
-        that another process built are built again, with the same result. `paths` are the paths that had the outcomes.
+        that another process built are built again, with the same result. `paths` are the paths that had the outcomes,
+        and `scales` the scales of their layers, if layers have any.
         If such a path differs from that of the episode, the policy learns from the path in `paths`; this is so in a
         search that an earlier version of this package began.
         """
         if not self.is_learned_from(iteration):
             return None
         episodes = [self.play(number) for number in self.numbers_in(iteration)]
-        if paths is not None and any(each.path != path for each, path in zip(episodes, paths, strict=True)):
+        own = [(each.path, each.scales) for each in episodes]
+        if paths is not None and own != [*zip(paths, scales or [()] * len(paths), strict=True)]:
             source = self.source_of(iteration, newest=iteration - 2)
-            episodes = list(self._play(iteration, source, paths=paths).values())
+            episodes = list(self._play(iteration, source, paths=paths, scales=scales).values())
         learner = self._learner(iteration, self.source_of(iteration, newest=iteration - 1))
         found = learner.update(episodes, outcomes_BK)
         self.saved[iteration] = learner.to_bytes()
