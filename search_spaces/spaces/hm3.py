@@ -122,6 +122,10 @@ class Hm3Section(SpaceSection):
     moments: each channel gets the mean and the variance that the next layer expects; mlp: a projection that a small
     network learns.
     """
+    scales: tuple[float, float] | None = None
+    """The lowest and highest factor on the residual stream after each layer of a path but the last; 1 is between them.
+    The searcher hm3 learns them with the path. Default: no factors.
+    """
 
     @property
     def merge_methods(self) -> tuple[str, ...]:
@@ -131,10 +135,17 @@ class Hm3Section(SpaceSection):
     def changes_layers(self) -> bool:
         return True
 
+    @property
+    def scaled_by(self) -> str | None:
+        return None if self.scales is None else "scales"
+
     def contradictions(self) -> Iterator[Problem]:
         yield from repeated("models", self.models or ())
         if self.models is not None and len(self.models) < 2 and self.merged is None:
             yield Problem("search_space.models", f"{self.models[0]} alone has no layers to exchange; give two or more")
+        if self.scales is not None and not 0 < self.scales[0] < 1 < self.scales[1]:
+            message = f"{list(self.scales)} is not accepted; give [lowest, highest], with 0 < lowest < 1 < highest"
+            yield Problem("search_space.scales", message)
         longest, shortest = self.max_path_length, self.min_path_length
         if longest is not None and shortest is not None and longest < shortest:
             message = f"{longest} is below min_path_length={shortest}; give at least {shortest}"
@@ -173,7 +184,9 @@ class Hm3Space:
         pool = (*chosen, MERGED) if self._merges else tuple(chosen)
         num_vectors = max(1, len(self._merges))
         try:
-            self.paths = LayerPaths(pool, models.num_layers, shortest, longest, section.max_jump, num_vectors)
+            self.paths = LayerPaths(
+                pool, models.num_layers, shortest, longest, section.max_jump, num_vectors, section.scales
+            )
         except ValueError as error:
             raise InvalidStudy((Problem("search_space.max_path_length", str(error)),)) from error
         self.max_layers = max(self.paths.longest, models.num_layers)  # the sources are scored too
@@ -205,6 +218,8 @@ class Hm3Space:
         if self.alignment != "none":
             number = len(self.pairs)
             text += f"; between layers that do not follow each other one of {number} alignments: {self.alignment}"
+        if paths.scale_range is not None:
+            text += "; a scale of {:g} to {:g} after each layer but the last".format(*paths.scale_range)
         groups = split_layers(paths.num_layers, paths.num_layers)
         return SpaceDescription(self.kind, groups, {"layer": COMPONENTS}, text)
 
@@ -215,6 +230,8 @@ class Hm3Space:
         number = paths.preference(configuration)
         wholes = [self._model(paths.models[paths.model_of(step)], number) for step in steps]
         layers = [whole.layers[paths.layer_of(step)] for whole, step in zip(wholes, steps, strict=True)]
+        for index, scale in enumerate(paths.scales(configuration)):
+            layers[index] = replace(layers[index], scale=scale)
         if self.alignment != "none":
             layers = self._aligned(layers, steps, number)
         return replace(
@@ -228,11 +245,15 @@ class Hm3Space:
             return None
         for number in range(paths.num_preferences):
             steps = self._steps(number)
-            plain = (replace(layer, alignment=None) for layer in renamed.layers)
+            plain = (replace(layer, alignment=None, scale=1.0) for layer in renamed.layers)
             path = [steps[layer] for layer in plain if layer in steps]
             if len(path) < len(renamed.layers) or not paths.contains(path):
                 continue
-            configuration = paths.configuration(path, preference=number)
+            scales = tuple(layer.scale for layer in renamed.layers[:-1])
+            low, high = paths.scale_range or (1.0, 1.0)
+            if not all(low <= scale <= high for scale in scales):
+                continue
+            configuration = paths.configuration(path, preference=number, scales=scales)
             if self.to_recipe(configuration).digest == recipe.digest:
                 return configuration
         return None

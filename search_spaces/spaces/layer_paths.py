@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from search_spaces.parameters import Categorical, Condition, Configuration, Integer, Parameter
+from search_spaces.methods.base import COEFFICIENT_DECIMALS
+from search_spaces.parameters import Categorical, Condition, Configuration, Float, Integer, Parameter
 
 __all__ = ["LENGTH", "MERGED", "PREFERENCE", "LayerPaths", "Path"]
 
@@ -26,6 +27,9 @@ MERGED = "merged"
 # Probabilities of the changes to a random path: exchange the model of a layer, repeat a layer, leave a layer out.
 CHANGES = {"exchange": 0.5, "repeat": 0.25, "drop": 0.25}
 
+# Probability that a scale of a random path is not 1.
+SCALED = 0.5
+
 
 @dataclass(frozen=True)
 class LayerPaths:
@@ -38,6 +42,9 @@ class LayerPaths:
     The model with the name MERGED has layers that are merged from several models, with weights that follow from a
     preference vector. There are `num_preferences` such vectors. A path uses one of them, and its configuration has the
     number of this vector, or 0 if the path has no merged layer.
+
+    With a `scale_range`, the lowest and the highest scale, every layer of a path but the last has a scale: a factor on
+    the residual stream after it.
     """
 
     models: tuple[str, ...]
@@ -46,6 +53,7 @@ class LayerPaths:
     max_length: int
     max_jump: int | None = None
     num_preferences: int = 1
+    scale_range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         """Check the limits of lengths and jumps. Raises ValueError if no path is within the limits."""
@@ -131,7 +139,7 @@ class LayerPaths:
     # Paths as configurations.
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters of paths: the length, and the model and the layer of each step."""
+        """The parameters of paths: the length, and the model, the layer and, if there is one, the scale of a step."""
         shortest, longest = self.shortest, self.longest
         own = min(max(self.num_layers, shortest), longest)
         yield Integer(LENGTH, shortest, longest, default=own)
@@ -140,6 +148,10 @@ class LayerPaths:
             yield Categorical(_model(at), self.models, conditions=conditions)
             default = min(at, self.num_layers - 1)
             yield Integer(_layer(at), 0, self.num_layers - 1, default=default, conditions=conditions)
+            if self.scale_range is not None and at + 1 < longest:
+                longer = tuple(range(at + 2, longest + 1))
+                scaled = (Condition(LENGTH, longer),) if at + 1 >= shortest else ()
+                yield Float(_scale(at), *self.scale_range, default=1.0, conditions=scaled)
         if self.num_preferences > 1:
             yield Categorical(PREFERENCE, tuple(range(self.num_preferences)))
 
@@ -162,11 +174,41 @@ class LayerPaths:
         """The number of the preference vector by which the merged layers of a configuration are merged."""
         return int(configuration.get(PREFERENCE, 0))
 
-    def configuration(self, path: Sequence[int], *, preference: int = 0) -> dict[str, Any]:
-        """The configuration of a path, whose merged layers use the preference vector with the number `preference`."""
+    def scales(self, configuration: Configuration) -> tuple[float, ...]:
+        """The scales of all layers but the last in the path that a configuration describes; empty without scales."""
+        if self.scale_range is None:
+            return ()
+        return tuple(configuration[_scale(at)] for at in range(configuration[LENGTH] - 1))
+
+    def scale_of(self, place: float) -> float:
+        """The scale at a place in the range of scales: -1 is the lowest, 1 the highest, and logarithms are linear.
+
+        Places beyond the range stand for its ends. Scales are rounded as coefficients are.
+        """
+        assert self.scale_range is not None, "paths without scales"
+        low, high = map(math.log, self.scale_range)
+        middle, half = (low + high) / 2, (high - low) / 2
+        scale = math.exp(middle + half * min(max(place, -1.0), 1.0))
+        return min(max(round(scale, COEFFICIENT_DECIMALS), self.scale_range[0]), self.scale_range[1])
+
+    def place_of(self, scale: float) -> float:
+        """The place, in [-1, 1], of a scale in the range of scales; the inverse of `scale_of`."""
+        assert self.scale_range is not None, "paths without scales"
+        low, high = map(math.log, self.scale_range)
+        return (2 * math.log(scale) - low - high) / (high - low)
+
+    def configuration(
+        self, path: Sequence[int], *, preference: int = 0, scales: Sequence[float] = ()
+    ) -> dict[str, Any]:
+        """The configuration of a path, whose merged layers use the preference vector with the number `preference`.
+
+        `scales` are those of all layers but the last; if it is empty, all are 1. Paths without scales need none.
+        """
         found: dict[str, Any] = {LENGTH: len(path)}
         for at, step in enumerate(path):
             found |= {_model(at): self.models[self.model_of(step)], _layer(at): self.layer_of(step)}
+            if self.scale_range is not None and at + 1 < len(path):
+                found[_scale(at)] = scales[at] if scales else 1.0
         if self.num_preferences > 1:
             is_merged = any(self.models[self.model_of(step)] == MERGED for step in path)
             found[PREFERENCE] = preference if is_merged else 0
@@ -177,53 +219,70 @@ class LayerPaths:
 
         The parameters must accept the values of `configuration`.
         """
-        return self.configuration(self.path(configuration), preference=self.preference(configuration))
+        path, scales = self.path(configuration), self.scales(configuration)
+        return self.configuration(path, preference=self.preference(configuration), scales=scales)
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """The configuration of a random path near one model's own order.
 
         Up to all of the model's layers are changed; few changes are likelier than many. A change takes a layer from
-        another model, repeats a layer, or leaves a layer out.
+        another model, repeats a layer, or leaves a layer out. Half of the scales, if there are any, are 1.
         """
         own = int(rng.integers(len(self.models)))
         num_changes = int(math.exp(rng.uniform(0.0, math.log(self.num_layers + 2)))) - 1
-        drawn = self._changed([(own, layer) for layer in range(self.num_layers)], num_changes, rng)
-        if self.num_preferences > 1:
-            drawn[PREFERENCE] = int(rng.integers(self.num_preferences))
-        return self.repair(drawn)
+        layers = self._changed([(own, layer, 1.0) for layer in range(self.num_layers)], num_changes, rng)
+        if self.scale_range is not None:
+            layers[:-1] = [(model, layer, self._drawn_scale(rng)) for model, layer, _ in layers[:-1]]
+        preference = int(rng.integers(self.num_preferences)) if self.num_preferences > 1 else 0
+        return self._configuration_of(layers, preference=preference)
 
-    def mutant(self, path: Path, rng: np.random.Generator, *, most: int = 3) -> Path:
-        """A path with one to `most` random changes of `path`; one change is the likeliest.
+    def mutant(self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3) -> dict[str, Any]:
+        """A configuration with one to `most` random changes of the path of `configuration`; one is the likeliest.
 
-        The changes are those of `sample`. The result may be equal to `path`, as changes may undo each other.
+        The changes are those of `sample`; if there are scales, one of them is drawn anew besides. The result may
+        describe the same path, as changes may undo each other.
         """
         num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))
-        layers = [(self.model_of(step), self.layer_of(step)) for step in path]
-        return self.path(self._changed(layers, num_changes, rng))
+        path = self.path(configuration)
+        scales = (*self.scales(configuration), 1.0) if self.scale_range is not None else (1.0,) * len(path)
+        layers = [(self.model_of(step), self.layer_of(step), s) for step, s in zip(path, scales, strict=True)]
+        layers = self._changed(layers, num_changes, rng)
+        if self.scale_range is not None:
+            at = int(rng.integers(len(layers)))
+            layers[at] = (*layers[at][:2], self._drawn_scale(rng))
+        return self._configuration_of(layers, preference=self.preference(configuration))
 
-    def _changed(self, layers: list[tuple[int, int]], num_changes: int, rng: np.random.Generator) -> dict[str, Any]:
-        """The values of a path's parameters after random changes to `layers`, pairs of a model and a layer.
+    def _drawn_scale(self, rng: np.random.Generator) -> float:
+        return self.scale_of(rng.uniform(-1.0, 1.0)) if rng.random() < SCALED else 1.0
 
-        The layers may be fewer or more than a path has; a layer that may not follow is not replaced yet.
+    def _changed(
+        self, layers: list[tuple[int, int, float]], num_changes: int, rng: np.random.Generator
+    ) -> list[tuple[int, int, float]]:
+        """The layers of a path (model, layer and scale) after random changes.
+
+        There may be fewer or more `layers` than a path has. A layer that may not follow is not replaced yet.
         """
         for _ in range(num_changes):
             at = int(rng.integers(len(layers)))
             model = int(rng.integers(len(self.models)))
             change = rng.choice(list(CHANGES), p=list(CHANGES.values()))
             if change == "exchange":
-                layers[at] = (model, layers[at][1])
+                layers[at] = (model, *layers[at][1:])
             elif change == "repeat" and len(layers) < self.longest:
-                layers.insert(at, (model, layers[at][1]))
+                layers.insert(at, (model, *layers[at][1:]))
             elif change == "drop" and len(layers) > max(self.shortest, 1):
                 del layers[at]
         while len(layers) < self.shortest:
             at = int(rng.integers(len(layers)))
             layers.insert(at, layers[at])
-        del layers[self.longest :]
-        drawn: dict[str, Any] = {LENGTH: len(layers)}
-        for at, (model, layer) in enumerate(layers):
-            drawn |= {_model(at): self.models[model], _layer(at): layer}
-        return drawn
+        return layers[: self.longest]
+
+    def _configuration_of(self, layers: Sequence[tuple[int, int, float]], *, preference: int) -> dict[str, Any]:
+        """The configuration of a path near `layers` (model, layer and scale), whose layers may follow each other."""
+        drawn: dict[str, Any] = {LENGTH: len(layers), PREFERENCE: preference}
+        for at, (model, layer, scale) in enumerate(layers):
+            drawn |= {_model(at): self.models[model], _layer(at): layer, _scale(at): scale}
+        return self.repair(drawn)
 
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
         """The configuration of a random path of `num_blocks` blocks, each of consecutive layers of one model.
@@ -257,3 +316,7 @@ def _model(at: int) -> str:
 
 def _layer(at: int) -> str:
     return f"step{at + 1}.layer"
+
+
+def _scale(at: int) -> str:
+    return f"step{at + 1}.scale"

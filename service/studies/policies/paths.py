@@ -77,6 +77,11 @@ def policy_paths(
             f"study {record.name!r}: its paths have alignments ({alignment}), which are not learned for proposals; "
             "only policies of studies with alignment: none propose paths"
         )
+    if getattr(study.search_space, "scales", None) is not None:
+        raise Conflict(
+            f"study {record.name!r}: its paths have scales of layers, which proposals do not have; only policies of "
+            "studies without search_space.scales propose paths"
+        )
     objectives = tuple(spec.name for spec in study.scored_objectives.values())
     vector = preference_vector(preference, objectives=objectives)
     models = study.models

@@ -125,6 +125,10 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
     if options.scalarisation == "tchebycheff" and options.gamma is not None and options.gamma < 1:
         message = f"{options.gamma:g}: with scalarisation: tchebycheff outcomes are distances, which have no discount"
         yield Problem("search.hm3.gamma", f"{message}; leave it out, or write scalarisation: weighted_sum")
+    paths = space.parameters.structure
+    if isinstance(paths, LayerPaths) and paths.scale_range is not None and options.action == "categorical":
+        message = "categorical: scales of layers are drawn with a proto-action; write action: wolpertinger"
+        yield Problem("search.hm3.action", message)
     if options.mini_batches > options.episodes:
         message = f"{options.mini_batches} is above episodes={options.episodes}; give at most {options.episodes}"
         yield Problem("search.hm3.mini_batches", message)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.preferences import augmented_chebyshev
-from search_spaces.spaces.layer_paths import LayerPaths, Path
+from search_spaces.spaces.layer_paths import LayerPaths
 
 __all__ = ["KnownPaths", "archive", "last_improvement", "outcomes_of", "unseen_near"]
 
@@ -76,15 +76,11 @@ def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[fl
 
 
 def unseen_near(
-    paths: LayerPaths, path: Path, known: KnownPaths, rng: np.random.Generator, *, preference: int
+    paths: LayerPaths, configuration: Mapping[str, Any], known: KnownPaths, rng: np.random.Generator
 ) -> dict[str, Any] | None:
-    """The configuration of a mutant of `path` that is not in `known`; None if all drawn mutants are in `known`.
-
-    `preference` is the number of the preference vector by which merged layers of the mutant are merged.
-    """
+    """The configuration of a mutant of a path that is not in `known`; None if all drawn mutants are in `known`."""
     for drawn in range(_NUM_MUTANTS):
-        most = _MOST_CHANGES * (1 + 2 * drawn // _NUM_MUTANTS)
-        found = paths.configuration(paths.mutant(path, rng, most=most), preference=preference)
+        found = paths.mutant(configuration, rng, most=_MOST_CHANGES * (1 + 2 * drawn // _NUM_MUTANTS))
         if found not in known:
             return found
     return None

@@ -74,7 +74,7 @@ class Hm3Searcher:
         played, paths = training.play(episode), paths_of(context.parameters)
         vector = training.preferences.index(played.preference) if paths.num_preferences > 1 else 0
         if training.options.version < FIRST_WITH_ELITES or not training.options.learns:
-            return paths.configuration(played.path, preference=vector)
+            return paths.configuration(played.path, preference=vector, scales=played.scales)
         return _unseen(context, training, played, vector)
 
     def learn(self, context: ProposalContext, *, iteration: int) -> tuple[UpdateResult, bytes | None]:
@@ -84,6 +84,7 @@ class Hm3Searcher:
         numbers = training.numbers_in(iteration)
         results = _results(context.observations, [setting.num_baselines + number for number in numbers])
         paths = [paths_of(context.parameters).path(configuration) for configuration, _ in results]
+        scales = [paths_of(context.parameters).scales(configuration) for configuration, _ in results]
         lengths = [len(path) for path in paths]
         values = np.array([values for _, values in results])
         penalties = setting.options.hm3.length_penalty * np.array(lengths, dtype=np.float64)
@@ -95,7 +96,9 @@ class Hm3Searcher:
             "length": float(np.mean(lengths)),
         }
         restarts = _has_stalled(context, training, iteration)
-        found = training.learn(iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths, restarts=restarts)
+        found = training.learn(
+            iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths, scales=scales, restarts=restarts
+        )
         if found is None:
             return UpdateResult(statistics=statistics), None
         statistics |= {"restarts": 1.0} if restarts else {}
@@ -219,6 +222,7 @@ def training_of(
                 num_statistics=0 if descriptors is None else descriptors.shape[2],
                 by_index=options.knows_models,
                 sees_preference=is_conditioned,
+                scales=paths.scale_range is not None,
             ),
         ),
         seed=seed,
@@ -233,11 +237,12 @@ def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
     """What the policies of a study draw for each step of its paths: "categorical" or "wolpertinger".
 
     It is the option `action`. With `auto`, it is "categorical" if at most FEW_STEPS steps are allowed at any place.
-    Policies of version 1 have no other action than "wolpertinger".
+    Policies of version 1, and those of paths whose layers have scales, have no other action than "wolpertinger".
     """
     from workers.training.hm3.actions import LegalSteps
 
-    chosen = "wolpertinger" if setting.version == 1 else setting.options.hm3.action
+    has_scales = paths.scale_range is not None
+    chosen = "wolpertinger" if setting.version == 1 or has_scales else setting.options.hm3.action
     if chosen != "auto":
         return chosen
     return "categorical" if LegalSteps(paths).most <= FEW_STEPS else "wolpertinger"
@@ -274,12 +279,12 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
             outcomes = outcomes_of(values, played.preference, options.scalarisation)
             elites = archive([o.configuration for o in scored], outcomes, size=options.archive)
             parent = elites[int(rng.integers(len(elites)))]
-            found = unseen_near(paths, paths.path(parent), known, rng, preference=paths.preference(parent))
+            found = unseen_near(paths, parent, known, rng)
             if found is not None:
                 return found
-    configuration = paths.configuration(played.path, preference=vector)
+    configuration = paths.configuration(played.path, preference=vector, scales=played.scales)
     if configuration in known and options.avoids_repeats:
-        return unseen_near(paths, played.path, known, rng, preference=vector) or configuration
+        return unseen_near(paths, configuration, known, rng) or configuration
     return configuration
 
 

@@ -57,13 +57,29 @@ def keeps_to_limits(paths: LayerPaths, path: tuple[int, ...]) -> bool:
 @shapes
 def test_mutants_are_other_paths_nearby(paths: LayerPaths) -> None:
     rng = np.random.default_rng(0)
-    path = paths.path(paths.sample(rng))
-    mutants = {paths.mutant(path, rng) for _ in range(200)}
+    configuration = paths.sample(rng)
+    path = paths.path(configuration)
+    found = [paths.mutant(configuration, rng) for _ in range(200)]
+    assert all(paths.preference(mutant) in (0, paths.preference(configuration)) for mutant in found)
+    mutants = {paths.path(mutant) for mutant in found}
     assert all(paths.contains(mutant) for mutant in mutants)
     assert all(abs(len(mutant) - len(path)) <= 3 for mutant in mutants)
     assert mutants - {path}
     again = np.random.default_rng(1), np.random.default_rng(1)
-    assert paths.mutant(path, again[0]) == paths.mutant(path, again[1])
+    assert paths.mutant(configuration, again[0]) == paths.mutant(configuration, again[1])
+
+
+def test_mutants_change_one_scale_besides() -> None:
+    """The layers that a mutant keeps keep their scales, but for one."""
+    paths = LayerPaths(("a", "b"), 4, 4, 4, 0, scale_range=(0.5, 2.0))
+    rng = np.random.default_rng(0)
+    scales = (0.6, 0.8, 1.4)
+    configuration = paths.configuration((0, 1, 2, 3), scales=scales)
+    changed = [
+        sum(new != old for new, old in zip(paths.scales(paths.mutant(configuration, rng)), scales, strict=True))
+        for _ in range(50)
+    ]
+    assert set(changed) == {0, 1}  # 0: the last layer has no scale
 
 
 @shapes
@@ -226,6 +242,63 @@ def test_each_vector_s_merged_model_has_alignments_of_its_own() -> None:
 def test_more_alignments_than_anyone_would_learn_are_refused() -> None:
     with pytest.raises(InvalidStudy, match=r"14283 pairs of layers may be .* at most 10000 .* give a smaller max_jump"):
         space("hm3", models(num_layers=40), max_jump=None, alignment="moments")
+
+
+# Scales.
+
+
+def test_layers_of_a_path_but_the_last_have_scales() -> None:
+    own = space("hm3", models(("math", "text")), scales=(0.8, 1.25))
+    paths, path = own.paths, (0, 1, 6, 7)
+    configuration = paths.configuration(path, scales=(0.8, 1.0, 1.2))
+    own.parameters.check(configuration)
+    recipe = own.to_recipe(configuration)
+    assert [layer.scale for layer in recipe.layers] == [0.8, 1.0, 1.2, 1.0]
+    assert own.from_recipe(recipe) == configuration == paths.repair(configuration)
+    assert paths.scales(configuration) == (0.8, 1.0, 1.2)
+    # Without scales, a path is the recipe that it was.
+    plain = space("hm3", models(("math", "text")))
+    assert own.to_recipe(paths.configuration(path)).digest == plain.to_recipe(plain.paths.configuration(path)).digest
+    assert plain.from_recipe(recipe) is None
+    narrow = space("hm3", models(("math", "text")), scales=(0.9, 1.25))
+    assert narrow.from_recipe(recipe) is None
+    assert own.describe().text.endswith("; a scale of 0.8 to 1.25 after each layer but the last")
+
+
+@pytest.mark.parametrize("length", [3, 4, 5])
+def test_drawn_paths_have_a_scale_for_each_layer_but_the_last(length: int) -> None:
+    own = space("hm3", models(("math", "text")), scales=(0.8, 1.25), min_path_length=3)
+    rng = np.random.default_rng(0)
+    parameters = own.parameters
+    near = [parameters.sample(rng) for _ in range(60)]
+    plain = [parameters.build(lambda parameter: parameter.sample(rng)) for _ in range(60)]
+    for drawn in [each for each in (*near, *plain) if each[LENGTH] == length]:
+        parameters.check(drawn)
+        scales = own.paths.scales(parameters.repair(drawn))
+        assert len(scales) == length - 1
+        assert all(0.8 <= scale <= 1.25 for scale in scales)
+    drawn_scales = [scale for each in near for scale in own.paths.scales(each)]
+    assert 0.3 < drawn_scales.count(1.0) / len(drawn_scales) < 0.7
+
+
+def test_places_in_the_range_of_scales_are_logarithmic() -> None:
+    paths = LayerPaths(("a", "b"), 4, 3, 5, 1, scale_range=(0.5, 2.0))
+    assert [paths.scale_of(place) for place in (-3.0, -1.0, 0.0, 0.5, 1.0, 7.0)] == [
+        0.5,
+        0.5,
+        1.0,
+        pytest.approx(2**0.5),
+        2.0,
+        2.0,
+    ]
+    assert [paths.place_of(scale) for scale in (0.5, 1.0, 2.0)] == pytest.approx([-1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.25), (0.8, 1.0), (0.0, 2.0), (1.25, 0.8)])
+def test_scales_that_do_not_contain_one_are_refused(scales: tuple[float, float]) -> None:
+    (problem,) = Hm3Section(kind="hm3", scales=scales).contradictions()
+    assert problem.field == "search_space.scales"
+    assert "give [lowest, highest], with 0 < lowest < 1 < highest" in problem.message
 
 
 # The upper level.

@@ -41,14 +41,20 @@ class Trained:
     """A run of the shipped family whose policy has learned from two iterations of made-up outcomes."""
 
     def __init__(
-        self, directory: Path, *, searcher: str = "hm3", alignment: AlignmentKind = "none", **options: Any
+        self,
+        directory: Path,
+        *,
+        searcher: str = "hm3",
+        alignment: AlignmentKind = "none",
+        scales: tuple[float, float] | None = None,
+        **options: Any,
     ) -> None:
         directory.mkdir()
         self.directory = directory
         study = load_study(ROOT / "docs" / "examples" / "hm3.yaml")
         policy = study.search.hm3.model_copy(update={"episodes": 4, "mini_batches": 2, "epochs": 1, **options})
         search = study.search.model_copy(update={"hm3": policy, "preferences": Preferences(lattice=4)})
-        space = study.search_space.model_copy(update={"alignment": alignment, "merged": None})
+        space = study.search_space.model_copy(update={"alignment": alignment, "merged": None, "scales": scales})
         self.study = study.model_copy(update={"search": search, "search_space": space})
         sources = resolve_family(study.models.base, study.models.named)
         resolved = replace(
@@ -148,6 +154,8 @@ def test_what_cannot_propose_is_refused(trained: Trained, tmp_path: Path) -> Non
         Trained(tmp_path / "random", searcher="random").propose(SEEN)
     with pytest.raises(Conflict, match=r"its paths have alignments \(moments\), which are not learned for proposals"):
         Trained(tmp_path / "aligned", alignment="moments", warm_up=2).propose(SEEN)
+    with pytest.raises(Conflict, match="its paths have scales of layers, which proposals do not have"):
+        Trained(tmp_path / "scaled", scales=(0.8, 1.25), warm_up=2).propose(SEEN)
     untrained = Trained(tmp_path / "warm", warm_up=2)
     with pytest.raises(Conflict, match="no policy has been learned yet"):
         untrained.propose(SEEN)

@@ -44,7 +44,7 @@ def test_mutants_were_not_proposed_before() -> None:
     rng = np.random.default_rng(0)
     known = [PATHS.configuration((0, 1, 2))]
     for _ in range(40):
-        found = unseen_near(PATHS, (0, 1, 2), KnownPaths(known), rng, preference=0)
+        found = unseen_near(PATHS, PATHS.configuration((0, 1, 2)), KnownPaths(known), rng)
         assert found is not None
         assert found not in known
         assert PATHS.contains(PATHS.path(found))
@@ -54,7 +54,7 @@ def test_mutants_were_not_proposed_before() -> None:
 def test_no_mutant_is_found_where_all_paths_are_known() -> None:
     own = LayerPaths(("a", "b"), 2, 2, 2, 0)
     known = KnownPaths(own.configuration(path) for path in ((0, 1), (0, 3), (2, 1), (2, 3)))
-    assert unseen_near(own, (0, 1), known, np.random.default_rng(0), preference=0) is None
+    assert unseen_near(own, own.configuration((0, 1)), known, np.random.default_rng(0)) is None
 
 
 def test_paths_of_other_merged_models_are_others() -> None:

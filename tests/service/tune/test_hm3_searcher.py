@@ -459,3 +459,15 @@ def test_a_search_begins_with_policies_that_are_given(undisturbed: Search, tmp_p
             checkpoints=kept,
         )
         assert proposed[0].configuration == best[0]
+
+
+def test_scales_of_layers_are_part_of_a_search(tmp_path: Path) -> None:
+    """Proposed paths have scales, which the policies learn from, and a second search has the same ones."""
+    first, second = (Search(tmp_path / name, scales=(0.8, 1.25)).run() for name in "ab")
+    proposed = [t for t in first.store.trials(first.study) if t.origin is Origin.SEARCH]
+    scales = [[layer.scale for layer in trial.read_recipe().layers] for trial in proposed]
+    assert all(each[-1] == 1.0 for each in scales)
+    assert len({tuple(each) for each in scales}) > 10
+    assert all(0.8 <= scale <= 1.25 for each in scales for scale in each)
+    assert [bool(step.result.checkpoint) for step in first.steps] == [False, True, True, True]
+    assert second.trials == first.trials

@@ -51,8 +51,8 @@ def shipped(skill: str, prompts: list[list[int]]) -> Activations:
     return read_activations(model, prompts)
 
 
-def test_alignments_bring_first_tokens_of_the_shipped_family_closer() -> None:
-    """They are fitted to the other tokens; in these models first tokens are no outliers."""
+def test_alignments_bring_ordinary_first_tokens_closer() -> None:
+    """They are fitted to the other tokens; in the shipped family first tokens are no outliers."""
     tokenizer = AutoTokenizer.from_pretrained(family_dir() / "base")
     skills = ("math", "text", "lookup")
     tasks = [(family_dir() / "tasks" / f"{skill}_search.jsonl").read_text().splitlines()[:30] for skill in skills]

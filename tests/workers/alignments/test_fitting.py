@@ -90,7 +90,7 @@ def with_sink(tokens: torch.Tensor, value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_huge_first_tokens_keep_the_values_that_the_next_layer_knows(kind: Kind) -> None:
+def test_huge_first_tokens_become_those_of_the_next_layer(kind: Kind) -> None:
     """An alignment moves a first token's huge value to that of the other model, and no other channel by it."""
     x, y = rows(1800, 12, seed=0), rows(1800, 12, seed=1, mixes=2.0)
     first = with_sink(x, 900.0), with_sink(y, 600.0)
@@ -117,7 +117,8 @@ def test_ordinary_first_tokens_change_nothing(kind: Kind) -> None:
         assert found.to_bytes() == fit_alignment(kind, x, y, held_out, options=QUICK).to_bytes()
 
 
-def test_first_tokens_that_are_huge_in_one_model_alone_keep_the_variance() -> None:
+def test_first_tokens_huge_in_one_model_change_nothing() -> None:
+    """There the scale still gives the channel its variance."""
     x, y = rows(300, 8, seed=0), rows(300, 8, seed=1)
     expected = fit_moments(x, y)
     for first in (

@@ -5,11 +5,9 @@ their reviewers. The state is the path so far, an action is a layer of a model o
 whole path is scored. The package needs torch only, and does not know who scores a path or where it is stored.
 
 The parts have RLlib's names: a module of networks, a runner that plays episodes with it, a learner that improves it.
-RLlib's own PPO is not used, for three reasons. Its modules map an observation to a distribution over actions, whereas
-Wolpertinger compares k actions by the values of the states that they lead to. With RLlib, an environment that holds the
-networks would have to do this. Its runners own their environments and wait for each reward, whereas an episode
-here is a trial in a store, scored anywhere and perhaps after a restart. Its sampling depends on which runner plays,
-whereas episode n here is a function of the seed, n and the networks.
+RLlib's own Learner would fit, and is compared with ours in tests/benchmarks/bench_hm3_rllib.py; docs/hm3.md says why it
+is not used. Its runners do not fit: they wait for each reward, whereas an episode here is a trial in a store, scored
+anywhere and perhaps after a restart.
 
 - `pool`: which steps there are, and which may come next
 - `networks`: from the path so far to a state, a proto-action and the expected outcomes

@@ -4,11 +4,14 @@ With the action WOLPERTINGER, a policy draws a proto-action, a point in the spac
 normal distribution. `wolpertinger` chooses a step near it. With CATEGORICAL, it draws one of the allowed steps; the
 logit of a step is the product of the policy network's output with the step's embedding.
 
+If layers have scales, a proto-action has one more number: the place, in the range of scales, of the last layer's scale.
+
 Axes: T steps of a path, A possible steps (the pool's layers, and the end), D dimensions of an embedding, H of a state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import torch
@@ -19,7 +22,7 @@ from search_spaces.spaces.layer_paths import LayerPaths
 from workers.training.hm3.networks import Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
 
-__all__ = ["Action", "LegalSteps", "distribution", "step_logits"]
+__all__ = ["Action", "LegalSteps", "distribution", "followed", "given_places", "step_logits"]
 
 # The logit of a step that is not allowed. An infinite one would make gradients NaN.
 FORBIDDEN = -1e9
@@ -49,6 +52,26 @@ def distribution(
         logits = step_logits(protos, networks.embeddings().detach(), allowed)
         return Categorical(logits=logits, validate_args=False)
     return Independent(Normal(protos, networks.log_std.exp(), validate_args=False), 1, validate_args=False)
+
+
+def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
+    """The proto-actions [B, D] of episodes that follow a given path, whose steps have the embeddings `taken_BE`.
+
+    `places_B` are the places of given scales, and NaN where the one of `proto_BD` stays; without scales D = E.
+    """
+    own = proto_BD[:, taken_BE.shape[1] :]
+    return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)
+
+
+def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: int) -> Tensor:
+    """The places [B, length] of given scales of B paths, by the step before which each is applied; NaN where none is.
+
+    The scale of the first layer is applied before the second step. `scales` has those of each path, or is empty.
+    """
+    found = torch.full((len(scales), length), torch.nan)
+    for row, given in enumerate(scales):
+        found[row, 1 : len(given) + 1] = torch.tensor([paths.place_of(scale) for scale in given])
+    return found
 
 
 class LegalSteps:

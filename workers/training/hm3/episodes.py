@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from search_spaces.spaces.layer_paths import LayerPaths
-from workers.training.hm3.actions import Action, step_logits
+from workers.training.hm3.actions import Action, followed, given_places, step_logits
 from workers.training.hm3.networks import Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
 from workers.training.hm3.ppo import log_density
@@ -29,7 +29,7 @@ class Role:
 
     `preference` is the preference vector. `exploration` is the probability, in [0, 1], that a step is drawn at random.
     `noise` multiplies the standard deviation of the point that the policy draws for each step. `path` is a given path
-    to follow; if it is None, the policy chooses.
+    to follow, and `scales` those of its layers if they are given; if they are None, the policy chooses.
     """
 
     number: int
@@ -37,6 +37,7 @@ class Role:
     exploration: float
     noise: float = 1.0
     path: tuple[int, ...] | None = None
+    scales: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Episode:
     `steps` [T] are the indices of the T steps, including the end of the path if the policy chose it; `path` is without
     the end. `protos` [T, D] are the proto-actions: for each step a point in the D-dimensional space of embeddings,
     whose nearest steps were the candidates. `log_densities` [T] are the log densities of these points under the policy
-    that built the episode.
+    that built the episode. `scales` are those of all layers but the last, if layers have scales: a proto-action then
+    has one more number, the place of the scale of the layer before the step.
     """
 
     number: int
@@ -55,6 +57,7 @@ class Episode:
     protos: Tensor
     log_densities: Tensor
     path: tuple[int, ...]
+    scales: tuple[float, ...] = ()
 
 
 def generator_of(seed: int | str, number: int) -> torch.Generator:
@@ -99,7 +102,9 @@ def play(
     weights = torch.tensor([role.preference for role in roles], dtype=torch.float32)
     exploration = torch.tensor([role.exploration for role in roles])
     is_given = torch.tensor([role.path is not None for role in roles])
+    places_BT = given_places(paths, [role.scales or () for role in roles], paths.longest)
     table = networks.embeddings()
+    size = table.shape[1]
     std = networks.log_std.exp()
     begun = torch.nn.functional.normalize(networks.start, dim=0).expand(len(roles), 1, -1)
     state, hidden = networks.gru(begun)
@@ -118,7 +123,7 @@ def play(
             candidates = logits.argmax(dim=1, keepdim=True)
             is_candidate = torch.ones_like(candidates, dtype=torch.bool)
         else:
-            candidates, is_candidate = nearest(proto, table, allowed, k=k)
+            candidates, is_candidate = nearest(proto[:, :size], table, allowed, k=k)
         for row, role in enumerate(roles):
             if role.path is not None:
                 candidates[row] = [*role.path, stop_of(paths)][min(at, len(role.path))]
@@ -126,7 +131,7 @@ def play(
         outcomes = scalarised(networks.outcomes(after, weights[:, None]), weights[:, None], ideal)
         places = choose(outcomes, is_candidate, explores_B=explores, draws_B=draws_BTE[:, at, 1])
         taken = table[candidates[rows, places]]
-        proto = torch.where(is_given[:, None], taken, proto)
+        proto = torch.where(is_given[:, None], followed(proto, taken, places_BT[:, at]), proto)
         state, hidden = after[rows, places][:, None], hiddens[rows, places][None]
         protos.append(proto)
         densities.append(log_density(proto, mean, networks.log_std))
@@ -143,7 +148,8 @@ def play(
             torch.tensor(steps),
             protos_BTD[row, : len(steps)],
             densities_BT[row, : len(steps)],
-            tuple(step for step in steps if step != stop_of(paths)),
+            path := tuple(step for step in steps if step != stop_of(paths)),
+            tuple(map(paths.scale_of, protos_BTD[row, 1 : len(path), size:].flatten().tolist())),
         )
         for row, (role, steps) in enumerate(zip(roles, found, strict=True))
     ]

@@ -6,6 +6,7 @@ of a state, K objectives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ class NetworkOptions:
 
     With `by_index` models have embeddings of their own, beside the statistics of their layers. Without it, the networks
     can be used for other models with the same number of layers. With `sees_preference` the preference vector is an
-    input.
+    input. With `scales` the policy network has one more output: where in the range of scales that of the last layer is.
     """
 
     num_objectives: int = 1
@@ -35,6 +36,7 @@ class NetworkOptions:
     first_std: float = 0.5
     by_index: bool = True
     sees_preference: bool = False
+    scales: bool = False
 
 
 class Networks(nn.Module):
@@ -65,13 +67,16 @@ class Networks(nn.Module):
         self.start = nn.Parameter(torch.randn(size))
         self.gru = nn.GRU(size, hidden, batch_first=True)
         seen = hidden + (options.num_objectives if options.sees_preference else 0)
-        self.policy = _head(seen, hidden, size)
-        self.value = _head(seen, hidden, options.num_objectives)
+        # At first, layers are as they are.
+        places = [paths.place_of(1.0)] if options.scales else []
+        num_drawn = size + len(places)
+        self.policy = _head(seen, hidden, means=[0.0] * size + places)
+        self.value = _head(seen, hidden, means=[0.0] * options.num_objectives)
         self.centre: Tensor
         self.spread: Tensor
         self.register_buffer("centre", torch.zeros(options.num_objectives))
         self.register_buffer("spread", torch.ones(options.num_objectives))
-        self.log_std = nn.Parameter(torch.full((size,), float(options.first_std)).log())
+        self.log_std = nn.Parameter(torch.full((num_drawn,), float(options.first_std)).log())
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
@@ -109,7 +114,9 @@ class Networks(nn.Module):
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
         """The mean of the proto-action [..., D] that the policy network gives for each state [..., H].
 
-        A proto-action is a point in the D-dimensional space of the steps' embeddings; a state has H numbers.
+        A proto-action is a point in the D-dimensional space of the steps' embeddings; a state has H numbers. If layers
+        have scales, one more number follows: the place in the range of scales of the last layer of the path so far.
+        HM3's equation 16 has it from a network of that layer and the number of the step; the state knows both.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found
@@ -129,12 +136,13 @@ class Networks(nn.Module):
         return torch.cat([states, preference.expand(*states.shape[:-1], -1)], dim=-1)
 
 
-def _head(num_inputs: int, hidden: int, num_outputs: int) -> nn.Sequential:
-    """Two linear layers with a tanh between them, whose outputs are near 0 before training.
+def _head(num_inputs: int, hidden: int, *, means: Sequence[float]) -> nn.Sequential:
+    """Two linear layers with a tanh between them, whose outputs are near `means` before training.
 
     `hidden` is the number of outputs of the first layer.
     """
-    last = nn.Linear(hidden, num_outputs)
+    last = nn.Linear(hidden, len(means))
     nn.init.normal_(last.weight, std=0.01)
-    nn.init.zeros_(last.bias)
+    with torch.no_grad():
+        last.bias.copy_(torch.tensor(means))
     return nn.Sequential(nn.Linear(num_inputs, hidden), nn.Tanh(), last)

@@ -180,7 +180,14 @@ class PolicyTraining:
             self._played = {**kept, iteration: played}
         return played.episodes[number]
 
-    def _play(self, iteration: int, source: int | None, *, paths: Sequence[Path] | None = None) -> dict[int, Episode]:
+    def _play(
+        self,
+        iteration: int,
+        source: int | None,
+        *,
+        paths: Sequence[Path] | None = None,
+        scales: Sequence[tuple[float, ...]] = (),
+    ) -> dict[int, Episode]:
         numbers = self.numbers_in(iteration)
         is_warm_up = not self._start and not self.is_learned_from(iteration)
         k = self.paths.num_steps + 1 if is_warm_up else self.options.k
@@ -188,7 +195,8 @@ class PolicyTraining:
             learner = self._learner(self.policy_of(iteration), source)
             roles = [self._learning(number) for number in numbers]
             if paths is not None:
-                roles = [replace(role, path=path) for role, path in zip(roles, paths, strict=True)]
+                given: Sequence[tuple[float, ...] | None] = scales or (None,) * len(paths)
+                roles = [replace(r, path=path, scales=s) for r, path, s in zip(roles, paths, given, strict=True)]
             return {each.number: each for each in self._built(learner, roles, k=k)}
         found: dict[int, Episode] = {}
         for policy in range(self.num_policies):
@@ -214,25 +222,35 @@ class PolicyTraining:
         return Role(number, self.preference_of(number), self.options.exploration)
 
     def learn(
-        self, iteration: int, outcomes_BK: Tensor, *, paths: Sequence[Path] | None = None, restarts: bool = False
+        self,
+        iteration: int,
+        outcomes_BK: Tensor,
+        *,
+        paths: Sequence[Path] | None = None,
+        scales: Sequence[tuple[float, ...]] = (),
+        restarts: bool = False,
     ) -> UpdateStatistics | None:
         """Update the policy of an iteration by the outcomes of its episodes, and save the policy's checkpoint.
 
         Returns None in the warm-up, in which nothing is learned. `outcomes_BK` are as in `Learner.update`. Episodes
-        that another process built are built again, with the same result. `paths` are the paths that had the outcomes.
-        If such a path differs from that of the episode, the policy learns from the path in `paths`; this is so where
-        the searcher proposed a mutant, and in a search that an earlier version of this package began. With `restarts`
-        the policy network starts anew before it learns.
+        that another process built are built again, with the same result. `paths` are the paths that had the outcomes,
+        and `scales` the scales of their layers, if layers have any. If such a path differs from that of the episode,
+        the policy learns from the path in `paths`; this is so where the searcher proposed a mutant, and in a search
+        that an earlier version of this package began. With `restarts` the policy network starts anew before it learns.
         """
         if not self.is_learned_from(iteration):
             return None
         episodes = [self.play(number) for number in self.numbers_in(iteration)]
-        if paths is not None and any(each.path != path for each, path in zip(episodes, paths, strict=True)):
+        own = [(each.path, each.scales) for each in episodes]
+        if paths is not None and own != [*zip(paths, scales or [()] * len(paths), strict=True)]:
             source = self.source_of(iteration, newest=iteration - 2)
-            given = self._play(iteration, source, paths=paths).values()
+            given = self._play(iteration, source, paths=paths, scales=scales).values()
             # From version 3 on, episodes with the path that the policy built keep their proto-actions.
             kept = self.options.version > 2
-            episodes = [own if kept and own.path == new.path else new for own, new in zip(episodes, given, strict=True)]
+            episodes = [
+                old if kept and (old.path, old.scales) == (new.path, new.scales) else new
+                for old, new in zip(episodes, given, strict=True)
+            ]
         learner = self._learner(iteration, self.source_of(iteration, newest=iteration - 1))
         if restarts:
             assert isinstance(learner, Learner), "policies of version 1 do not start anew"

@@ -175,6 +175,17 @@ def test_distances_have_no_discount(tasks: Any) -> None:
     assert problem.message.startswith("0.99: with scalarisation: tchebycheff outcomes are distances")
 
 
+def test_scales_of_layers_need_proto_actions(tasks: Any) -> None:
+    over = space("hm3", scales=(0.8, 1.25))
+    assert chosen("hm3", over, tasks)[1] == []
+    _, (problem,) = chosen("hm3", over, tasks, hm3={"action": "categorical"})
+    assert (problem.field, problem.message) == (
+        "search.hm3.action",
+        "categorical: scales of layers are drawn with a proto-action; write action: wolpertinger",
+    )
+    assert chosen("hm3", space("hm3"), tasks, hm3={"action": "categorical"})[1] == []
+
+
 @pytest.mark.parametrize(("preferences", "most"), [(None, 16), ({"lattice": 2}, 32), ({"lattice": 4}, 64)])
 def test_a_policy_learns_in_time(tasks: Any, preferences: dict[str, Any] | None, most: int) -> None:
     """Proposals of policies may run ahead only as far as results are known when a policy needs them."""
