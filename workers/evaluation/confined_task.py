@@ -33,7 +33,7 @@ __all__ = ["ConfinedTask"]
 
 MAX_PROGRAMS = 10_000  # that are executed for one sample
 MAX_SAMPLES = 10_000_000  # of a task: what this process orders
-MAX_WRITTEN = 2 << 30  # bytes below the temporary directory
+MAX_WRITTEN = 2 << 30  # bytes below the temporary directory and to the standard error
 BLOCK = 512  # bytes, of stat's st_blocks
 
 # Environment variables that are passed on; others may hold secrets.
@@ -195,7 +195,7 @@ class ConfinedTask(TaskProcess):
         return self._executor.run(programs)
 
     def _check(self) -> None:
-        written = 0
+        written = os.fstat(self._errors.fileno()).st_size
         for place, _, files in os.walk(self._directory):
             for file in files:
                 with contextlib.suppress(OSError):
