@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from workers.errors import InvalidTask, MetricFailed, WorkerError
+from workers.errors import EngineUnavailable, InvalidTask, MetricFailed, WorkerError
 from workers.evaluation.built_tasks import Answers, BuiltTask, Document, PromptSettings, Subtask, permutation
 from workers.evaluation.confinement import Confinement, system_paths
 from workers.evaluation.execution import Executor
@@ -33,7 +33,7 @@ __all__ = ["ConfinedTask"]
 
 MAX_PROGRAMS = 10_000  # that are executed for one sample
 MAX_SAMPLES = 10_000_000  # of a task: what this process orders
-MAX_WRITTEN = 2 << 30  # bytes below the temporary directory
+MAX_WRITTEN = 2 << 30  # bytes below the temporary directory and to the standard error
 BLOCK = 512  # bytes, of stat's st_blocks
 
 # Environment variables that are passed on; others may hold secrets.
@@ -84,26 +84,23 @@ class ConfinedTask(TaskProcess):
         try:
             self.built = self._task(self._begin())
         except (EOFError, ConnectionError, TimeoutError) as error:
-            words = self._last_words()
-            how = str(error) if isinstance(error, TimeoutError) else f"ended its process ({self.stop()})"
+            how = self._how(error)
             self.close()
-            raise InvalidTask(f"task {spec.task!r}: building it {how}{words}") from error
+            raise InvalidTask(f"task {spec.task!r}: building it {how}") from error
         except WorkerError:
             self.close()
             raise
 
     def documents(self, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
         self._settings = settings
-        self._ask_for_documents()
-        replies = self._receive("documents", self._task_limit_s)
+        replies = self._ask(self._question(), "documents")
         try:
             return tuple(tuple(map(_document, each)) for each in replies)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidTask(f"task {self._spec.task!r}: its prompts are not texts: {error}") from error
 
     def lack_of_references(self, num_documents: int) -> str | None:
-        self._send(("lack_of_references", num_documents))
-        lack = self._receive("lack", self._task_limit_s)
+        lack = self._ask(("lack_of_references", num_documents), "lack")
         return None if lack is None else str(lack)
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
@@ -146,16 +143,32 @@ class ConfinedTask(TaskProcess):
         return self._receive("built", self._task_limit_s)
 
     def _start_again(self) -> None:
-        self._begin()
-        if self._settings is not None:
-            self._ask_for_documents()
-            self._receive("documents", self._task_limit_s)
+        try:
+            self._begin()
+            if self._settings is not None:
+                self._send(self._question())
+                self._receive("documents", self._task_limit_s)
+        except (EOFError, ConnectionError, TimeoutError) as error:
+            raise EngineUnavailable(f"building task {self._spec.task!r} again {self._how(error)}") from error
 
-    def _ask_for_documents(self) -> None:
+    def _ask(self, message: object, key: str) -> Any:
+        """Send a request, and return what the reply has at `key`. Raises InvalidTask if the process does not reply."""
+        try:
+            self._send(message)
+            return self._receive(key, self._task_limit_s)
+        except (EOFError, ConnectionError, TimeoutError) as error:
+            how = self._how(error)
+            self._distrust()
+            raise InvalidTask(f"task {self._spec.task!r}: building its prompts {how}") from error
+
+    def _how(self, error: Exception) -> str:
+        """How the process failed to reply, in words."""
+        return str(error) if isinstance(error, TimeoutError) else f"ended its process{self._last_words()}"
+
+    def _question(self) -> tuple[object, ...]:
         settings = self._settings
         assert settings is not None
-        has_template = settings.render is not None
-        self._send(("documents", settings.system_prompt, has_template, settings.tokenizer_name, settings.limit))
+        return "documents", settings.system_prompt, settings.render is not None, settings.tokenizer_name, settings.limit
 
     def _task(self, facts: Any) -> BuiltTask:
         try:
@@ -195,7 +208,7 @@ class ConfinedTask(TaskProcess):
         return self._executor.run(programs)
 
     def _check(self) -> None:
-        written = 0
+        written = os.fstat(self._errors.fileno()).st_size
         for place, _, files in os.walk(self._directory):
             for file in files:
                 with contextlib.suppress(OSError):

@@ -95,7 +95,7 @@ class TaskProcess:
                 self._receive("ready", self._task_limit_s)
                 is_built = True
                 while len(values) < len(answers):
-                    values += map(float, self._receive("values", self._sample_limit_s))
+                    values += self._numbers(self._receive("values", self._sample_limit_s))
                 return values[: len(answers)]
             except (EOFError, ConnectionError, TimeoutError) as error:
                 how = self._restart()
@@ -166,6 +166,13 @@ class TaskProcess:
                 self._distrust()
                 raise InvalidTask(f"the process of the task sent {error}") from None
             raise self._error(kind, message, field)
+
+    def _numbers(self, reply: Any) -> list[float]:
+        try:
+            return [float(value) for value in reply]
+        except (TypeError, ValueError) as error:
+            self._distrust()
+            raise InvalidTask(f"the process of the task sent what are no values: {error}") from None
 
     def _answer(self, question: Mapping[str, Any]) -> object:
         raise ValueError(f"what is no reply: {', '.join(question)}")

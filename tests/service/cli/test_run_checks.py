@@ -283,6 +283,23 @@ def test_an_unknown_task_names_the_nearest(place: Workplace) -> None:
     assert "gsm8k" in message
 
 
+def test_a_program_has_its_own_metric_and_limit(place: Workplace) -> None:
+    file = place.directory / "code.jsonl"
+    file.write_text('{"prompt": "f", "answer": "f", "test": "f()"}\n')
+    objective = {
+        "name": "code",
+        "task": {"file": str(file), "program": "{{completion}}{{test}}", "max_tokens": 8},
+        "metric": "exact_match",
+    }
+    assert place.refused_study(objectives=[objective], holdout=[]) == (
+        f"objectives.0.metric: task {file}: unknown metric 'exact_match'; an inline task with a program has pass@1"
+    )
+    assert (
+        "objectives.0.max_tokens: is for lm-eval tasks; of a JSONL task it is task.max_tokens"
+        in place.refused_study(objectives=[{**objective, "metric": "pass@1", "max_tokens": 400}], holdout=[])
+    )
+
+
 # Data.
 
 

@@ -271,6 +271,7 @@ def hasty(directory: Path) -> Iterator[BuiltTask]:
         ("forge(pickle.dumps(Harm()))", "the process of the task sent"),
         ("forge(b'{\"other\": 1}')", "sent what is no reply: other"),
         ("forge(b'{\"values\": [NaN]}')", "gave nan"),
+        ('forge(b\'{"values": ["text"]}\')', "sent what are no values"),
         ("pass", "did not end within 1 s, twice"),
         ("os._exit(3)", r"ended its process \(exit code 3\), twice"),
         ("open(os.environ['TMPDIR'] + '/large', 'wb').write(b'x' * (4 << 20))", "has written more"),
@@ -393,6 +394,32 @@ def process_results(doc, results):
 """
     with pytest.raises(InvalidTask, match="its code loads the data set 'json', which its YAML file does not name"):
         check_task(write_task(directory, "other", code, [{"problem": "one", "solution": "two"}]))
+
+
+ENDS = """
+import os
+
+def process_docs(dataset):
+    {when_built}
+    return dataset
+
+def process_results(doc, results):
+    return {{"exact_match": 1.0}}
+
+def text(doc):
+    return os._exit(3) if doc["problem"] == "two" else "text"
+"""
+
+
+def test_task_whose_code_ends_its_process_is_refused(tmp_path: Path) -> None:
+    documents = [{"problem": each, "solution": ""} for each in ("one", "two")]
+    with pytest.raises(InvalidTask, match=r"building it ended its process$"):
+        check_task(write_task(tmp_path, "built", ENDS.format(when_built="os._exit(3)"), documents))
+    spec = write_task(tmp_path, "prompts", ENDS.format(when_built="pass"), documents)
+    file = tmp_path / "prompts.yaml"
+    file.write_text(file.read_text().replace('"{{problem}}"', "!function prompts_code.text"))
+    with ConfinedTask(spec).built as task, pytest.raises(InvalidTask, match=r"building its prompts ended its process$"):
+        documents_of(task, SETTINGS)
 
 
 # Confinement changes no value

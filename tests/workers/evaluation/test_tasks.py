@@ -188,9 +188,7 @@ def test_flag_and_name_of_a_task_do_not_matter_without_code(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("stated", [{}, {"max_gen_toks": 7, "until": ["."]}, {"max_new_tokens": 7}])
-def test_completions_of_an_lm_eval_task_are_as_long_as_the_objective_says(
-    tmp_path: Path, stated: dict[str, Any]
-) -> None:
+def test_objective_limits_the_length_of_completions(tmp_path: Path, stated: dict[str, Any]) -> None:
     metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
     extra: dict[str, Any] = {"generation_kwargs": stated} if stated else {}
     generates: dict[str, Any] = {"output_type": "generate_until", "doc_to_choice": None, "metric_list": metrics}

@@ -60,7 +60,7 @@ class Replica:
         self.engine = KnownEngine(self.prompts, {})
         self.confined_by = Executor().enforced
         patch.setattr(engine_worker, "Engine", lambda family, options, **_: self.engine)
-        patch.setattr(tasks, "ConfinedTask", partial(ConfinedTask, sample_limit_s=2.0))
+        patch.setattr(tasks, "ConfinedTask", partial(ConfinedTask, sample_limit_s=5.0))
         self.replica = ScoringReplica(partial(engine_worker.EngineWorker, self.family, OPTIONS))
 
     def score(self, spec: TaskSpec, answers: dict[str, str]) -> dict[str, float] | Exception:
@@ -114,7 +114,7 @@ def process_docs(dataset):
 
 def process_results(doc, results):
     if results[0] == "wait":
-        time.sleep(10)
+        time.sleep(20)
         return {"exact_match": 1.0}
     if results[0] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -147,7 +147,7 @@ def test_failing_metric_fails_the_candidate(replica: Replica, tmp_path: Path) ->
         ("many", r"raised ValueError: could not convert string to float: 'many'; the answer was \(\('many',\),\)"),
         ("nothing", "is not among what the task gave: acc"),
         ("nan", "gave nan, not a finite number"),
-        ("wait", "did not end within 2 s, twice"),
+        ("wait", "did not end within 5 s, twice"),
         ("kill", r"ended its process \(signal SIGKILL\), twice"),
     ):
         failed = replica.score(spec, {**good, "second": answer})
