@@ -242,15 +242,13 @@ class PolicyTraining:
             return None
         episodes = [self.play(number) for number in self.numbers_in(iteration)]
         own = [(each.path, each.scales) for each in episodes]
-        if paths is not None and own != [*zip(paths, scales or [()] * len(paths), strict=True)]:
+        told = own if paths is None else [*zip(paths, scales or [()] * len(paths), strict=True)]
+        if own != told:
             source = self.source_of(iteration, newest=iteration - 2)
             given = self._play(iteration, source, paths=paths, scales=scales).values()
             # From version 3 on, episodes with the path that the policy built keep their proto-actions.
-            kept = self.options.version > 2
-            episodes = [
-                old if kept and (old.path, old.scales) == (new.path, new.scales) else new
-                for old, new in zip(episodes, given, strict=True)
-            ]
+            keeps = [self.options.version > 2 and each == other for each, other in zip(own, told, strict=True)]
+            episodes = [old if k else new for k, old, new in zip(keeps, episodes, given, strict=True)]
         learner = self._learner(iteration, self.source_of(iteration, newest=iteration - 1))
         if restarts:
             assert isinstance(learner, Learner), "policies of version 1 do not start anew"
