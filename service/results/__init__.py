@@ -4,7 +4,6 @@
 - `chunk_times`: times of scored chunks: how long engines worked, swapped and waited
 - `record`: the record of a run, from which all results are computed
 - `documents`: trials, held-out rows and the Pareto front as documents
-- `phases`: the cost of a search by phase
 - `summary`: the summary of a run
 - `files`: writes the result files
 - `selection`: the best trial, the Pareto front and the finalists
