@@ -4,7 +4,7 @@ from search_spaces.searchers.base import Feature, SearcherDeclaration
 
 SEARCHER = SearcherDeclaration(
     learns=True,
-    reference="HM3 (its authors' description to the reviewers); Schulman et al., PPO, 2017",
+    reference="Zhou et al., HM3 (arXiv:2409.18893); Schulman et al., PPO, 2017",
     version=3,
     handles=frozenset(Feature) - {Feature.CONSTRAINTS},
     trains_policy=True,
