@@ -130,7 +130,7 @@ ATTACKS = {
     "change a mode": "import os; p = '{outside}/secret'; os.chmod(p, 0o777); x = os.stat(p).st_mode & 0o777 == 0o777",
     "change an owner": "import os; os.chown('{outside}/secret', os.getuid(), os.getgid()); x = 1",
     "change times": "import os; p = '{outside}/secret'; os.utime(p, (1, 1)); x = os.stat(p).st_mtime == 1",
-    "the parent's environment": "import os; x = b'PATH=' in open(f'/proc/{{os.getppid()}}/environ', 'rb').read()",
+    "the parent's environment": "import os; open(f'/proc/{{os.getppid()}}/environ', 'rb').close(); x = 1",
     "the memory of the parent": "import os; open(f'/proc/{{os.getppid()}}/mem', 'rb').close(); x = 1",
     "shared memory": "open('/dev/shm/mergesearch-test-{port}', 'w').close(); x = 1",
     "loopback": "import socket; socket.create_connection(('127.0.0.1', {port}), 5); x = 1",
