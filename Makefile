@@ -44,7 +44,7 @@ test: lint
 
 # Tests that start Ray or engines need memory and several cores: two at a time, in an order of their own.
 test-heavy: install
-	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "heavy and not cluster" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $$($(BIN)/python -m tests.tiers) --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "heavy and not cluster" $(PYTEST_ARGS)
 
 # Studies on a Ray cluster of several nodes, which network namespaces make of this machine: needs root, and a quiet machine.
 # Some of these tests take longer than the time after which a test counts as hanging elsewhere.

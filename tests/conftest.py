@@ -25,7 +25,7 @@ import pytest
 from search_spaces.study.engine import EngineOptions
 from tests.postgresql import PostgreSQL, postgresql_server
 from tests.s3_server import S3, serving_s3
-from tests.tiers import LANES, MAX_ENGINE_STARTS, lane, needs_ray_or_engine, starts_nothing
+from tests.tiers import LANES, MAX_ENGINE_STARTS, lane, misplaced, needs_ray_or_engine, starts_nothing
 from workers.cache import CACHE_VARIABLE
 from workers.types import Family, TaskSpec
 
@@ -60,6 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("heavy")
             if (name := lane(fixtures)) is not None:
                 item.add_marker(pytest.mark.xdist_group(name))
+    if files := misplaced([item.path for item in items if item.get_closest_marker("heavy")]):
+        raise pytest.UsageError(f"{', '.join(map(str, files))}: add the directory to HEAVY in tests/tiers.py")
     items.sort(key=_rank)  # stable
 
 

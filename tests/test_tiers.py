@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import COMMANDS, LANES, MAX_ENGINE_STARTS, STARTERS, lane, needs_ray_or_engine, starts_nothing
+from tests.tiers import (
+    COMMANDS,
+    HEAVY,
+    LANES,
+    MAX_ENGINE_STARTS,
+    STARTERS,
+    lane,
+    misplaced,
+    needs_ray_or_engine,
+    starts_nothing,
+)
 
 HERE = Path(__file__)
 
@@ -23,6 +33,12 @@ def test_whatever_starts_commands_is_heavy() -> None:
     for directory in COMMANDS:
         assert directory.is_dir()
         assert needs_ray_or_engine(directory / "test_run.py", [])
+
+
+def test_heavy_tests_that_would_not_be_collected_are_named() -> None:
+    assert all((HERE.parents[1] / directory).is_dir() for directory in HEAVY)
+    collected = [HERE.parents[1] / directory / "test_run.py" for directory in (*HEAVY, "tests/cluster")]
+    assert misplaced([*collected, HERE]) == [HERE]
 
 
 def test_all_else_is_not() -> None:

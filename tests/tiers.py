@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["LANES", "MAX_ENGINE_STARTS", "lane", "needs_ray_or_engine", "starts_nothing"]
+__all__ = ["HEAVY", "LANES", "MAX_ENGINE_STARTS", "lane", "misplaced", "needs_ray_or_engine", "starts_nothing"]
 
 # Fixtures of tests/conftest.py that start Ray or an engine; fixtures made from them count too.
 STARTERS = frozenset({"engine", "path_engine", "ray_cluster", "scorer"})
@@ -22,6 +22,15 @@ LANES = ("shipped", "scorer", "engine")
 # A session that starts more engines fails: each start takes 10 to 40 s of a core.
 MAX_ENGINE_STARTS = 16
 
+# All heavy tests are below these directories, so that `make test-heavy` collects no others, which takes a minute of a core.
+HEAVY = (
+    "tests/end_to_end",
+    "tests/service/jobs/search",
+    "tests/service/tune",
+    "tests/workers/engines/vllm",
+    "tests/workers/serving",
+)
+
 # Their tests start the commands that users start, the latter on several Ray nodes.
 COMMANDS = tuple(Path(__file__).with_name(name) for name in ("end_to_end", "cluster"))
 
@@ -29,6 +38,13 @@ COMMANDS = tuple(Path(__file__).with_name(name) for name in ("end_to_end", "clus
 def needs_ray_or_engine(file: Path, fixtures: Collection[str]) -> bool:
     """Whether a test in `file` starts Ray or an engine; `fixtures` are all that it uses, directly or not."""
     return not STARTERS.isdisjoint(fixtures) or any(directory in file.parents for directory in COMMANDS)
+
+
+def misplaced(files: Collection[Path]) -> list[Path]:
+    """Those of the files of heavy tests that `make test-heavy` would not collect."""
+    root = Path(__file__).parents[1]
+    places = [root / directory for directory in (*HEAVY, "tests/cluster")]
+    return sorted(file for file in set(files) if not any(place in file.parents for place in places))
 
 
 def lane(fixtures: Collection[str]) -> str | None:
@@ -57,3 +73,7 @@ def _started() -> frozenset[str]:
     ray = sys.modules.get("ray")
     state = {"vLLM": "vllm" in sys.modules, "Ray": ray is not None and ray.is_initialized()}
     return frozenset(name for name, is_there in state.items() if is_there)
+
+
+if __name__ == "__main__":
+    print(*HEAVY)
