@@ -35,6 +35,7 @@ from service.store.steps import (
     Step,
     StepRequest,
     StepResult,
+    UpdateStep,
     step_of,
 )
 from service.studies.preflight.models import searched_models
