@@ -22,7 +22,7 @@ LANES = ("shipped", "scorer", "engine")
 # A session that starts more engines fails: each start takes 10 to 40 s of a core.
 MAX_ENGINE_STARTS = 16
 
-# All heavy tests are below these directories, so that `make test-heavy` collects no others, which takes a minute of a core.
+# All heavy tests are below these directories, so that `make test-heavy` need not collect the others, which takes long.
 HEAVY = (
     "tests/end_to_end",
     "tests/service/jobs/search",
