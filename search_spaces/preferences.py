@@ -16,6 +16,7 @@ from search_spaces.errors import InvalidPreference
 
 __all__ = [
     "AUGMENTATION",
+    "SMALLEST_WEIGHT",
     "Vectors",
     "augmented_chebyshev",
     "dirichlet",
@@ -31,6 +32,9 @@ Vectors = NDArray[np.float64]
 
 # The weight of the sum in the augmented Chebyshev function: Knowles 2006, section III-A.
 AUGMENTATION = 0.05
+
+# Used instead of a weight of 0 in Chebyshev distances: the objective still breaks ties.
+SMALLEST_WEIGHT = 1e-6
 
 # How far the sum of a user's rounded weights may be from one: three times 0.333 sum to 0.999.
 TOLERANCE = 0.005

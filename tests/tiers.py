@@ -41,7 +41,7 @@ def needs_ray_or_engine(file: Path, fixtures: Collection[str]) -> bool:
 
 
 def misplaced(files: Collection[Path]) -> list[Path]:
-    """Those of the files of heavy tests that `make test-heavy` would not collect."""
+    """The files of heavy tests, among `files`, that `make test-heavy` would not collect."""
     root = Path(__file__).parents[1]
     places = [root / directory for directory in (*HEAVY, "tests/cluster")]
     return sorted(file for file in set(files) if not any(place in file.parents for place in places))

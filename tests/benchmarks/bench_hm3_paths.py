@@ -165,7 +165,7 @@ def _num_objectives(name: str) -> int:
 
 
 def figures(section: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """What one search found: hypervolumes, different paths, and the mean value of the last third of all episodes."""
+    """Findings of one search: hypervolumes, different paths, and the mean value of the last third of all episodes."""
     scores = MadeUpScores(seed)
     paths = proposed(section, scores, seed=seed)
     searched = np.array([scores.of(path)[0] for path in paths])

@@ -1,4 +1,4 @@
-"""What a task is once it has been built: its subtasks, the order of its samples, and its documents."""
+"""A task that has been built: its subtasks, the order of its samples, and its documents."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TaskCode(Protocol):
 
     @property
     def enforced(self) -> str:
-        """What confines the process, in words."""
+        """Description of the means that confine the process, for example "Landlock 7, seccomp"."""
         ...
 
     def documents(self, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]: ...

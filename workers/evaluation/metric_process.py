@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -39,7 +40,7 @@ SHOWN = 2000  # last characters of what an ended process wrote to its standard e
 PROGRAM = f"from {serve.__module__} import serve; serve()"
 
 
-class TaskProcess:
+class TaskProcess(ABC):
     """A separate process that builds tasks and computes metrics of answers.
 
     It is started by `_start`, again after it has ended, and killed by `stop`, and when the object is no longer used.
@@ -119,8 +120,9 @@ class TaskProcess:
         self._start_again()
         return how
 
+    @abstractmethod
     def _start_again(self) -> None:
-        raise NotImplementedError
+        """Start the process anew, in the state in which it was."""
 
     def _last_words(self) -> str:
         """The end of what the process wrote to its standard error."""
@@ -177,6 +179,7 @@ class TaskProcess:
     def _answer(self, question: Mapping[str, Any]) -> object:
         raise ValueError(f"what is no reply: {', '.join(question)}")
 
+    @abstractmethod
     def _check(self) -> None:
         """Called about every second while a reply is waited for; may raise a WorkerError."""
 
@@ -220,6 +223,9 @@ class MetricProcess(TaskProcess):
         self._start(None, environment=os.environ)
         for task, documents in self._tasks.values():
             self._send_task(task, documents)
+
+    def _check(self) -> None:
+        """Do nothing: the process runs no code of tasks."""
 
     def _send_task(self, task: BuiltTask, documents: Documents) -> None:
         try:

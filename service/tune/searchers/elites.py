@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.preferences import augmented_chebyshev
+from search_spaces.preferences import SMALLEST_WEIGHT, augmented_chebyshev
 from search_spaces.spaces.layer_paths import LayerPaths
 
 __all__ = ["KnownPaths", "archive", "last_improvement", "outcomes_of", "unseen_near"]
-
-# Used instead of a weight of 0, as MOEA/D does: the objective still breaks ties.
-_SMALLEST_WEIGHT = 1e-6
 
 # Mutants that are drawn for a proposal; the later half have up to twice as many changes.
 _NUM_MUTANTS = 32
@@ -48,7 +45,7 @@ def outcomes_of(values: NDArray[np.float64], preference: tuple[float, ...], scal
     if scalarisation == "weighted_sum":
         found: NDArray[np.float64] = values @ weights
         return found
-    return -augmented_chebyshev(values.max(axis=0) - values, np.maximum(weights, _SMALLEST_WEIGHT), rho=0.0)
+    return -augmented_chebyshev(values.max(axis=0) - values, np.maximum(weights, SMALLEST_WEIGHT), rho=0.0)
 
 
 def archive(

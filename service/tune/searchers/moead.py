@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.preferences import simplex_lattice
+from search_spaces.preferences import SMALLEST_WEIGHT, simplex_lattice
 from service.tune.searchers.base import Observation, ProposalContext, proposal_generator
 from service.tune.searchers.encoding import Encoding, Rows
 from service.tune.searchers.history import by_trial, violation
@@ -23,9 +23,6 @@ __all__ = ["SEARCHER", "MoeadSearcher"]
 
 # Children drawn for a proposal; the first whose configuration is new is proposed.
 _NUM_CHILDREN = 16
-
-# Used instead of a weight of 0, as is usual: the objective still breaks ties.
-_SMALLEST_WEIGHT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class MoeadSearcher:
         """
         costs = np.array([trial.costs for trial in scored])
         lattice = simplex_lattice(costs.shape[1], max_vectors=self.population_size)
-        weights = np.maximum(np.resize(lattice, (self.population_size, costs.shape[1])), _SMALLEST_WEIGHT)
+        weights = np.maximum(np.resize(lattice, (self.population_size, costs.shape[1])), SMALLEST_WEIGHT)
         distances = np.linalg.norm(weights[:, None] - weights[None], axis=2)
         neighbours = np.argsort(distances, axis=1, kind="stable")[:, : self.num_neighbours]
         combined = (weights * (costs - costs.min(axis=0))[:, None]).max(axis=2)  # [trial, place]

@@ -102,7 +102,7 @@ class SmacSearcher:
     def _choice(
         self, context: ProposalContext, observations: Sequence[Observation], rows: Rows, fidelities: Rows
     ) -> RungChoice | NoteRequest:
-        """Which results the forest learns from, or a request to store a new choice as a note.
+        """The results that the forest learns from, or a request to store a new choice as a note.
 
         With results at a single rung, and with the default `all_rungs`, the forest learns from all results, and no note
         is needed.

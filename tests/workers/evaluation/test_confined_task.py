@@ -91,7 +91,7 @@ def task(request: pytest.FixtureRequest, directory: Path) -> Iterator[BuiltTask]
 
 @dataclass
 class Target:
-    """What attacks are aimed at: a directory outside with a secret, servers, and a process."""
+    """The targets of attacks: a directory outside with a secret, servers, and a process."""
 
     outside: Path
     port: int

@@ -182,7 +182,7 @@ def test_metric_that_is_no_mean_is_refused_by_its_aggregation(tmp_path: Path) ->
 
 
 def test_flag_and_name_of_a_task_do_not_matter_without_code(tmp_path: Path) -> None:
-    """What decides is whether its files name Python functions."""
+    """A task is confined if and only if its files name Python functions."""
     file = write_choices(tmp_path, name="mbpp_choices", unsafe_code=True)
     assert check_task(TaskSpec(str(file), "acc")).confined_by == ""
 

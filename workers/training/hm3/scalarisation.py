@@ -9,10 +9,9 @@ from enum import StrEnum
 
 from torch import Tensor
 
-__all__ = ["Scalarisation", "scalarised"]
+from search_spaces.preferences import SMALLEST_WEIGHT
 
-# Used instead of a weight of 0, as MOEA/D does: the objective still breaks ties.
-SMALLEST_WEIGHT = 1e-6
+__all__ = ["Scalarisation", "scalarised"]
 
 
 class Scalarisation(StrEnum):

@@ -70,7 +70,7 @@ def test_networks_without_scales_are_those_of_earlier_versions() -> None:
 
 
 def test_scales_are_learned_with_the_path() -> None:
-    """Where small scales are worth most, a policy comes to draw small ones, whatever the path."""
+    """A policy learns to draw small scales if small scales have the best outcomes for every path."""
     options = PolicyTrainingOptions(
         episodes=16,
         explored=0,
