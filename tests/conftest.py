@@ -5,6 +5,7 @@ Torch is imported in the fixtures that need it: every process that runs tests lo
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -38,6 +39,11 @@ OUTPUT = "engine_starts"
 LONGEST_ID = 80
 HIDDEN = 128  # four heads of 32: vLLM's CPU attention has no kernel for smaller ones
 WORKERS = Path(__file__).parents[1] / "workers"
+
+# New objects before the garbage collector runs (default: 700), as in `mergesearch`. Imports and collection make
+# millions of objects, none of which is garbage.
+MANY_OBJECTS = 50_000
+gc.set_threshold(MANY_OBJECTS)
 OPTIONS = EngineOptions(max_model_len=256, threads=1)
 
 
@@ -69,6 +75,11 @@ def _rank(item: pytest.Item) -> int:
     """Tests of a lane come first: they take longest."""
     marker = item.get_closest_marker("xdist_group")
     return LANES.index(marker.args[0]) if marker is not None else len(LANES)
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector never looks at what collection has made: imported modules and ten thousand tests."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
