@@ -24,10 +24,12 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 import pytest
 
 from search_spaces.study.engine import EngineOptions
+from tests import vllm_asker
 from tests.postgresql import PostgreSQL, postgresql_server
 from tests.s3_server import S3, serving_s3
 from tests.tiers import LANES, MAX_ENGINE_STARTS, lane, misplaced, needs_ray_or_engine, starts_nothing
 from workers.cache import CACHE_VARIABLE
+from workers.engines.vllm import support
 from workers.types import Family, TaskSpec
 
 if TYPE_CHECKING:
@@ -84,11 +86,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_findings(pytestconfig: pytest.Config) -> Iterator[None]:
-    """What vLLM and the checks of weights said before: all tests share it, until the workers' code changes."""
+    """What vLLM and the checks of weights said before: all tests share it, until the workers' code changes.
+
+    vLLM is asked by one process for all tests.
+    """
     code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(WORKERS.rglob("*.py"))))
     assert pytestconfig.cache is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(pytestconfig.cache.mkdir(f"findings-{code.hexdigest()[:16]}")))
+        patch.setattr(support, "COMMAND", vllm_asker.command())
         yield
 
 
