@@ -27,6 +27,7 @@ def test_kills_with_the_database_change_no_trial(postgresql: PostgreSQL, tmp_pat
         max_pause_s=0.3,
         postgresql=postgresql,
         FAKE_SCORER={"sample_delay_s": 0.02},
+        FAKE_IN_FLIGHT=2,
         FAKE_SERVE={"LOST_AFTER_S": 8.0},
     )
     assert result["differing"] == [], result
@@ -45,6 +46,7 @@ def test_kills_and_stops_change_no_trial(tmp_path: Path) -> None:
         max_pause_s=0.3,
         spaces=[DIS, SFS, LFS],
         FAKE_SCORER={"sample_delay_s": 0.02},
+        FAKE_IN_FLIGHT=2,
         FAKE_SERVE={"LOST_AFTER_S": 8.0},
         FAKE_DEPLOY={"health_check_timeout_s": 1.0},
     )
