@@ -11,7 +11,7 @@ from typing import Any, Self
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import ObjectiveSpec
-from service.api import create_app
+from service.api.app import create_app
 from service.api.preflight_process import Preflight, check_request
 from service.disk import artifacts_dir
 from service.jobs.base import Accepted, JobKind, RequestContext
