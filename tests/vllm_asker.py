@@ -65,7 +65,7 @@ def serve(session: str) -> None:
         ended = os.pidfd_open(int(session))
         from workers.engines.vllm.capabilities import main
 
-        while ended not in select.select([listener, ended], [], [])[0]:
+        while ended not in select.select([listener.fileno(), ended], [], [])[0]:
             connection, _ = listener.accept()
             with connection:
                 try:

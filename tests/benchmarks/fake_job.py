@@ -44,5 +44,5 @@ if __name__ == "__main__":
         for module in (service.jobs.heartbeat, service.jobs.search.attempt):
             setattr(module, name, value)
     if in_flight := os.environ.get("FAKE_IN_FLIGHT"):
-        service.studies.preflight.result.CHUNKS_IN_FLIGHT_PER_REPLICA = int(in_flight)
+        service.studies.preflight.result.CHUNKS_IN_FLIGHT_PER_REPLICA = int(in_flight)  # type: ignore[attr-defined]
     sys.exit(service.jobs.driver.main(replace(SHARED, scorer=_fake_scorer)))
