@@ -16,9 +16,10 @@ from search_spaces.preferences import preference_vector
 from search_spaces.searchers import SEARCHERS
 from search_spaces.section import LINE, NAME
 from search_spaces.spaces import SPACES
+from search_spaces.study.benchmarks import BenchmarkSpec, Contamination
 from search_spaces.study.fidelity import Fidelity
 from search_spaces.study.models import AnotherStudy, Models
-from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec
+from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import MAX_PREFERENCES, Search, SearchSpaceSpec
 from search_spaces.study.validation import MessageHints
 
@@ -34,6 +35,7 @@ HINTS = MessageHints(
     later_keys={
         "constraints": "constraints are options of the search; write them as search.constraints",
         "holdout.*.cost": "a cost follows from the recipe and needs no held-out data; leave the entry out",
+        "benchmarks.*.cost": "a cost follows from the recipe and is no benchmark; leave the entry out",
     },
     patterns={
         NAME: "1 to 63 letters, digits, dots, dashes or underscores, the first a letter or digit",
@@ -57,6 +59,8 @@ class ValidParts:
     objectives: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
     costs: Mapping[int, CostSpec] = field(default_factory=dict)
     holdout: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
+    benchmarks: Mapping[int, BenchmarkSpec] = field(default_factory=dict)
+    contamination: Contamination | None = None
     objective_names: tuple[str, ...] = ()
     """Names of all objectives, including invalid ones."""
 
@@ -85,8 +89,14 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
         yield from _baseline_contradictions(parts.search, parts.models)
     if parts.fidelity is not None:
         yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
-    for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
-        yield from _objective_contradictions(section, specs)
+    sections: Mapping[str, Mapping[int, ScoredTask]] = {
+        "objectives": parts.objectives,
+        "holdout": parts.holdout,
+        "benchmarks": parts.benchmarks,
+    }
+    for section, specs in sections.items():
+        yield from _task_contradictions(section, specs)
+    yield from _contamination_contradictions(parts)
     yield from _cost_contradictions(parts)
     costs = frozenset(spec.name for spec in parts.costs.values())
     yield from _holdout_contradictions(parts.objectives, parts.holdout, parts.objective_names, costs)
@@ -274,7 +284,17 @@ def _increase(counts: Sequence[int]) -> str:
     return f"{list(counts)} does not increase; give each rung more samples than the one before"
 
 
-def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
+def _contamination_contradictions(parts: ValidParts) -> Iterator[Problem]:
+    if parts.contamination is None:
+        return
+    known = [spec.name for specs in (parts.holdout, parts.benchmarks) for spec in specs.values()]
+    for index, name in enumerate(parts.contamination.allowed):
+        if name not in known:
+            names = f"; give {', '.join(dict.fromkeys(known[:MAX_NAMES]))}" if known else ", and the study has none"
+            yield Problem(f"contamination.allowed.{index}", f"{name} is no holdout entry or benchmark{names}")
+
+
+def _task_contradictions(section: str, specs: Mapping[int, ScoredTask]) -> Iterator[Problem]:
     names: dict[str, int] = {}
     for index, spec in specs.items():
         place = f"{section}.{index}"
@@ -285,10 +305,11 @@ def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) 
             yield Problem(f"{place}.range", f"{list(spec.range)} is empty; give [lowest, highest]")
         if spec.direction == "minimize" and spec.range is None:
             yield Problem(f"{place}.range", f"is missing; {spec.metric} is minimised, so give its [lowest, highest]")
-        if spec.rungs is not None and section == "holdout":
+        rungs = spec.rungs if isinstance(spec, ObjectiveSpec) else None
+        if rungs is not None and section == "holdout":
             yield Problem(f"{place}.rungs", "held-out data are scored whole, not rung by rung; leave it out")
-        elif spec.rungs is not None and not _is_increasing(spec.rungs):
-            yield Problem(f"{place}.rungs", _increase(spec.rungs))
+        elif rungs is not None and not _is_increasing(rungs):
+            yield Problem(f"{place}.rungs", _increase(rungs))
         if isinstance(spec.task, InlineTask):
             for key in ("filter", "split", "num_fewshot"):
                 if getattr(spec, key) is not None:

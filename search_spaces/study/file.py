@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,11 +18,12 @@ from pydantic_core import ErrorDetails
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.section import Name, Section
+from search_spaces.study.benchmarks import BenchmarkSpec, Contamination
 from search_spaces.study.checks import HINTS, ValidParts, contradictions, without_consequences
 from search_spaces.study.engine import Engine
 from search_spaces.study.fidelity import Fidelity
 from search_spaces.study.models import Chained, Models
-from search_spaces.study.objectives import AnyObjective, CostSpec, InlineTask, ObjectiveSpec
+from search_spaces.study.objectives import AnyObjective, CostSpec, InlineTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import DEFAULT_SPACE, Search, SearchSpaceSpec
 from search_spaces.study.validation import at_most, in_file_order, problems_of
 from search_spaces.study.yaml import read_document
@@ -30,16 +31,20 @@ from search_spaces.study.yaml import read_document
 __all__ = [
     "Limits",
     "Study",
+    "load_benchmarks",
     "load_study",
+    "parse_benchmarks",
     "parse_study",
     "resolved_file",
     "resolved_model",
     "resolved_objective",
     "same_but_limits",
     "study_json_schema",
+    "with_benchmarks",
 ]
 
 AnySection = TypeVar("AnySection", bound=Section)
+AnyTask = TypeVar("AnyTask", bound=ScoredTask)
 
 
 class Limits(Section):
@@ -72,6 +77,11 @@ class Study(Section):
     holdout: tuple[ObjectiveSpec, ...] = ()
     """Other data for the same objectives, by name. Finalists are scored on it at the end; it is not used for selection.
     """
+    benchmarks: tuple[BenchmarkSpec, ...] = ()
+    """Tasks that are scored once, after the search, on finalists and baselines. They are not used for selection, and
+    need no objective of their name. More may be added to a study that has ended.
+    """
+    contamination: Contamination = Contamination()
     engine: Engine = Engine()
     limits: Limits = Limits()
 
@@ -83,10 +93,11 @@ class Study(Section):
         """
         return {index: spec for index, spec in enumerate(self.objectives) if isinstance(spec, ObjectiveSpec)}
 
-    def with_tasks(self) -> Iterator[tuple[str, ObjectiveSpec]]:
-        """All objectives and holdout entries that have a task, each with its path in the file ("objectives.0")."""
+    def with_tasks(self) -> Iterator[tuple[str, ScoredTask]]:
+        """All objectives, holdout entries and benchmarks that have a task, each with its path ("objectives.0")."""
         yield from ((f"objectives.{index}", spec) for index, spec in self.scored_objectives.items())
         yield from ((f"holdout.{index}", spec) for index, spec in enumerate(self.holdout))
+        yield from ((f"benchmarks.{index}", spec) for index, spec in enumerate(self.benchmarks))
 
     def canonical(self) -> dict[str, Any]:
         """The study as plain data in which all defaults are written out.
@@ -146,18 +157,70 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
     return study if directory is None else _resolved(study, directory)
 
 
+class _Benchmarks(Section):
+    benchmarks: Annotated[tuple[BenchmarkSpec, ...], Field(min_length=1)]
+
+
+def load_benchmarks(file: Path) -> tuple[BenchmarkSpec, ...]:
+    """Read the benchmarks of a YAML or JSON file with the single key `benchmarks`, written as in a study file.
+
+    Relative paths in the file are relative to the file's directory. Raises InvalidStudy with every problem found.
+    """
+    return parse_benchmarks(read_document(file), file.absolute().parent)
+
+
+def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None) -> tuple[BenchmarkSpec, ...]:
+    """The benchmarks of a mapping of plain data with the single key `benchmarks`, as `parse_study` reads a study."""
+    found: tuple[BenchmarkSpec, ...] = ()
+    problems: list[Problem] = []
+    try:
+        found = _Benchmarks.model_validate_json(json.dumps(document), strict=True).benchmarks
+        problems = list(at_most(contradictions(ValidParts(benchmarks=dict(enumerate(found))))))
+    except ValidationError as error:
+        problems = problems_of(error.errors(include_url=False), _Benchmarks.model_json_schema(), HINTS)
+    if problems:
+        raise InvalidStudy(in_file_order(problems, document))
+    return found if directory is None else tuple(resolved_objective(spec, directory) for spec in found)
+
+
+def with_benchmarks(study: Study, added: Iterable[BenchmarkSpec]) -> Study:
+    """The study with more benchmarks.
+
+    A benchmark of a name that the study has already must have the same task and metric; the trials on which it is
+    scored are added to those of the study's. Raises InvalidStudy if its task or metric differs.
+    """
+    known = {spec.name: spec for spec in study.benchmarks}
+    problems = []
+    for index, spec in enumerate(added):
+        before = known.setdefault(spec.name, spec)
+        if not spec.is_same_task(before):
+            message = f"{spec.name} is a benchmark of this study with another task or metric; give another name"
+            problems.append(Problem(f"benchmarks.{index}.name", message))
+        trials = tuple(dict.fromkeys((*before.trials, *spec.trials)))
+        known[spec.name] = before.model_copy(update={"trials": trials, "group": before.group or spec.group})
+    if problems:
+        raise InvalidStudy(tuple(problems))
+    return study.model_copy(update={"benchmarks": tuple(known.values())})
+
+
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
     """The dotted fields that differ between `given` and `stored`, but must be equal if a study is resumed.
 
-    If there are none, a driver of the study `given` may resume `stored`. `limits` may differ, and `search.max_trials`
-    may be larger. In a space that changes the number of layers, `limits.max_layers` is part of the space and may not
-    differ.
+    If there are none, a driver of the study `given` may resume `stored`. `limits` and `contamination` may differ,
+    `search.max_trials` may be larger, and there may be more benchmarks. A benchmark keeps its task and metric; it is
+    named by its name, such as "benchmarks.mmlu". In a space that changes the number of layers, `limits.max_layers` is
+    part of the space and may not differ.
     """
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()
     changed = {name for name in before.keys() | after.keys() if before.get(name, absent) != after.get(name, absent)}
     of_space = {"limits.max_layers"} if given.search_space.changes_layers else set()
-    changed = {name for name in changed if not name.startswith("limits.") or name in of_space}
+    may_differ = ("limits.", "contamination.", "benchmarks")
+    changed = {name for name in changed if not name.startswith(may_differ) or name in of_space}
+    known = {spec.name: spec for spec in given.benchmarks}
+    for spec in stored.benchmarks:
+        if spec.name not in known or not spec.is_same_task(known[spec.name]):
+            changed.add(f"benchmarks.{spec.name}")
     if given.search.max_trials > stored.search.max_trials:
         changed.discard("search.max_trials")
     return tuple(sorted(changed))
@@ -187,6 +250,8 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
         objectives=specs("objectives", ObjectiveSpec),
         costs=specs("objectives", CostSpec),
         holdout=specs("holdout", ObjectiveSpec),
+        benchmarks=specs("benchmarks", BenchmarkSpec),
+        contamination=valid(Contamination, document.get("contamination", {})),
         objective_names=tuple(str(e["name"]) for e in entries("objectives") if isinstance(e, Mapping) and "name" in e),
     )
 
@@ -219,6 +284,7 @@ def _resolved(study: Study, directory: Path) -> Study:
                 for spec in study.objectives
             ),
             "holdout": tuple(resolved_objective(spec, directory) for spec in study.holdout),
+            "benchmarks": tuple(resolved_objective(spec, directory) for spec in study.benchmarks),
         }
     )
 
@@ -247,8 +313,8 @@ def _run(value: Chained, directory: Path) -> Chained:
     return Chained(from_study=source.model_copy(update={"dir": _absolute(source.dir, directory)}))
 
 
-def resolved_objective(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
-    """A copy of the objective in which the paths of its task's files are absolute; URLs are unchanged.
+def resolved_objective(spec: AnyTask, directory: Path) -> AnyTask:
+    """A copy of the objective, holdout entry or benchmark, with absolute paths of its task's files; URLs are unchanged.
 
     Relative paths are relative to `directory`.
     """

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from search_spaces.constraints import Constraint
 from search_spaces.objectives import Candidate, Costs, Objective, constrained_front
+from search_spaces.study.benchmarks import TrialChoice
 from service.results.feasibility import Values, excesses, has_constraints, reference_of, total_violation
 from service.types import Origin, TrialResult, TrialState
 
@@ -22,6 +23,7 @@ __all__ = [
     "accuracy_objectives",
     "best_trial",
     "candidates",
+    "chosen_trials",
     "compared_with",
     "costs_of",
     "costs_of_values",
@@ -205,6 +207,31 @@ def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[
     """
     complete = full_budget_trials(trials)
     return compared_with(finalists(complete, objectives), complete)
+
+
+def chosen_trials(
+    choices: Iterable[TrialChoice], trials: Iterable[Trial], objectives: Sequence[Objective]
+) -> tuple[Trial, ...]:
+    """Select the trials that a benchmark is scored on, in the order of their numbers.
+
+    A choice is a word (`BenchmarkSpec.trials`), or the number of a trial, which need not have reached the full budget.
+    Trials that failed are left out.
+    """
+    trials = tuple(trial for trial in trials if trial.state is not TrialState.FAIL)
+    origins = {"sources": Origin.SOURCE, "published": Origin.PUBLISHED, "recipes": Origin.USER}
+    found: dict[int, Trial] = {}
+    for choice in choices:
+        if choice == "finalists":
+            chosen = finalists(trials, objectives)
+        elif choice == "best":
+            best = best_trial(trials, objectives)
+            chosen = () if best is None else (best,)
+        elif isinstance(choice, int):
+            chosen = tuple(trial for trial in trials if trial.number == choice)
+        else:
+            chosen = tuple(t for t in full_budget_trials(trials) if t.origin is origins[choice])
+        found |= {trial.number: trial for trial in chosen}
+    return tuple(found[number] for number in sorted(found))
 
 
 def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:

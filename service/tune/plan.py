@@ -10,10 +10,12 @@ from search_spaces.costs import ModelSize
 from search_spaces.fidelity import OPEN_BRACKETS, Bracket, Scheduler
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
+from search_spaces.study.benchmarks import TrialChoice
+from service.store.documents import BenchmarkFacts
 from service.types import Origin, StoredRecipe, TrialRecord
 from workers.types import TaskSpec
 
-__all__ = ["Baseline", "Plan", "baselines_of"]
+__all__ = ["Baseline", "Benchmark", "Plan", "baselines_of"]
 
 # The least number of proposed trials that are kept waiting while others are in flight.
 PROPOSALS_AHEAD = 2
@@ -23,12 +25,31 @@ Baseline: TypeAlias = tuple[Origin, str, Recipe]
 
 
 @dataclass(frozen=True)
+class Benchmark:
+    """A benchmark of a study: what is stored about it, the task from which replicas build it, and the chosen trials."""
+
+    facts: BenchmarkFacts
+    task: TaskSpec
+    trials: tuple[TrialChoice, ...]
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def objective(self) -> Objective:
+        """Metric, direction and range of the benchmark."""
+        return self.facts.objective
+
+
+@dataclass(frozen=True)
 class Plan:
     """Plan of everything that the driver of a study evaluates; it is the same in all attempts at the study.
 
     - `rung_samples`: for each rung, the number of samples to score by objective
     - `holdout_samples`: the number of holdout samples by objective
     - `tasks`, `holdout_tasks`: the tasks of search and holdout data by objective
+    - `benchmarks`: the benchmarks, scored whole after the search
     - `cycle`: the brackets that the scheduler repeats
     - `waits_for_baselines`: the searcher is asked for its first proposal once all `baselines` have ended
     - `max_staleness`: how many trials proposals may run ahead of evaluations
@@ -65,6 +86,7 @@ class Plan:
     """The search ends after this many proposals in a row whose recipe was scored already."""
     max_samples: int | None = None
     """The search ends before it uses more samples than this (`sample_limit`); None: there is no limit."""
+    benchmarks: tuple[Benchmark, ...] = ()
     size: ModelSize | None = None
     """Sizes from which costs of recipes are computed, where objectives are such costs."""
 

@@ -94,6 +94,7 @@ class CheckedPlan:
                 f"samples   {least}{search:,} in the search{saved}, "
                 + (f"about {holdout:,}" if holdout else "none")
                 + " held out"
+                + (f", about {self.samples.benchmarks:,} on benchmarks" if self.samples.benchmarks else "")
                 + (f", gradients charged as up to {self.step_samples:,}" if self.step_samples else ""),
                 *self._limit(),
                 f"time      very roughly {_range(_duration(self.hours), _duration(self.most_hours))}, by "

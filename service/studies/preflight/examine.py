@@ -35,7 +35,7 @@ from service.studies.preflight.models import (
 )
 from service.studies.preflight.resources import check_devices, check_memory, machines_for, plan_memory
 from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks
-from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
+from service.studies.preflight.tasks import benchmarks_of, check_prompts, check_tasks, objectives_of
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
 from workers.types import TaskInfo
@@ -85,6 +85,9 @@ def examine(
     tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, access=access)
     holdout = dict(enumerate(study.holdout))
     holdout_tasks, holdout_infos = check_tasks(holdout, "holdout", study, problems, access=access)
+    specs = dict(enumerate(study.benchmarks))
+    benchmark_tasks, benchmark_infos = check_tasks(specs, "benchmarks", study, problems, access=access)
+    benchmarks = benchmarks_of(study, benchmark_tasks, benchmark_infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     check_devices(study, sources, problems)
     algorithm: Algorithm | None = None
@@ -151,7 +154,7 @@ def examine(
     return PreflightResult(
         study=study,
         models=models,
-        tasks=StudyTasks(objectives, tasks, infos, holdout_tasks, holdout_infos),
+        tasks=StudyTasks(objectives, tasks, infos, holdout_tasks, holdout_infos, benchmarks),
         budget=StudyBudget(rung_samples, cycle),
         space=space,
         algorithm=algorithm,

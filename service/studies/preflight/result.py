@@ -17,14 +17,14 @@ from search_spaces.study.file import Study
 from service.resolved_study import ChainedSource, ResolvedStudy
 from service.studies.preflight.algorithm import Algorithm, iterations_ahead, num_policies_of
 from service.studies.preflight.resources import MemoryPlan
-from service.tune.plan import Baseline, Plan
+from service.tune.plan import Baseline, Benchmark, Plan
 from service.tune.proposing.gradient_actor import GradientInputs
 from service.tune.searchers.base import Observation, SearchSetting
 from service.types import Origin
 from workers.file_access import FileAccess
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
 
-__all__ = ["ExpectedSamples", "PreflightResult", "StudyBudget", "StudyModels", "StudyTasks"]
+__all__ = ["ASSUMED_FINALISTS", "ExpectedSamples", "PreflightResult", "StudyBudget", "StudyModels", "StudyTasks"]
 
 # Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
 CHUNK_SAMPLES = 512
@@ -37,14 +37,19 @@ STALENESS_PER_REPLICA = 6
 BATCHES_AHEAD = 8
 
 
+# Trials on the front besides the baselines that estimates of cost assume.
+ASSUMED_FINALISTS = 4
+
+
 @dataclass(frozen=True)
 class ExpectedSamples:
     """Numbers of samples that a study is expected to score.
 
     `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
     at full budget. All of them include baselines, which take `baselines` samples in the search and `holdout_baselines`
-    in the held-out stage. With the scheduler asha, `search` is a lower bound: asha decides early, so it also promotes
-    trials that later turn out not to be among the best of their rung.
+    in the held-out stage. `benchmarks` is for the benchmark stage. With the scheduler asha, `search` is a lower
+    bound: asha decides early, so it also promotes trials that later turn out not to be among the best of their
+    rung.
     """
 
     search: int
@@ -52,6 +57,7 @@ class ExpectedSamples:
     full_budget: int
     baselines: int
     holdout_baselines: int
+    benchmarks: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class StudyModels:
 class StudyTasks:
     """The objectives of a study, with their tasks on search data and on holdout data by the objective's name.
 
-    `search_infos` and `holdout_infos` have facts about each task, such as its number of samples.
+    `benchmarks` are the study's benchmarks, whose tasks are scored after the search. `search_infos` and
+    `holdout_infos` have facts about each task, such as its number of samples.
     """
 
     objectives: tuple[Objective, ...]
@@ -95,6 +102,7 @@ class StudyTasks:
     search_infos: Mapping[str, TaskInfo]
     holdout: Mapping[str, TaskSpec]
     holdout_infos: Mapping[str, TaskInfo]
+    benchmarks: tuple[Benchmark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -242,6 +250,7 @@ class PreflightResult:
             holdout_tasks=self.tasks.holdout,
             rung_samples=self.budget.rung_samples,
             holdout_samples={name: info.num_samples for name, info in self.tasks.holdout_infos.items()},
+            benchmarks=self.tasks.benchmarks,
             scheduler=self.study.fidelity.scheduler,
             cycle=self.budget.cycle,
             eta=self.study.fidelity.reduction_factor,
@@ -272,6 +281,17 @@ class PreflightResult:
         )
         return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
 
+    def num_scored_on(self, benchmark: Benchmark) -> int:
+        """Number of trials that are expected to be scored on a benchmark."""
+        origins = [origin for origin, _, _ in self.baselines()]
+        numbers = {
+            "finalists": ASSUMED_FINALISTS,
+            "sources": origins.count(Origin.SOURCE),
+            "published": origins.count(Origin.PUBLISHED),
+            "recipes": origins.count(Origin.USER),
+        }
+        return sum(numbers.get(choice, 1) if isinstance(choice, str) else 1 for choice in benchmark.trials)
+
     def within_limit(self, num_samples: int) -> int:
         """`num_samples`, or the study's limit of samples if that is smaller."""
         limit = self.study.limits.max_samples
@@ -289,8 +309,9 @@ class PreflightResult:
         per_row = sum(info.num_samples for info in self.tasks.holdout_infos.values())
         return ExpectedSamples(
             search=baselines + sum(bracket.samples(totals) for bracket in brackets),
-            holdout=per_row * (num_baselines + 4),  # assumes four trials on the front besides the baselines
+            holdout=per_row * (num_baselines + ASSUMED_FINALISTS),
             full_budget=baselines + self.study.search.max_trials * totals[-1],
             baselines=baselines,
             holdout_baselines=per_row * num_baselines,
+            benchmarks=sum(self.num_scored_on(b) * b.facts.num_samples for b in self.tasks.benchmarks),
         )
