@@ -37,6 +37,7 @@ __all__ = [
     "delete",
     "demo",
     "drain",
+    "evaluate",
     "export",
     "finetune",
     "list_jobs",
@@ -379,6 +380,33 @@ def pareto(options: argparse.Namespace) -> int:
     if options.prefer is not None:
         document["preferred"] = _preferred(result, options.prefer)
     print_json(document) if options.json else console().print(pareto_table(document))
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    from search_spaces.study.file import load_benchmarks
+    from service.studies.benchmarks import on_trial
+
+    specs = on_trial(load_benchmarks(options.benchmarks), options.trial)
+    if not _is_directory(options):
+        with _on_server(options) as server:
+            return server.evaluate(options.run, specs, watch=options.watch)
+    from service.cli.progress import ProgressStyle, ProgressView
+    from service.cli.tables import benchmarks_table
+    from service.jobs.resources import OWN
+    from service.jobs.search.local_run import evaluate_run
+    from service.results.documents import benchmarks_document
+
+    directory = Path(options.run)
+    view = ProgressView(ProgressStyle.JSON if options.json else ProgressStyle.AUTO)
+    try:
+        with view:
+            result = evaluate_run(directory, specs, view=view, resources=OWN)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command continues in {directory}", file=sys.stderr)
+        return 130
+    document = benchmarks_document(result.benchmarks)
+    print_json(document) if options.json else console().print(benchmarks_table(document))
     return 0
 
 

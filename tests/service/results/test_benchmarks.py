@@ -70,7 +70,11 @@ def test_subtasks_add_up_to_the_benchmark() -> None:
     sizes = {"law": 3, "physics": 5, "biology": 4}
     order = permutation(sizes, seed=7)
     values = np.array([float(subtask) for subtask, _ in order]) / 2  # law 0, physics 0.5, biology 1
-    facts = {"subtasks": tuple(sizes.items()), "categories": {"stem": ("physics", "biology")}, "seed": 7}
+    facts: dict[str, Any] = {
+        "subtasks": tuple(sizes.items()),
+        "categories": {"stem": ("physics", "biology")},
+        "seed": 7,
+    }
     table = benchmark_table(trials()[:1], [column("mmlu", count=12, **facts)], {"d0": {"mmlu": values}}, reference=None)
     parts = table.rows[0].subtasks["mmlu"]
     assert {name: (e.value, e.samples) for name, e in parts.items()} == {
