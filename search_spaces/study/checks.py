@@ -137,6 +137,7 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
         message = "false: there is no trained policy that could propose paths; name its study as search.hm3.start"
         yield Problem("search.hm3.learns", message)
     yield from _warm_start_contradictions(search)
+    yield from _recipe_contradictions(search)
     if gradient.warm_steps is not None and gradient.warm_steps > gradient.steps:
         message = f"{gradient.warm_steps} is above steps={gradient.steps}; give at most {gradient.steps}"
         yield Problem("search.gradient.warm_steps", message)
@@ -182,6 +183,19 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
     elif (num_points := max(size, gradient.points)) > search.max_trials:
         message = f"{search.max_trials} is below the {num_points} points of {size} descents that become trials"
         yield Problem("search.max_trials", f"{message}; give at least {num_points}, or fewer preference vectors")
+
+
+def _recipe_contradictions(search: Search) -> Iterator[Problem]:
+    for index, given in enumerate(search.recipes):
+        place = f"search.recipes.{index}"
+        if (given.file is None) == (given.recipe is None):
+            lack = "neither file nor recipe" if given.file is None else "file and recipe"
+            yield Problem(place, f"has {lack}; give one of the two")
+        elif given.file is None and given.name is None:
+            yield Problem(f"{place}.name", "is missing; give a name for the tables")
+    for name in ("warm_start", "preferences") if search.recipes else ():
+        if getattr(search, name) is not None:
+            yield Problem(f"search.{name}", "has no effect with search.recipes, which searches nothing; leave it out")
 
 
 def _warm_start_contradictions(search: Search) -> Iterator[Problem]:

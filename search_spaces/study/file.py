@@ -267,6 +267,12 @@ def _resolved(study: Study, directory: Path) -> Study:
     if search.warm_start is not None and search.warm_start.dir is not None:
         warm_start = search.warm_start.model_copy(update={"dir": _absolute(search.warm_start.dir, directory)})
         search = search.model_copy(update={"warm_start": warm_start})
+    if search.recipes:
+        given = tuple(
+            each if each.file is None else each.model_copy(update={"file": resolved_file(each.file, directory)})
+            for each in search.recipes
+        )
+        search = search.model_copy(update={"recipes": given})
     experts = {
         alias: resolved_model(value, directory) if isinstance(value, str) else _run(value, directory)
         for alias, value in models.experts.items()

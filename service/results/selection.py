@@ -203,7 +203,7 @@ def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]
 def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Select the trials that are scored on the holdout data, in the order of their numbers.
 
-    They are the finalists and every baseline.
+    They are the finalists, every baseline and every given recipe.
     """
     complete = full_budget_trials(trials)
     return compared_with(finalists(complete, objectives), complete)
@@ -237,8 +237,8 @@ def chosen_trials(
 def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:
     """Select the trials of the held-out table, in the order of their numbers.
 
-    They are the finalists, and every baseline among `trials`.
+    They are the finalists, and every baseline and given recipe among `trials`.
     """
-    baselines = (t for t in full_budget_trials(trials) if t.origin in (Origin.SOURCE, Origin.PUBLISHED))
+    baselines = (t for t in full_budget_trials(trials) if t.origin is not Origin.SEARCH)
     by_number = {trial.number: trial for trial in (*finalists, *baselines)}
     return tuple(by_number[number] for number in sorted(by_number))

@@ -21,7 +21,10 @@ __all__ = ["Baseline", "Benchmark", "Plan", "baselines_of"]
 PROPOSALS_AHEAD = 2
 
 Baseline: TypeAlias = tuple[Origin, str, Recipe]
-"""A baseline, which is a source or a published recipe: its origin, its label, the recipe."""
+"""A merge that is scored before the search: a source, a published recipe, or a recipe of the user's.
+
+It has an origin, a label and the recipe.
+"""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, ha
     baselines that it began with, because the numbers of all other trials depend on the number of baselines. So a
     program version with other baselines does not change such a study.
     """
-    stored = sorted((t for t in trials if t.origin in (Origin.SOURCE, Origin.PUBLISHED)), key=lambda t: t.number)
+    stored = sorted((t for t in trials if t.origin is not Origin.SEARCH), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)
     if has_begun:
         return found

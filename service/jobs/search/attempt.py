@@ -379,7 +379,7 @@ class _Snapshots:
             study=study.name,
             stage=self._stage(),
             trials={state: sum(trial.state is state for trial in trials) for state in TrialState},
-            max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.max_trials,
+            max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.num_proposals,
             bracket=position[0] if position else None,
             rung=position[1] if position else None,
             rungs=tuple(max(samples.values()) for samples in self._preflight.budget.rung_samples),

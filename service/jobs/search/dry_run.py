@@ -186,7 +186,7 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
         step_samples=step_samples,
         scheduler=study.fidelity.scheduler,
         rungs=tuple(dict(rung) for rung in preflight.budget.rung_samples),
-        trials={"extras": len(preflight.baselines()), "search": study.search.max_trials},
+        trials={"extras": len(preflight.baselines()), "search": study.search.num_proposals},
         samples=samples,
         max_samples=study.limits.max_samples,
         samples_used=_samples_used(directory),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import bracket_plan
-from service.studies.preflight.result import ASSUMED_FINALISTS, PreflightResult
+from service.studies.preflight.result import PreflightResult
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import InvalidTask
 from workers.evaluation.lengths import Lengths, lengths_of
@@ -150,7 +150,7 @@ def _num_evaluations(preflight: PreflightResult) -> int:
     finalists are assumed besides the baselines.
     """
     num_baselines = len(preflight.baselines())
-    brackets = bracket_plan(preflight.budget.cycle, preflight.study.search.max_trials)
+    brackets = bracket_plan(preflight.budget.cycle, preflight.study.search.num_proposals)
     search = num_baselines + sum(sum(bracket.sizes) for bracket in brackets)
     benchmarks = sum(map(preflight.num_scored_on, preflight.tasks.benchmarks))
-    return search + (num_baselines + ASSUMED_FINALISTS if preflight.tasks.holdout else 0) + benchmarks
+    return search + (num_baselines + preflight.num_finalists if preflight.tasks.holdout else 0) + benchmarks

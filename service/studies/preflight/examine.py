@@ -33,6 +33,7 @@ from service.studies.preflight.models import (
     searched_models,
     start_probe,
 )
+from service.studies.preflight.recipes import given_recipes
 from service.studies.preflight.resources import check_devices, check_memory, machines_for, plan_memory
 from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks
 from service.studies.preflight.tasks import benchmarks_of, check_prompts, check_tasks, objectives_of
@@ -138,6 +139,7 @@ def examine(
     before_weights()
     sources = check_weights(sources, problems, downloads=downloads, note=note)
     space = _examine_space(study, sources, sources.fingerprints, problems)
+    recipes = given_recipes(study, sources, problems, max_layers=max_layers, note=note)
     if problems or space is None or algorithm is None:
         raise InvalidStudy(tuple(problems))
     models = StudyModels(
@@ -160,6 +162,7 @@ def examine(
         algorithm=algorithm,
         memory=memory,
         access=access,
+        recipes=recipes,
     )
 
 
@@ -218,6 +221,8 @@ def _check_sample_limit(
         chosen=study.search.baselines,
     )
     totals = [sum(samples.values()) for samples in rung_samples]
+    if study.search.recipes:
+        return
     first, *_ = bracket_plan(cycle, study.search.max_trials)
     is_whole = study.fidelity.scheduler == "hyperband" and first.first_rung < len(totals) - 1
     least = len(baselines) * totals[-1] + (first.samples(totals) if is_whole else totals[-1])

@@ -50,6 +50,9 @@ def _problems(study: Study, access: FileAccess, *, with_models: bool) -> Iterato
     for place, model in models if with_models else ():
         if reason := model_refusal(model, access):
             yield Problem(f"models.{place}", reason)
+    for place, file in _recipe_files(study):
+        if reason := access.refusal(file):
+            yield Problem(place, reason)
     for place, spec in study.with_tasks():
         is_inline = isinstance(spec.task, InlineTask)
         file = spec.task.file if isinstance(spec.task, InlineTask) else spec.task
@@ -68,7 +71,7 @@ def model_refusal(model: str, access: FileAccess) -> str | None:
 
 
 def task_files(study: Study) -> Iterator[tuple[str, str]]:
-    """The files that a study names as tasks, each as (place in the study file, path of the file).
+    """The files that a study names as tasks and recipes, each as (place in the study file, path of the file).
 
     A place is a dotted path of keys, such as "objectives.0.task".
     """
@@ -77,6 +80,13 @@ def task_files(study: Study) -> Iterator[tuple[str, str]]:
             yield f"{place}.task.file", spec.task.file
         elif spec.task.endswith((".yaml", ".yml")):
             yield f"{place}.task", spec.task
+    yield from _recipe_files(study)
+
+
+def _recipe_files(study: Study) -> Iterator[tuple[str, str]]:
+    for index, given in enumerate(study.search.recipes):
+        if given.file is not None:
+            yield f"search.recipes.{index}.file", given.file
 
 
 def model_path_problem(model: str) -> str | None:

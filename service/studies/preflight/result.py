@@ -10,6 +10,7 @@ from search_spaces.baselines import all_baselines
 from search_spaces.costs import ModelSize
 from search_spaces.fidelity import Bracket, bracket_plan, open_brackets
 from search_spaces.objectives import Objective
+from search_spaces.recipe import Recipe
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.engine import EngineOptions
@@ -24,7 +25,7 @@ from service.types import Origin
 from workers.file_access import FileAccess
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
 
-__all__ = ["ASSUMED_FINALISTS", "ExpectedSamples", "PreflightResult", "StudyBudget", "StudyModels", "StudyTasks"]
+__all__ = ["ExpectedSamples", "PreflightResult", "StudyBudget", "StudyModels", "StudyTasks"]
 
 # Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
 CHUNK_SAMPLES = 512
@@ -128,6 +129,7 @@ class PreflightResult:
         access: Files that the study may read; None for all.
         start: Checkpoints from which the policies start (`service.studies.policies.start`).
         observed: Results of an earlier study that the searcher begins with (`service.studies.warm_start`).
+        recipes: Given recipes, which are scored in place of a search, with their names.
     """
 
     study: Study
@@ -140,6 +142,7 @@ class PreflightResult:
     access: FileAccess | None = None
     start: tuple[bytes, ...] = ()
     observed: tuple[Observation, ...] = ()
+    recipes: tuple[tuple[str, Recipe], ...] = ()
 
     @property
     def concurrency(self) -> int:
@@ -171,6 +174,7 @@ class PreflightResult:
             algorithm_reason=self.algorithm.reason,
             searcher_version=SEARCHERS[self.algorithm.name].version,
             chained=self.models.chained,
+            recipes={name: recipe.digest for name, recipe in self.recipes},
         )
 
     @property
@@ -254,7 +258,7 @@ class PreflightResult:
             scheduler=self.study.fidelity.scheduler,
             cycle=self.budget.cycle,
             eta=self.study.fidelity.reduction_factor,
-            max_trials=self.study.search.max_trials,
+            max_trials=self.study.search.num_proposals,
             max_staleness=resolved.max_staleness,
             open_brackets=resolved.open_brackets,
             batch=resolved.batch,
@@ -269,7 +273,10 @@ class PreflightResult:
         )
 
     def baselines(self) -> tuple[Baseline, ...]:
-        """The baselines of a new study, scored before the search."""
+        """The merges of a new study that are scored before the search: baselines, and given recipes.
+
+        A given recipe that is also a baseline is scored once, as the baseline.
+        """
         aliases = tuple(expert.alias for expert in self.models.family.experts)
         found = all_baselines(
             base=self.models.family.base.alias,
@@ -279,13 +286,20 @@ class PreflightResult:
             tokenizer=self.models.family.tokenizer,
             chosen=self.study.search.baselines,
         )
-        return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
+        baselines = tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
+        known = {recipe.digest for _, _, recipe in baselines}
+        return baselines + tuple((Origin.USER, name, own) for name, own in self.recipes if own.digest not in known)
+
+    @property
+    def num_finalists(self) -> int:
+        """Number of trials on the front, besides baselines, that estimates of cost assume."""
+        return 0 if self.recipes else ASSUMED_FINALISTS
 
     def num_scored_on(self, benchmark: Benchmark) -> int:
         """Number of trials that are expected to be scored on a benchmark."""
         origins = [origin for origin, _, _ in self.baselines()]
         numbers = {
-            "finalists": ASSUMED_FINALISTS,
+            "finalists": self.num_finalists,
             "sources": origins.count(Origin.SOURCE),
             "published": origins.count(Origin.PUBLISHED),
             "recipes": origins.count(Origin.USER),
@@ -303,14 +317,14 @@ class PreflightResult:
         The whole plan is counted, even if `limits.max_samples` may end the search earlier (`within_limit`).
         """
         totals = [sum(samples.values()) for samples in self.budget.rung_samples]
-        brackets = bracket_plan(self.budget.cycle, self.study.search.max_trials)
+        brackets = bracket_plan(self.budget.cycle, self.study.search.num_proposals)
         num_baselines = len(self.baselines())
         baselines = num_baselines * totals[-1]
         per_row = sum(info.num_samples for info in self.tasks.holdout_infos.values())
         return ExpectedSamples(
             search=baselines + sum(bracket.samples(totals) for bracket in brackets),
-            holdout=per_row * (num_baselines + ASSUMED_FINALISTS),
-            full_budget=baselines + self.study.search.max_trials * totals[-1],
+            holdout=per_row * (num_baselines + self.num_finalists),
+            full_budget=baselines + self.study.search.num_proposals * totals[-1],
             baselines=baselines,
             holdout_baselines=per_row * num_baselines,
             benchmarks=sum(self.num_scored_on(b) * b.facts.num_samples for b in self.tasks.benchmarks),

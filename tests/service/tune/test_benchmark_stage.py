@@ -152,3 +152,20 @@ def test_benchmarks_are_scored_on_chosen_trials(tmp_path: Path, trials: tuple[An
     }
     assert scored(store, study)["arc"].keys() == expected
     store.close()
+
+
+def test_given_recipes_are_scored_without_a_search(tmp_path: Path) -> None:
+    """Nothing is proposed; each given recipe is scored on all data and benchmarks, like a baseline."""
+    store, study = new_study(tmp_path)
+    known = make_plan(study).baselines
+    given = (*known[:2], (Origin.USER, "mine", known[4][2]), (Origin.USER, "yours", known[5][2]))
+    plan = {**SMALL, "max_trials": 0, "baselines": given, "benchmarks": (benchmark("arc"),)}
+    drive(coordinator_of(store, study, **plan), FakeScorer())
+    trials = store.trials(study)
+    assert [(trial.label, trial.origin) for trial in trials] == [(label, origin) for origin, label, _ in given]
+    digests = {trial.recipe.digest for trial in trials}
+    assert store.sample_values(study, Split.HOLDOUT).keys() == digests
+    assert scored(store, study)["arc"].keys() == digests
+    drive(coordinator_of(store, study, **plan), FakeScorer())
+    assert len(store.trials(study)) == len(given)
+    store.close()
