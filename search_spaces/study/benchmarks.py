@@ -9,7 +9,7 @@ from pydantic import Field, Tag
 from search_spaces.section import Line, Name, Section, one_of
 from search_spaces.study.objectives import ScoredTask
 
-__all__ = ["EVERY_TRIAL", "BenchmarkSpec", "Contamination", "TrialChoice"]
+__all__ = ["EVERY_TRIAL", "AddedBenchmarks", "BenchmarkSpec", "Contamination", "TrialChoice"]
 
 
 def _tag_of_choice(value: object) -> str | None:
@@ -54,3 +54,17 @@ class Contamination(Section):
     """The largest accepted share of the items of a holdout entry or benchmark that overlap with search data."""
     allowed: tuple[Name, ...] = ()
     """Names of holdout entries and benchmarks that are accepted with a larger share."""
+
+
+class AddedBenchmarks(Section):
+    """Benchmarks that are added to a study: the content of a file of its own, with these keys of the study file."""
+
+    benchmarks: Annotated[tuple[BenchmarkSpec, ...], Field(min_length=1)]
+    contamination: Contamination = Contamination()
+
+    def on_trial(self, trial: int | str | None) -> AddedBenchmarks:
+        """The benchmarks, to be scored on one trial: its number, or "best". None leaves the choice to each of them."""
+        if trial is None:
+            return self
+        specs = tuple(spec.model_copy(update={"trials": (trial,)}) for spec in self.benchmarks)
+        return self.model_copy(update={"benchmarks": specs})

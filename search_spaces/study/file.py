@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.section import Name, Section
-from search_spaces.study.benchmarks import BenchmarkSpec, Contamination
+from search_spaces.study.benchmarks import AddedBenchmarks, BenchmarkSpec, Contamination
 from search_spaces.study.checks import HINTS, ValidParts, contradictions, without_consequences
 from search_spaces.study.engine import Engine
 from search_spaces.study.fidelity import Fidelity
@@ -157,41 +157,41 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
     return study if directory is None else _resolved(study, directory)
 
 
-class _Benchmarks(Section):
-    benchmarks: Annotated[tuple[BenchmarkSpec, ...], Field(min_length=1)]
+def load_benchmarks(file: Path) -> AddedBenchmarks:
+    """Read benchmarks that are to be added to a study from a YAML or JSON file.
 
-
-def load_benchmarks(file: Path) -> tuple[BenchmarkSpec, ...]:
-    """Read the benchmarks of a YAML or JSON file with the single key `benchmarks`, written as in a study file.
-
-    Relative paths in the file are relative to the file's directory. Raises InvalidStudy with every problem found.
+    The file has the key `benchmarks` and may have `contamination`, as a study file. Relative paths in the file are
+    relative to its directory. Raises InvalidStudy with every problem found.
     """
     return parse_benchmarks(read_document(file), file.absolute().parent)
 
 
-def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None) -> tuple[BenchmarkSpec, ...]:
-    """The benchmarks of a mapping of plain data with the single key `benchmarks`, as `parse_study` reads a study."""
-    found: tuple[BenchmarkSpec, ...] = ()
-    problems: list[Problem] = []
+def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None) -> AddedBenchmarks:
+    """Make benchmarks that are to be added to a study from a mapping of plain data, as `parse_study` makes a study."""
     try:
-        found = _Benchmarks.model_validate_json(json.dumps(document), strict=True).benchmarks
-        problems = list(at_most(contradictions(ValidParts(benchmarks=dict(enumerate(found))))))
+        found = AddedBenchmarks.model_validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
-        problems = problems_of(error.errors(include_url=False), _Benchmarks.model_json_schema(), HINTS)
-    if problems:
-        raise InvalidStudy(in_file_order(problems, document))
-    return found if directory is None else tuple(resolved_objective(spec, directory) for spec in found)
+        problems = problems_of(error.errors(include_url=False), AddedBenchmarks.model_json_schema(), HINTS)
+        raise InvalidStudy(in_file_order(problems, document)) from error
+    parts = ValidParts(benchmarks=dict(enumerate(found.benchmarks)), contamination=found.contamination)
+    if contradictory := tuple(at_most(contradictions(parts))):
+        raise InvalidStudy(in_file_order(contradictory, document))
+    if directory is None:
+        return found
+    specs = tuple(resolved_objective(spec, directory) for spec in found.benchmarks)
+    return found.model_copy(update={"benchmarks": specs})
 
 
-def with_benchmarks(study: Study, added: Iterable[BenchmarkSpec]) -> Study:
+def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
     """The study with more benchmarks.
 
     A benchmark of a name that the study has already must have the same task and metric; the trials on which it is
-    scored are added to those of the study's. Raises InvalidStudy if its task or metric differs.
+    scored are added to those of the study's. Names in `contamination.allowed` are added too. Raises InvalidStudy if a
+    task or metric differs.
     """
     known = {spec.name: spec for spec in study.benchmarks}
     problems = []
-    for index, spec in enumerate(added):
+    for index, spec in enumerate(added.benchmarks):
         before = known.setdefault(spec.name, spec)
         if not spec.is_same_task(before):
             message = f"{spec.name} is a benchmark of this study with another task or metric; give another name"
@@ -200,7 +200,9 @@ def with_benchmarks(study: Study, added: Iterable[BenchmarkSpec]) -> Study:
         known[spec.name] = before.model_copy(update={"trials": trials, "group": before.group or spec.group})
     if problems:
         raise InvalidStudy(tuple(problems))
-    return study.model_copy(update={"benchmarks": tuple(known.values())})
+    allowed = tuple(dict.fromkeys((*study.contamination.allowed, *added.contamination.allowed)))
+    contamination = study.contamination.model_copy(update={"allowed": allowed})
+    return study.model_copy(update={"benchmarks": tuple(known.values()), "contamination": contamination})
 
 
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from service.jobs.base import Accept, Accepted, JobKind, RequestContext
 from service.jobs.registry import kind_of
 from service.studies.benchmarks import check_added
 from service.studies.preflight.dtype import engine_dtype
+from service.types import JobRecord
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 from workers.engines.host_memory import total_host_bytes
 from workers.file_access import FileAccess
@@ -86,12 +87,10 @@ class Preflight(Protocol):
         with every problem, and Unavailable if no check is possible at the moment.
         """
 
-    async def check_benchmarks(
-        self, document: Mapping[str, Any], accepted: Mapping[str, Any], *, client: str = ""
-    ) -> None:
-        """Check the benchmarks that are added to a stored study: `document` is its study file with them.
+    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
+        """Check benchmarks that are added to a `stored` study; `document` is its study file with them.
 
-        `accepted` are the facts that were stored when the study was created. Raises the errors of `accept`.
+        Raises the errors of `accept`.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
@@ -153,19 +152,17 @@ class PreflightProcess:
             call = self._limited(on_node, check_on_node, content, kind.name, context, is_json=is_json)
             return await self._waited(call)
 
-    async def check_benchmarks(
-        self, document: Mapping[str, Any], accepted: Mapping[str, Any], *, client: str = ""
-    ) -> None:
+    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
         async with self._queue.turn(client):
             node, cluster, access = None, self._cluster, self._context.access
             if cluster is not None:
                 node, _ = await self._waited(_place(cluster))
             if cluster is None or node is None:
                 async with self._validator() as validator:
-                    await self._limited(validator.call, check_added, document, accepted, access)
+                    await self._limited(validator.call, check_added, document, stored, access)
             else:
                 on_node = partial(cluster.call, node=node)
-                await self._waited(self._limited(on_node, check_added, document, accepted, access))
+                await self._waited(self._limited(on_node, check_added, document, stored, access))
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         async with self._queue.turn(client), self._validator() as validator:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ from service.jobs.search.kind import SEARCH
 from service.types import JobState
 
 if TYPE_CHECKING:
-    from search_spaces.study.benchmarks import BenchmarkSpec
+    from search_spaces.study.benchmarks import AddedBenchmarks
     from service.schemas.api import JobDocument
 
 __all__ = ["DEFAULT_SERVER", "SERVER_VARIABLE", "ServerVerbs", "server_verbs"]
@@ -114,9 +114,9 @@ class ServerVerbs:
         print_json(document) if self._as_json else console().print(pareto_table(document))
         return 0
 
-    def evaluate(self, reference: str, specs: Sequence[BenchmarkSpec], *, watch: bool) -> int:
+    def evaluate(self, reference: str, added: AddedBenchmarks, *, watch: bool) -> int:
         study = self._study(reference)
-        changed = self._client.add_benchmarks(study["id"], [spec.model_dump(mode="json") for spec in specs])
+        changed = self._client.add_benchmarks(study["id"], added.model_dump(mode="json"))
         job = cast("JobDocument", {"kind": SEARCH.name, **changed})
         if watch:
             return self._watch(job)

@@ -385,12 +385,11 @@ def pareto(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     from search_spaces.study.file import load_benchmarks
-    from service.studies.benchmarks import on_trial
 
-    specs = on_trial(load_benchmarks(options.benchmarks), options.trial)
+    added = load_benchmarks(options.benchmarks).on_trial(options.trial)
     if not _is_directory(options):
         with _on_server(options) as server:
-            return server.evaluate(options.run, specs, watch=options.watch)
+            return server.evaluate(options.run, added, watch=options.watch)
     from service.cli.progress import ProgressStyle, ProgressView
     from service.cli.tables import benchmarks_table
     from service.jobs.resources import OWN
@@ -401,7 +400,7 @@ def evaluate(options: argparse.Namespace) -> int:
     view = ProgressView(ProgressStyle.JSON if options.json else ProgressStyle.AUTO)
     try:
         with view:
-            result = evaluate_run(directory, specs, view=view, resources=OWN)
+            result = evaluate_run(directory, added, view=view, resources=OWN)
     except KeyboardInterrupt:
         print(f"interrupted; the same command continues in {directory}", file=sys.stderr)
         return 130

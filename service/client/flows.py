@@ -7,7 +7,7 @@ document. So a client can run a flow either blocking or with asyncio.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qsl, urlsplit
@@ -144,14 +144,14 @@ def benchmarks(study: str) -> Flow[BenchmarksDocument]:
     return cast("BenchmarksDocument", (yield from document_of(Call("GET", path_of(study, "benchmarks")))))
 
 
-def add_benchmarks(study: str, benchmarks: Path | str | Sequence[Mapping[str, Any]]) -> Flow[StudyDocument]:
+def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Flow[StudyDocument]:
     """Add benchmarks to a study that is COMPLETE; the study continues, and scores what is not scored yet.
 
     The server reads the data, so their paths must exist on the server's machine.
 
     Args:
         study: Id of the study.
-        benchmarks: Path of a file with the key `benchmarks`, or a list of benchmarks as in a study file.
+        benchmarks: Path of a file with the key `benchmarks`, as in a study file, or the content of one.
 
     Returns:
         The server's document of the study.
@@ -162,15 +162,13 @@ def add_benchmarks(study: str, benchmarks: Path | str | Sequence[Mapping[str, An
 
     Examples:
         >>> client.add_benchmarks("5f0c...", "benchmarks.yaml")
-        >>> client.add_benchmarks("5f0c...", [{"name": "piqa", "task": "piqa", "metric": "acc", "trials": ["best"]}])
+        >>> client.add_benchmarks("5f0c...", {"benchmarks": [{"name": "piqa", "task": "piqa", "metric": "acc"}]})
     """
     if isinstance(benchmarks, Path | str):
         from search_spaces.study.file import load_benchmarks
 
-        listed: list[Any] = [spec.model_dump(mode="json") for spec in load_benchmarks(Path(benchmarks))]
-    else:
-        listed = [dict(spec) for spec in benchmarks]
-    content = json.dumps({"benchmarks": listed}).encode()
+        benchmarks = load_benchmarks(Path(benchmarks)).model_dump(mode="json")
+    content = json.dumps(dict(benchmarks)).encode()
     call = Call("POST", path_of(study, "benchmarks"), headers={"Content-Type": "application/json"}, content=content)
     return cast("StudyDocument", (yield from document_of(call)))
 

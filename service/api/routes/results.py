@@ -45,7 +45,8 @@ MAX_PAGE = 1000
 BENCHMARKS_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "description": "The key `benchmarks` as in a study file. Its paths must be absolute: the server reads them.",
+        "description": "The keys `benchmarks` and `contamination` of a study file. Its paths must be absolute: the "
+        "server reads them.",
         "content": {media: {"schema": {"type": "object"}} for media in (*JSON_TYPES, *YAML_TYPES)},
     }
 }
@@ -200,7 +201,7 @@ async def add_benchmarks(study: Study, services: Context, request: Request, send
     again on trials that failed. Stored samples are not scored again. A study that is not COMPLETE is refused (409).
     """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
-    specs = parse_benchmarks(parse_document(await read_body(request), "the request's body", is_json=is_json))
+    added = parse_benchmarks(parse_document(await read_body(request), "the request's body", is_json=is_json))
     if study.state is not JobState.COMPLETE:
         raise Refusal(
             409,
@@ -208,9 +209,9 @@ async def add_benchmarks(study: Study, services: Context, request: Request, send
             "written into its study file",
         )
     trials = await run_in_threadpool(services.store.trial_numbers, study.id)
-    document = study_with(study, specs, trials=trials).canonical()
-    await services.preflight.check_benchmarks(document, study.accepted, client=sender.name)
-    names = [spec.name for spec in specs]
+    document = study_with(study, added, trials=trials).canonical()
+    await services.preflight.check_benchmarks(document, study, client=sender.name)
+    names = [spec.name for spec in added.benchmarks]
     record = await run_in_threadpool(services.store.add_benchmarks, study, document, names=names)
     services.cluster.wake()
     (view,) = await run_in_threadpool(SEARCH.view, [record], services.store, services.artifacts)

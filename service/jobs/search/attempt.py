@@ -30,14 +30,17 @@ from service.store.documents import (
     ALIGNMENT_COST,
     BENCHMARKS,
     CANARIES,
+    CONTAMINATION,
     VERIFICATION,
     AlignmentCost,
     Canaries,
     read_alignment_cost,
     read_benchmarks,
+    read_contamination,
     read_verification,
 )
 from service.studies.preflight.algorithm import GRADIENT
+from service.studies.preflight.contamination import overlaps_of, unsearched_names
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.models import check_unchanged
@@ -182,6 +185,7 @@ def execute(
     try:
         plan = preflight.plan(study_id, resolved, baselines=_baselines(store, study_id, preflight))
         _keep_facts(store, writer, plan.benchmarks)
+        _keep_overlaps(store, writer, preflight)
         algorithm = resolved.algorithm or preflight.study.search.algorithm
         setting = preflight.search_setting(
             num_baselines=len(plan.baselines), batch=plan.batch, version=resolved.searcher_version
@@ -303,6 +307,15 @@ def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]
     now = stored | {benchmark.name: benchmark.facts for benchmark in benchmarks}
     if now != stored:
         writer.set_document_named(BENCHMARKS, [asdict(facts) for facts in now.values()])
+
+
+def _keep_overlaps(store: Store, writer: JobWriter, preflight: PreflightResult) -> None:
+    """Store how much of each holdout entry and benchmark overlaps with the search data, unless it is stored."""
+    study, tasks = preflight.study, preflight.tasks
+    stored = read_contamination(store.document(writer.job_id, CONTAMINATION))
+    if {f"{overlap.section}.{overlap.name}" for overlap in stored} != unsearched_names(study):
+        found = overlaps_of(study, tasks.search, tasks.unsearched)
+        writer.set_document_named(CONTAMINATION, [asdict(overlap) for overlap in found])
 
 
 def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple[Baseline, ...]:

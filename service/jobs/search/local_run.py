@@ -6,12 +6,12 @@ the same directory again resumes the study.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from search_spaces.study.benchmarks import BenchmarkSpec
+from search_spaces.study.benchmarks import AddedBenchmarks
 from search_spaces.study.file import Study, same_but_limits, with_benchmarks
 from search_spaces.study.models import AnotherStudy
 from service.cluster.session import check_reachable
@@ -93,7 +93,7 @@ def run_study(
 
 def evaluate_run(
     directory: Path,
-    benchmarks: Sequence[BenchmarkSpec],
+    added: AddedBenchmarks,
     *,
     view: ProgressReporter,
     resources: Resources,
@@ -106,7 +106,7 @@ def evaluate_run(
     does not fit the study.
     """
     with read_run(directory) as (store, record):
-        study = study_with(record, benchmarks, trials=store.trial_numbers(record.id))
+        study = study_with(record, added, trials=store.trial_numbers(record.id))
     return run_study(study, directory, view=view, resources=resources, observer=observer, continues=True)
 
 
@@ -141,14 +141,16 @@ def prepared_in(
     `service.studies.preflight.examine.examine`. Raises InvalidStudy with every problem.
     """
     before: ResolvedStudy | None = None
+    accepted: Study | None = None
     with suppress(NotFound), read_run(directory) as (_, record):
-        before = ResolvedStudy.of(record)
+        before, accepted = ResolvedStudy.of(record), Study.model_validate(record.document)
     return prepared(
         study,
         open_study=open_run,
         directory=sources_in or directory,
         artifacts_in=artifacts_dir(directory),
         before=before,
+        accepted=accepted,
         note=note,
         **options,
     )
@@ -187,8 +189,8 @@ def _with_stored_benchmarks(directory: Path, study: Study) -> Study:
     """
     with suppress(NotFound), read_run(directory) as (_, record):
         named = {spec.name for spec in study.benchmarks}
-        stored = Study.model_validate(record.document).benchmarks
-        return with_benchmarks(study, [spec for spec in stored if spec.name not in named])
+        stored = [spec for spec in Study.model_validate(record.document).benchmarks if spec.name not in named]
+        return with_benchmarks(study, AddedBenchmarks(benchmarks=tuple(stored))) if stored else study
     return study
 
 

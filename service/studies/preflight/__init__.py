@@ -7,6 +7,7 @@
 - `algorithm`: the choice of a study's searcher
 - `recipes`: recipes that a study scores in place of a search
 - `tasks`: tasks, objectives and prompts
+- `contamination`: search data that are also in held-out data or benchmarks
 - `resources`: GPUs and memory
 - `dtype`: the dtype of a study's engine
 - `durations`: the expected duration of a study

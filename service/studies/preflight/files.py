@@ -34,20 +34,20 @@ class FilesRefused(InvalidStudy):
     """
 
 
-def check_files(study: Study, access: FileAccess | None, *, with_models: bool = True) -> None:
-    """Check that a study names only files and, `with_models`, directories and hub models that `access` allows.
+def check_files(study: Study, access: FileAccess | None, *, section: str = "") -> None:
+    """Check that a study, or one `section` of its file, names only files and models that `access` allows.
 
     If `access` is None, all files are allowed. Raises FilesRefused with each file, directory and hub model that is not
     allowed. Files that task files refer to, such as included files, are checked when they are read
     (`workers.evaluation`).
     """
-    if access is not None and (problems := tuple(_problems(study, access, with_models=with_models))):
+    found = () if access is None else _problems(study, access)
+    if problems := tuple(problem for problem in found if problem.field.startswith(section)):
         raise FilesRefused(problems)
 
 
-def _problems(study: Study, access: FileAccess, *, with_models: bool) -> Iterator[Problem]:
-    models = (("base", study.models.base), *((f"experts.{a}", m) for a, m in study.models.named.items()))
-    for place, model in models if with_models else ():
+def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
+    for place, model in (("base", study.models.base), *((f"experts.{a}", m) for a, m in study.models.named.items())):
         if reason := model_refusal(model, access):
             yield Problem(f"models.{place}", reason)
     for place, file in _recipe_files(study):

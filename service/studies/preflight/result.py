@@ -105,6 +105,11 @@ class StudyTasks:
     holdout_infos: Mapping[str, TaskInfo]
     benchmarks: tuple[Benchmark, ...] = ()
 
+    @property
+    def unsearched(self) -> dict[str, Mapping[str, TaskSpec]]:
+        """The tasks that the search must not see, by section of the study file and name."""
+        return {"holdout": self.holdout, "benchmarks": {each.name: each.task for each in self.benchmarks}}
+
 
 @dataclass(frozen=True)
 class StudyBudget:

@@ -74,20 +74,20 @@ def test_a_study_may_get_more_benchmarks(tmp_path: Path) -> None:
     assert same_but_limits(before, study({**ARC, "trials": [4], "group": "other"})) == ()
     assert same_but_limits(before, study({**ARC, "num_fewshot": 5})) == ("benchmarks.arc",)
     assert same_but_limits(before, study(PIQA)) == ("benchmarks.arc",)
-    added = with_benchmarks(before, study(PIQA, {**ARC, "trials": [4]}).benchmarks)
+    added = with_benchmarks(before, parse_benchmarks({"benchmarks": [PIQA, {**ARC, "trials": [4]}]}))
     assert [(spec.name, spec.trials) for spec in added.benchmarks] == [
         ("arc", (*EVERY_TRIAL, 4)),
         ("piqa", EVERY_TRIAL),
     ]
     with pytest.raises(InvalidStudy, match="arc is a benchmark of this study with another task or metric"):
-        with_benchmarks(before, study({**ARC, "metric": "acc_norm"}).benchmarks)
+        with_benchmarks(before, parse_benchmarks({"benchmarks": [{**ARC, "metric": "acc_norm"}]}))
 
 
 def test_a_file_of_benchmarks_is_read_as_a_study_is(tmp_path: Path) -> None:
     """Paths are relative to the file, and mistakes are named as in a study file."""
     file = tmp_path / "benchmarks.yaml"
     file.write_text("benchmarks:\n  - {name: sums, task: {file: sums.jsonl}, metric: exact_match}\n")
-    (spec,) = load_benchmarks(file)
+    (spec,) = load_benchmarks(file).benchmarks
     assert (
         spec
         == study(
