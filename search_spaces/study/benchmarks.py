@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, Tag
 
 from search_spaces.section import Line, Name, Section, one_of
+from search_spaces.study.engine import Engine
 from search_spaces.study.objectives import ScoredTask
 
 __all__ = ["EVERY_TRIAL", "AddedBenchmarks", "BenchmarkSpec", "Contamination", "TrialChoice"]
@@ -61,6 +62,8 @@ class AddedBenchmarks(Section):
 
     benchmarks: Annotated[tuple[BenchmarkSpec, ...], Field(min_length=1)]
     contamination: Contamination = Contamination()
+    engine: Engine | None = None
+    """Options of the engine, where a single model is scored that is no study's."""
 
     def on_trial(self, trial: int | str | None) -> AddedBenchmarks:
         """The benchmarks, to be scored on one trial: its number, or "best". None leaves the choice to each of them."""

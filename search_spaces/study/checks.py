@@ -334,12 +334,13 @@ def _task_contradictions(section: str, specs: Mapping[int, ScoredTask]) -> Itera
 
 def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:
     names = [spec.name for spec in parts.objectives.values()]
+    is_given = parts.search is not None and bool(parts.search.recipes)  # given recipes may differ in nothing else
     costs: dict[str, int] = {}
     for index, spec in parts.costs.items():
         if spec.name in names:
             yield Problem(f"objectives.{index}.name", f"{spec.name} is the name of two objectives; give another name")
         names.append(spec.name)
-        if parts.search_space is not None and not parts.search_space.changes_layers:
+        if parts.search_space is not None and not parts.search_space.changes_layers and not is_given:
             able = ", ".join(kind for kind, section in SPACES.items() if section(kind=kind).changes_layers)
             message = (
                 f"{spec.cost}: all merges of the space {parts.search_space.kind} have the same number; leave the "
@@ -349,7 +350,7 @@ def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:
         if costs.setdefault(spec.cost, index) != index:
             message = f"{spec.cost} is also the cost of objectives.{costs[spec.cost]}; leave out one of the two"
             yield Problem(f"objectives.{index}.cost", message)
-    if parts.costs and len(parts.costs) == len(parts.objective_names):
+    if parts.costs and len(parts.costs) == len(parts.objective_names) and not is_given:
         yield Problem("objectives", "has costs only, which are least for the smallest merge; add one with a task")
 
 

@@ -319,9 +319,9 @@ def _parser() -> argparse.ArgumentParser:
     command = server_verb(
         "evaluate",
         verbs.evaluate,
-        "Score benchmarks on trials of a study that has ended; stored samples are not scored again.",
+        "Score benchmarks on a model, or on trials of a study that has ended; stored samples are not scored again.",
     )
-    command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
+    command.add_argument("run", metavar="DIR|STUDY|MODEL", help=f"{RUN_OR_STUDY}; with --out a model")
     command.add_argument(
         "trial",
         type=_trial,
@@ -335,6 +335,9 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="FILE",
         help="file with the key benchmarks, as in a study file (YAML or JSON)",
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="score a model, a directory or hub id; results and state are kept here"
     )
     command.add_argument("--watch", action="store_true", help="on a server: then watch the study until it ends")
 

@@ -169,12 +169,12 @@ def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[flo
     """Make the sort key that selects the best of several trials that violate constraints equally; smaller is better.
 
     The key has two parts: the mean cost of the accuracy objectives (without accuracy objectives, of all objectives that
-    are scored on samples), and the trial number. The mean cost is rounded, so that means that differ only by rounding
-    errors are equal.
+    are scored on samples, and without those of all objectives), and the trial number. The mean cost is rounded, so that
+    means that differ only by rounding errors are equal.
     """
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names]
-    ranked = ranked or [objective for objective in objectives if objective.cost_of_recipe is None]
+    ranked = ranked or [objective for objective in objectives if objective.cost_of_recipe is None] or list(objectives)
 
     def of(trial: TrialResult) -> tuple[float, int]:
         costs = [objective.cost_of_stored(trial.values[objective.name]) for objective in ranked]

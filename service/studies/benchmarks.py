@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.benchmarks import AddedBenchmarks
-from search_spaces.study.file import Study, with_benchmarks
+from search_spaces.study.file import Study, parse_study, with_benchmarks
 from service.resolved_study import ResolvedStudy
 from service.studies.preflight.contamination import check_overlaps, unsearched_names
 from service.studies.preflight.files import check_files, file_path_problem, no_file_problem, task_files
@@ -16,7 +18,7 @@ from service.studies.preflight.tasks import benchmarks_of, check_tasks, task_spe
 from service.types import JobRecord
 from workers.file_access import FileAccess
 
-__all__ = ["check_added", "study_with"]
+__all__ = ["check_added", "model_study", "study_with"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,9 @@ def study_with(record: JobRecord, added: AddedBenchmarks, *, trials: Collection[
     name of one of the study's with another task or metric.
     """
     study = with_benchmarks(Study.model_validate(record.document), added)
+    if added.engine is not None:
+        message = f"{record.name!r} keeps its own engine; leave it out, it is for a model that is no study's"
+        raise InvalidStudy((Problem("engine", message),))
     unknown = [
         Problem(f"benchmarks.{index}.trials.{place}", f"{choice} is not the number of a trial of {record.name!r}")
         for index, spec in enumerate(added.benchmarks)
@@ -72,3 +77,22 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
 def _refuse(found: Mapping[str, str | None]) -> None:
     if problems := tuple(Problem(place, text) for place, text in found.items() if text):
         raise InvalidStudy(problems)
+
+
+def model_study(model: str, added: AddedBenchmarks) -> Study:
+    """The study that scores benchmarks on a single model, a directory or hub id, without a search.
+
+    Its only objective is the model's number of parameters, which needs no samples.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.partition("@")[0]).name).strip("-.")[:63] or "model"
+    whole = {"merge_method": "linear", "models": [{"model": "base", "parameters": {"weight": 1.0}}]}
+    document = {
+        "name": name,
+        "models": {"base": model, "experts": {"model": model}},
+        "search": {"baselines": "none", "recipes": [{"name": name, "recipe": whole}]},
+        "fidelity": {"scheduler": "none"},
+        "objectives": [{"name": "parameters", "cost": "parameters"}],
+        "engine": {"verify": False},
+    }
+    engine = {} if added.engine is None else {"engine": added.engine}
+    return with_benchmarks(parse_study(document, Path.cwd()), added).model_copy(update=engine)

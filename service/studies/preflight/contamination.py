@@ -19,9 +19,11 @@ Sections = Mapping[str, Mapping[str, TaskSpec]]
 def overlaps_of(study: Study, search: Mapping[str, TaskSpec], sections: Sections) -> tuple[Overlap, ...]:
     """How much of each holdout entry and benchmark overlaps with the search data.
 
-    `search` has the tasks of the objectives by name, and `sections` those of "holdout" and "benchmarks". Raises
-    InvalidTask if a task cannot be built.
+    `search` has the tasks of the objectives by name, and `sections` those of "holdout" and "benchmarks". Without search
+    data there are no overlaps. Raises InvalidTask if a task cannot be built.
     """
+    if not search:
+        return ()
     return tuple(
         Overlap(
             section=section,

@@ -67,7 +67,7 @@ def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedT
         (samples.holdout, held_out),
         (samples.benchmarks, scored),
     )
-    num_samples = sum(number for number, _ in parts)
+    num_samples = sum(number for number, _ in parts) or 1
     least_tokens = sum(number * (lengths.read + lengths.answered) for number, lengths in parts)
     most_tokens = sum(number * (lengths.read + lengths.limit) for number, lengths in parts)
     deepest = (

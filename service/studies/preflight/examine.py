@@ -102,6 +102,8 @@ def examine(
         if isinstance(unread, LayeredSpace):
             max_layers = unread.max_layers
             size = model_size(sources, max_layers)
+        elif len(study.scored_objectives) < len(study.objectives):
+            size = model_size(sources, sources.layout.num_layers)
         largest = sources.num_parameters if size is None else int(size.most("parameters"))
         export_bytes = largest * DTYPE_BYTES[engine_dtype(study)]
         check_layers(study, sources, problems)
@@ -186,7 +188,7 @@ def _examine_fidelity(
             has = f"{size}" if rest == size else f"{size}, of which search.fit_share={share:g} leaves {rest} to score"
             message = f"{full} samples requested, objective {spec.name!r} has {has}; use at most {rest}"
             problems.append(Problem(f"objectives.{index}.rungs" if spec.rungs else place, message))
-    num_rungs = len(next(iter(counts.values())))
+    num_rungs = len(next(iter(counts.values()), (None,)))  # costs alone need no samples, and have one rung
     samples = tuple({name: counts[name][rung] or scored[name] for name in infos} for rung in range(num_rungs))
     cycle = bracket_cycle(
         fidelity.scheduler,
@@ -246,6 +248,8 @@ def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
     Without preference vectors in the study file, the result is a single vector of equal weights.
     """
     names = tuple(spec.name for spec in study.scored_objectives.values())
+    if not names:
+        return ()
     given = study.search.preferences
     vectors = (equal_preference(len(names)),) if given is None else given.weights(names, seed=study.search.seed)
     return tuple(dict(zip(names, vector, strict=True)) for vector in vectors)

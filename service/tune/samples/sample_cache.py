@@ -94,7 +94,7 @@ class SampleCache:
         The result also has the values of objectives that are costs of the recipe, which need no samples.
         """
         samples = self._plan.rung_samples[rung]
-        known = self._values[Split.SEARCH][recipe.digest]
+        known = self._values[Split.SEARCH].get(recipe.digest, {})  # costs alone have no samples
         values: dict[str, float] = {}
         standard_errors: dict[str, float | None] = {}
         for objective, stop in samples.items():
