@@ -14,9 +14,11 @@ from search_spaces.study.file import Study, parse_study, with_benchmarks
 from service.resolved_study import ResolvedStudy
 from service.studies.preflight.contamination import check_overlaps, unsearched_names
 from service.studies.preflight.files import check_files, file_path_problem, no_file_problem, task_files
-from service.studies.preflight.tasks import benchmarks_of, check_tasks, task_spec
+from service.studies.preflight.models import with_revisions
+from service.studies.preflight.tasks import benchmarks_of, check_prompts, check_tasks, task_spec
 from service.types import JobRecord
 from workers.file_access import FileAccess
+from workers.models.family import locate_family
 
 __all__ = ["check_added", "model_study", "study_with"]
 
@@ -48,8 +50,8 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
     """Check the benchmarks of a study file that are to be added to a stored study on a server.
 
     `document` is the study file with them. Files must be allowed by `access`, which the server allows now, and by what
-    was stored with the study. The study's models and other tasks are not checked again. Raises InvalidStudy with every
-    problem; places are those in `document`.
+    was stored with the study. The study's other tasks are not checked again, and of its models only the tokenizer is
+    read. Raises InvalidStudy with every problem; places are those in `document`.
     """
     study, before = Study.model_validate(document), ResolvedStudy.of(stored).access
     of_benchmarks = {place: file for place, file in task_files(study) if place.startswith("benchmarks.")}
@@ -61,6 +63,10 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
     try:
         tasks, infos = check_tasks(dict(enumerate(study.benchmarks)), "benchmarks", study, problems, access=access)
         benchmarks_of(study, tasks, infos, problems)
+        if not problems:
+            pinned = with_revisions(study, ResolvedStudy.of(stored)).models
+            sources = locate_family(pinned.base, pinned.named).resolve(tokenizer=pinned.tokenizer)
+            check_prompts(study, sources.result_dir, problems)
         if problems:
             raise InvalidStudy(tuple(problems))
         seed, known = study.search.seed, unsearched_names(Study.model_validate(stored.document))

@@ -32,7 +32,13 @@ def sums(file: Path, numbers: range, **changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRecord:
     monkeypatch.setenv("MERGESEARCH_CACHE", str(tmp_path / "cache"))
-    document = {**study_document(), "objectives": [sums(tmp_path / "search.jsonl", range(100))]}
+    experts = {name: str(family_dir() / "experts" / name) for name in ("math", "text")}
+    document = {
+        **study_document(),
+        "models": {"base": str(family_dir() / "base"), "experts": experts},
+        "objectives": [sums(tmp_path / "search.jsonl", range(100))],
+        "engine": {"max_model_len": 64},
+    }
     access = FileAccess((str(tmp_path),))
     return JobRecord(
         id="c0ffee",
@@ -65,6 +71,8 @@ def test_added_benchmarks_are_built_and_compared(stored: JobRecord, tmp_path: Pa
         "benchmarks.1.task: 20 of the 20 items of seen are also in the search data of search (20)"
     )
     assert problems(stored, good, seen, contamination={"allowed": ["seen"]}) == []
+    long = {**good, "task": {**good["task"], "max_tokens": 64}}
+    assert problems(stored, long)[0].startswith("benchmarks.0.task.max_tokens: 64 leaves no room for a prompt")
     assert problems(stored, {**good, "metric": "acc"}) == [
         f"benchmarks.0.metric: task {tmp_path}/good.jsonl: unknown metric 'acc'; an inline task has exact_match"
     ]
