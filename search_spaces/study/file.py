@@ -186,8 +186,8 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
     """The study with more benchmarks.
 
     A benchmark of a name that the study has already must have the same task and metric; the trials on which it is
-    scored are added to those of the study's. Names in `contamination.allowed` are added too. Raises InvalidStudy if a
-    task or metric differs.
+    scored are added to those of the study's. Names in `contamination.allowed` are added too, and a stated
+    `contamination.max_share` replaces the study's. Raises InvalidStudy if a task or metric differs.
     """
     known = {spec.name: spec for spec in study.benchmarks}
     problems = []
@@ -200,8 +200,13 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
         known[spec.name] = before.model_copy(update={"trials": trials, "group": before.group or spec.group})
     if problems:
         raise InvalidStudy(tuple(problems))
-    allowed = tuple(dict.fromkeys((*study.contamination.allowed, *added.contamination.allowed)))
-    contamination = study.contamination.model_copy(update={"allowed": allowed})
+    own, given = study.contamination, added.contamination
+    contamination = own.model_copy(
+        update={
+            "allowed": tuple(dict.fromkeys((*own.allowed, *given.allowed))),
+            "max_share": given.max_share if "max_share" in given.model_fields_set else own.max_share,
+        }
+    )
     return study.model_copy(update={"benchmarks": tuple(known.values()), "contamination": contamination})
 
 

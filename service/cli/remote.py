@@ -116,7 +116,7 @@ class ServerVerbs:
 
     def evaluate(self, reference: str, added: AddedBenchmarks, *, watch: bool) -> int:
         study = self._study(reference)
-        changed = self._client.add_benchmarks(study["id"], added.model_dump(mode="json"))
+        changed = self._client.add_benchmarks(study["id"], added.model_dump(mode="json", exclude_unset=True))
         job = cast("JobDocument", {"kind": SEARCH.name, **changed})
         if watch:
             return self._watch(job)

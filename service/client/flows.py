@@ -167,7 +167,7 @@ def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Fl
     if isinstance(benchmarks, Path | str):
         from search_spaces.study.file import load_benchmarks
 
-        benchmarks = load_benchmarks(Path(benchmarks)).model_dump(mode="json")
+        benchmarks = load_benchmarks(Path(benchmarks)).model_dump(mode="json", exclude_unset=True)
     content = json.dumps(dict(benchmarks)).encode()
     call = Call("POST", path_of(study, "benchmarks"), headers={"Content-Type": "application/json"}, content=content)
     return cast("StudyDocument", (yield from document_of(call)))

@@ -90,7 +90,7 @@ def model_study(model: str, added: AddedBenchmarks) -> Study:
 
     Its only objective is the model's number of parameters, which needs no samples.
     """
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.partition("@")[0]).name).strip("-.")[:63] or "model"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.partition("@")[0]).name).strip("-._")[:63] or "model"
     whole = {"merge_method": "linear", "models": [{"model": "base", "parameters": {"weight": 1.0}}]}
     document = {
         "name": name,

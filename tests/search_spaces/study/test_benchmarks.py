@@ -79,6 +79,10 @@ def test_a_study_may_get_more_benchmarks(tmp_path: Path) -> None:
         ("arc", (*EVERY_TRIAL, 4)),
         ("piqa", EVERY_TRIAL),
     ]
+    shares = {"allowed": ["piqa"], "max_share": 0.5}
+    added = with_benchmarks(before, parse_benchmarks({"benchmarks": [PIQA], "contamination": shares}))
+    assert (added.contamination.allowed, added.contamination.max_share) == (("piqa",), 0.5)
+    assert with_benchmarks(added, parse_benchmarks({"benchmarks": [PIQA]})).contamination == added.contamination
     with pytest.raises(InvalidStudy, match="arc is a benchmark of this study with another task or metric"):
         with_benchmarks(before, parse_benchmarks({"benchmarks": [{**ARC, "metric": "acc_norm"}]}))
 
