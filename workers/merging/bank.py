@@ -74,6 +74,9 @@ class Bank:
     together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
     saves memory for a single merge, which needs each statistic once.
 
+    `room_bytes` is the memory of `device` for merging one tensor, or None for no limit. A tensor that needs more is
+    merged on the CPU (`workers.merging.devices`).
+
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
     have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content.
     The results are in the cache in the directory `cache`, or in the default one if `cache` is None. Raises InvalidModel
@@ -90,6 +93,7 @@ class Bank:
         cache: str | Path | None = None,
     ) -> None:
         self.device = torch.device(device)
+        self.room_bytes: int | None = None
         accepted = [each for each in Placement if each is not Placement.GPU or self.device.type != "cpu"]
         if placement not in accepted:
             raise ValueError(f"bank: placement {placement!r}; expected one of {', '.join(accepted)}")
@@ -403,7 +407,7 @@ class Bank:
         found = self._on.get(target)
         if found is None:
             found = self._on[target] = copy.copy(self)
-            found.device, found._on = target, {self.device: self}
+            found.device, found._on, found.room_bytes = target, {self.device: self}, None
             found._at_hand, found._majorities = {}, {}
             found._recent = Recent(self._recent.max_bytes)
             if any(view.base is not None for view in self._checkpoints.values()):

@@ -122,6 +122,7 @@ class HeldWeights:
         return set(parameters)
 
     def _write(self, plan: TensorPlan, bank: Bank, into: Into) -> Writing:
+        from workers.merging.devices import devices_of
         from workers.merging.plan import computations
 
         wanted = computations(plan, bank)
@@ -147,7 +148,8 @@ class HeldWeights:
             sums |= {name: word_sum(parameter) for name, parameter in rewritten.items()}
         bank.sources.check_unchanged()  # a file may have changed while it was read
         self._computations, self._sums = held | wanted, sums
-        self._devices = devices | dict.fromkeys(changed, bank.device.type)
+        computed_on = devices_of(plan, bank, self.dtype)
+        self._devices = devices | {name: computed_on[name] for name in changed}
         return Writing(len(changed), materialise_s, repack_s)
 
     def _merge(

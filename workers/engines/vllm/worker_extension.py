@@ -72,6 +72,8 @@ class MergeExtension:
             reason += f"; {IN_WORDS[placements[0]]} there was too little left once the engine ran"
         self._mergesearch_reason = reason
         self._mergesearch_scratch_bytes = scratch_bytes
+        if device.type == "cuda":
+            self._mergesearch_bank.room_bytes = _room(device)
         self._mergesearch_scratch = {}
         self._mergesearch_lack = ""
         self._mergesearch_digest = None

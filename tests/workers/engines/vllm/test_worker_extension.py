@@ -323,6 +323,17 @@ def test_gpu_merges_again_once_it_has_room(extension: Extension, tied_family: Fa
     assert holds(extension, second, tied_family)
 
 
+def test_tensors_without_room_are_merged_on_the_cpu(
+    extension: Extension, tied_family: Family, gpu: SimpleNamespace
+) -> None:
+    """A tensor that needs more memory than the GPU has is not tried there, and the evidence counts it."""
+    extension._mergesearch_bank.room_bytes = 0
+    answer = extension.apply(arithmetic(tied_family, 0.3, 0.5))
+    count = len(extension.parameters)
+    assert answer["off_device"] == f"the CPU merged {count} of {count} tensors, for which the GPU had too little memory"
+    assert holds(extension, arithmetic(tied_family, 0.3, 0.5), tied_family)
+
+
 def test_evidence_names_what_the_cpu_merged(extension: Extension, tied_family: Family, gpu: SimpleNamespace) -> None:
     """The evidence of samples says that the CPU merged, also while the engine holds the merge for later chunks."""
     engine = engine_of(extension, tied_family)
