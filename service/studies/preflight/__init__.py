@@ -6,6 +6,7 @@
 - `models`: models, weights and engine support; that a study's models are unchanged
 - `algorithm`: the choice of a study's searcher
 - `tasks`: tasks, objectives and prompts
+- `gradients`: where gradients are computed
 - `resources`: GPUs and memory
 - `dtype`: the dtype of a study's engine
 - `durations`: the expected duration of a study
