@@ -60,7 +60,8 @@ class SwapReport:
     `digest` is the recipe's digest. `materialise_s` is the number of seconds for computing the merge. `swap_s` is the
     number of seconds for writing it, including `repack_s`, the seconds for packing weights for vLLM's CPU kernels.
     `is_new` is false if the engine already held the recipe and nothing was done. `canary` is the report of the
-    comparison with transformers after the swap; None if no comparison was due.
+    comparison with transformers after the swap; None if no comparison was due. `off_device` says in words which part of
+    the merge was computed on another device than the engine's; "" if none was.
     """
 
     digest: str
@@ -71,6 +72,7 @@ class SwapReport:
     repack_s: float
     is_new: bool
     canary: CanaryReport | None = None
+    off_device: str = ""
 
 
 class _SourcesChanged(EvidenceMismatch):
@@ -98,7 +100,7 @@ class Engine:
         self._is_checked = False  # nothing was scored since the last canary that passed
         self._held: Recipe | None = None
         self._fault: EngineFault | None = None
-        self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "bank": {}}
+        self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "off_device": "", "bank": {}}
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
         started = time.perf_counter()
         try:
@@ -277,7 +279,13 @@ class Engine:
         if check or (is_new and self.canary.is_due(self.swap_count)):
             canary = self._make_canary(recipe)
         return SwapReport(
-            recipe.digest, self.swap_count, self.weights_checksum, **timings, is_new=is_new, canary=canary
+            recipe.digest,
+            self.swap_count,
+            self.weights_checksum,
+            **timings,
+            is_new=is_new,
+            canary=canary,
+            off_device=str(self._state["off_device"]),
         )
 
     def check(self) -> CanaryReport:
@@ -419,7 +427,7 @@ class Engine:
         """Call a method of the worker extension (`MergeExtension`) in every process of the engine.
 
         Returns the result. With tensor parallelism, the results of several processes (ranks) are combined: the result
-        has the maximum of counts, and checksums joined by "+". Raises EvidenceMismatch if the ranks differ in the
+        has the maximum of counts, and different texts joined by "+". Raises EvidenceMismatch if the ranks differ in the
         recipe digest or the number of swaps.
         """
         with engine_errors():
@@ -429,7 +437,12 @@ class Engine:
         if isinstance(results[0], dict):
             if len({(result["digest"], result["swaps"]) for result in results}) > 1:
                 raise EvidenceMismatch(f"the engine's ranks hold different weights: {results}")
-            return {**results[0], "checksum": "+".join(result["checksum"] for result in results)}
+            off_device = sorted({text for result in results if (text := result.get("off_device"))})
+            joined = {
+                "checksum": "+".join(result["checksum"] for result in results),
+                "off_device": "+".join(off_device),
+            }
+            return {**results[0], **joined}
         return results[0] if len(set(results)) == 1 else "+".join(map(str, results))
 
     def close(self) -> None:
