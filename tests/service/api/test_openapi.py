@@ -117,7 +117,8 @@ def schema(server: ApiServer) -> Any:
 
     @schema.hook
     def map_query(context: Any, query: Any) -> Any:
-        if any(len(str(name)) == 32 for name in (query or {}).get("against") or ()):
+        against = (query or {}).get("against")  # of any type where a mistake is generated
+        if isinstance(against, list) and any(len(str(name)) == 32 for name in against):
             query["against"] = [tuned.id]
         return query
 
