@@ -37,7 +37,7 @@ def peak_of(call: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         call()
     held = most = 0
-    for event in measured.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in measured.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
