@@ -43,6 +43,8 @@ def algorithm_of(
     answers, because that is best in tests/benchmarks/bench_search.py; otherwise it means the searcher that the
     declaration of `auto` names. Preference vectors need a searcher or a space that uses them.
     """
+    if study.search.recipes:
+        return Algorithm("random", "the study scores given recipes and searches nothing")
     found = _algorithm_of(study, space, tasks, problems, lack_of_room)
     declared = SEARCHERS[found.name]
     why = f", and auto is {found.name} here as {found.reason}" if study.search.algorithm == AUTO else ""

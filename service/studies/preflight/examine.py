@@ -35,9 +35,10 @@ from service.studies.preflight.models import (
     searched_models,
     start_probe,
 )
+from service.studies.preflight.recipes import given_recipes
 from service.studies.preflight.resources import check_devices, check_memory, machines_for, plan_memory
 from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks
-from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
+from service.studies.preflight.tasks import benchmarks_of, check_prompts, check_tasks, objectives_of
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
 from workers.types import TaskInfo
@@ -87,6 +88,9 @@ def examine(
     tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, access=access)
     holdout = dict(enumerate(study.holdout))
     holdout_tasks, holdout_infos = check_tasks(holdout, "holdout", study, problems, access=access)
+    specs = dict(enumerate(study.benchmarks))
+    benchmark_tasks, benchmark_infos = check_tasks(specs, "benchmarks", study, problems, access=access)
+    benchmarks = benchmarks_of(study, benchmark_tasks, benchmark_infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     check_devices(study, sources, problems)
     algorithm: Algorithm | None = None
@@ -101,6 +105,8 @@ def examine(
         if isinstance(unread, LayeredSpace):
             max_layers = unread.max_layers
             size = model_size(sources, max_layers)
+        elif len(study.scored_objectives) < len(study.objectives):
+            size = model_size(sources, sources.layout.num_layers)
         largest = sources.num_parameters if size is None else int(size.most("parameters"))
         export_bytes = largest * DTYPE_BYTES[engine_dtype(study)]
         check_layers(study, sources, problems)
@@ -144,6 +150,7 @@ def examine(
     before_weights()
     sources = check_weights(sources, problems, downloads=downloads, note=note)
     space = _examine_space(study, sources, sources.fingerprints, problems)
+    recipes = given_recipes(study, sources, problems, max_layers=max_layers, note=note)
     if problems or space is None or algorithm is None:
         raise InvalidStudy(tuple(problems))
     models = StudyModels(
@@ -160,13 +167,14 @@ def examine(
     return PreflightResult(
         study=study,
         models=models,
-        tasks=StudyTasks(objectives, tasks, infos, holdout_tasks, holdout_infos),
+        tasks=StudyTasks(objectives, tasks, infos, holdout_tasks, holdout_infos, benchmarks),
         budget=StudyBudget(rung_samples, cycle),
         space=space,
         algorithm=algorithm,
         memory=memory,
         gradients=gradients,
         access=access,
+        recipes=recipes,
     )
 
 
@@ -190,7 +198,7 @@ def _examine_fidelity(
             has = f"{size}" if rest == size else f"{size}, of which search.fit_share={share:g} leaves {rest} to score"
             message = f"{full} samples requested, objective {spec.name!r} has {has}; use at most {rest}"
             problems.append(Problem(f"objectives.{index}.rungs" if spec.rungs else place, message))
-    num_rungs = len(next(iter(counts.values())))
+    num_rungs = len(next(iter(counts.values()), (None,)))  # costs alone need no samples, and have one rung
     samples = tuple({name: counts[name][rung] or scored[name] for name in infos} for rung in range(num_rungs))
     cycle = bracket_cycle(
         fidelity.scheduler,
@@ -225,6 +233,8 @@ def _check_sample_limit(
         chosen=study.search.baselines,
     )
     totals = [sum(samples.values()) for samples in rung_samples]
+    if study.search.recipes:
+        return
     first, *_ = bracket_plan(cycle, study.search.max_trials)
     is_whole = study.fidelity.scheduler == "hyperband" and first.first_rung < len(totals) - 1
     least = len(baselines) * totals[-1] + (first.samples(totals) if is_whole else totals[-1])
@@ -248,6 +258,8 @@ def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
     Without preference vectors in the study file, the result is a single vector of equal weights.
     """
     names = tuple(spec.name for spec in study.scored_objectives.values())
+    if not names:
+        return ()
     given = study.search.preferences
     vectors = (equal_preference(len(names)),) if given is None else given.weights(names, seed=study.search.seed)
     return tuple(dict(zip(names, vector, strict=True)) for vector in vectors)

@@ -31,6 +31,7 @@ from workers.engines.vllm.engine_errors import engine_errors, not_started
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
 from workers.engines.vllm.memory import MAX_NUM_SEQS
 from workers.engines.vllm.paths.contents import PathContents
+from workers.engines.vllm.readings import Read, Reading, ReadingPlan, Scored, neighbours
 from workers.engines.vllm.startup.contents import WeightContents
 from workers.errors import (
     EngineCrashed,
@@ -341,40 +342,71 @@ class Engine:
                 )
             return known[key]
 
-        outputs = self._run([request.tokens for request in requests], [parameters(request) for request in requests])
-        return [Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids)) for output in outputs]
+        distinct = list(dict.fromkeys(requests))  # a task may repeat a greedy request
+        ordered = [distinct[index] for index in neighbours([request.tokens for request in distinct])]
+        outputs = self._run([request.tokens for request in ordered], [parameters(request) for request in ordered])
+        completions = {
+            request: Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids))
+            for request, output in zip(ordered, outputs, strict=True)
+        }
+        return [completions[request] for request in requests]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """Score one batch of continuations.
 
         Raises TrialFailed if the model's logits were NaN or infinite at any step.
         """
-        results = []
-        for request, scored in zip(requests, self._read([request.tokens for request in requests]), strict=True):
-            tail = scored[request.num_context - 1 :]
-            results.append((sum(logprob for logprob, _ in tail), all(rank == 1 for _, rank in tail)))
-        return results
+        return [
+            (sum(logprob for logprob, _ in tokens), all(is_likeliest for _, is_likeliest in tokens))
+            for tokens in self._scored(requests)
+        ]
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probabilities of each prompt's tokens except the first, given the tokens before each."""
-        return [[logprob for logprob, _ in scored] for scored in self._read(prompts)]
+        scored = self._scored([Continuation(tuple(prompt), 1) for prompt in prompts])
+        return [[logprob for logprob, _ in tokens] for tokens in scored]
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> list[list[tuple[float, int]]]:
-        """The (log-probability, rank) of each token of each prompt except its first, given the tokens before.
+    def _scored(self, continuations: Sequence[Continuation]) -> list[list[Scored]]:
+        """The scored tokens of each continuation. Raises TrialFailed if the model's logits were NaN or infinite."""
+        plan = ReadingPlan(continuations, block=self._cache_block)
+        outputs = self._read(plan.readings)
+        # vLLM computes no row for a token of a cached block. Where a needed one is missing, the cache is left out.
+        missing = [
+            index
+            for index, (reading, output) in enumerate(zip(plan.readings, outputs, strict=True))
+            if reading.num_rows and (output.num_cached_tokens or 0) >= reading.start
+        ]
+        if missing:
+            again = self._read([plan.readings[index] for index in missing], uses_cache=False)
+            for index, output in zip(missing, again, strict=True):
+                outputs[index] = output
+        return plan.scores([_result(*pair) for pair in zip(plan.readings, outputs, strict=True)])
 
-        Rank 1 is the most likely token. Raises TrialFailed if the model's logits were NaN or infinite.
-        """
+    @property
+    def _cache_block(self) -> int:
+        """The number of tokens in a block of the prefix cache; 0 if the engine has none."""
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return int(cache.block_size) if cache.enable_prefix_caching else 0
+
+    def _read(self, readings: Sequence[Reading], *, uses_cache: bool = True) -> list[Any]:
+        """Let vLLM read `readings`, and return its outputs. Prompts without rows always use the prefix cache."""
         from vllm import SamplingParams
 
-        parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self._run(prompts, [parameters] * len(prompts))
-        return [
-            [
-                (float(position[token].logprob), int(position[token].rank))
-                for token, position in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
-            ]
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+        block = self._cache_block
+
+        def parameters(reading: Reading) -> Any:
+            return SamplingParams(
+                temperature=0,
+                max_tokens=1,
+                logprob_token_ids=list(reading.choices),
+                prompt_logprobs=0 if reading.num_rows else None,
+                # A cached block before a row ends before the row's token: there is none in the first block.
+                skip_reading_prefix_cache=reading.num_rows > 0 and not (uses_cache and reading.start > block),
+                flat_logprobs=True,
+                detokenize=False,
+            )
+
+        return self._run([reading.tokens for reading in readings], list(map(parameters, readings)))
 
     def _run(self, prompts: Sequence[Sequence[int]], parameters: list[Any]) -> list[Any]:
         from vllm import TokensPrompt
@@ -433,3 +465,17 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _result(reading: Reading, output: Any) -> Read:
+    """The result of a reading in vLLM's `output`. A token is the likeliest if no other is as likely (rank 1)."""
+    rows: tuple[Scored, ...] = ()
+    if reading.num_rows:  # the last ones: vLLM may also give those of other tokens of the prompt
+        found = output.prompt_logprobs
+        values, ranks = found.logprobs[-reading.num_rows :], found.ranks[-reading.num_rows :]
+        rows = tuple((value, rank == 1) for value, rank in zip(values, ranks, strict=True))
+    after = output.outputs[0].logprobs
+    # The first is the token that was generated, the only one whose rank vLLM computes.
+    likeliest = after.token_ids[0] if after.ranks[0] == 1 else None
+    logprobs = dict(zip(after.token_ids, after.logprobs, strict=True))
+    return Read(rows, {token: (logprobs[token], token == likeliest) for token in reading.choices})
