@@ -52,7 +52,7 @@ class _OnGpu(torch.Tensor):
         named = kwargs or {}
         if func == torch.Tensor.device.__get__:
             return GPU
-        if func == torch.Tensor.is_cuda.__get__:
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
         if func in (torch.Tensor.to, torch.Tensor.cpu):
             assert func is torch.Tensor.cpu or torch.device(args[1]).type == "cpu", args[1:]
