@@ -257,8 +257,9 @@ class Evidence:
     - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
     - `weights_checksum`: the checksum of the engine's parameters after the swap
     - `replica`, `swap_count`: the name of the engine's replica, and the number of the swap
-    - `engine`: description of the engine: program, dtype, size and placement of the source weights, and what confines
-      the code of tasks if some have code of their own
+    - `engine`: description of the engine: program, dtype, size and placement of the source weights, the part of the
+      merge that was not computed on the engine's device, and what confines the code of tasks if some have code of their
+      own
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
       the samples count as checked once the engine has passed another canary
     """

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from search_spaces.recipe import Recipe
 from service.jobs.search.local_run import read_run
@@ -29,6 +30,7 @@ KILL_POINTS = (
     ("commit", 3),  # stored, and nothing made of it yet
     ("promotion", 1),
     ("holdout", 2),
+    ("benchmark", 2),
     ("complete", 1),  # the study is, its files are not
     ("export", 5),
 )
@@ -41,7 +43,11 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Paths have most that a resumed study must repeat: draws, repairs, and an export of another depth.
     """
     directory = tmp_path_factory.mktemp("kill_points")
-    return write_small_study(directory, name="kill-points", rungs=[60, 180, 540], max_trials=12, space=DIS)
+    file = write_small_study(directory, name="kill-points", rungs=[60, 180, 540], max_trials=12, space=DIS)
+    document = yaml.safe_load(file.read_text())
+    document["benchmarks"] = [{**document["holdout"][0], "name": name, "group": "sums"} for name in ("one", "other")]
+    file.write_text(yaml.safe_dump(document))
+    return file
 
 
 @pytest.mark.timeout(900)

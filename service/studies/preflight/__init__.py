@@ -8,6 +8,7 @@
 - `recipes`: recipes that a study scores in place of a search
 - `tasks`: tasks, objectives and prompts
 - `contamination`: search data that are also in held-out data or benchmarks
+- `gradients`: where gradients are computed
 - `resources`: GPUs and memory
 - `dtype`: the dtype of a study's engine
 - `durations`: the expected duration of a study

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +17,15 @@ from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.preferences import equal_preference
-from search_spaces.spaces.base import AlignedSpace, LayeredSpace, SearchSpace
+from search_spaces.spaces.base import AlignedSpace, DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.file import Study
 from service.disk import gib, lack_of_space
 from service.engine_machines import VARIABLE, EngineMachines
 from service.resolved_study import ChainedSource
 from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of
-from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from service.studies.preflight.dtype import DTYPE_BYTES, dtype_note, engine_dtype
 from service.studies.preflight.files import check_files
+from service.studies.preflight.gradients import GradientPlace, gradient_place
 from service.studies.preflight.models import (
     check_engine,
     check_layers,
@@ -93,6 +95,7 @@ def examine(
     check_devices(study, sources, problems)
     algorithm: Algorithm | None = None
     size: ModelSize | None = None
+    gradients: GradientPlace | None = None
     if sources is not None:
         # Reading the weights takes minutes and gives the fingerprints that the space's recipes need. So the space is
         # built before, with aliases in place of fingerprints, to report its problems and to choose the searcher, and
@@ -110,17 +113,23 @@ def examine(
         aligns = isinstance(unread, AlignedSpace) and unread.alignment != "none"
         if aligns:
             _check_alignments(infos, problems)
+        for_engines = machines_for(study, known=machines, available_bytes=available_bytes)
+        plan = partial(plan_memory, study, sources, for_engines, aligns=aligns)
+        lack_of_room = ""
+        if isinstance(unread, DifferentiableSpace):
+            gradients, lack_of_room = gradient_place(
+                study,
+                sources,
+                for_engines,
+                plan=lambda place: plan(max_layers=max_layers, gradients_on=place.device if place else None),
+            )
         if unread is not None:
-            algorithm = algorithm_of(study, unread, tasks, problems)
-        computes_gradients = algorithm is not None and algorithm.name == GRADIENT
-        plan = partial(
-            plan_memory,
-            study,
-            sources,
-            machines_for(study, known=machines, available_bytes=available_bytes),
-            computes_gradients=computes_gradients,
-            aligns=aligns,
-        )
+            algorithm = algorithm_of(study, unread, tasks, problems, lack_of_room=lack_of_room)
+        if algorithm is None or algorithm.name != GRADIENT:
+            gradients = None
+        elif gradients is not None and gradients.reason:
+            algorithm = replace(algorithm, reason=f"{algorithm.reason}; {gradients.reason}")
+        plan = partial(plan, gradients_on=gradients.device if gradients else None)
         memory = plan(max_layers=max_layers)
         check_prompts(study, sources.result_dir, problems)
         shorter = range(sources.layout.num_layers, max_layers)
@@ -135,7 +144,7 @@ def examine(
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):
             problems.append(Problem("", f"--export: {lack}"))
     objectives = objectives_of(study, infos, size, problems)
-    engine_note = check_engine(study, probe, problems)
+    engine_note = "; ".join(filter(None, (check_engine(study, probe, problems), dtype_note(study, sources))))
     if problems or sources is None:
         raise InvalidStudy(tuple(problems))
     before_weights()
@@ -163,6 +172,7 @@ def examine(
         space=space,
         algorithm=algorithm,
         memory=memory,
+        gradients=gradients,
         access=access,
         recipes=recipes,
     )

@@ -17,6 +17,7 @@ from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import Study
 from service.resolved_study import ChainedSource, ResolvedStudy
 from service.studies.preflight.algorithm import Algorithm, iterations_ahead, num_policies_of
+from service.studies.preflight.gradients import GradientPlace
 from service.studies.preflight.resources import MemoryPlan
 from service.tune.plan import Baseline, Benchmark, Plan
 from service.tune.proposing.gradient_actor import GradientInputs
@@ -131,6 +132,7 @@ class PreflightResult:
         space: Search space of the study.
         algorithm: Searcher of the study, and why it was chosen.
         memory: Memory that the study needs.
+        gradients: Where gradients are computed; None if the searcher needs none.
         access: Files that the study may read; None for all.
         start: Checkpoints from which the policies start (`service.studies.policies.start`).
         observed: Results of an earlier study that the searcher begins with (`service.studies.warm_start`).
@@ -144,6 +146,7 @@ class PreflightResult:
     space: SearchSpace
     algorithm: Algorithm
     memory: MemoryPlan
+    gradients: GradientPlace | None = None
     access: FileAccess | None = None
     start: tuple[bytes, ...] = ()
     observed: tuple[Observation, ...] = ()
@@ -230,7 +233,15 @@ class PreflightResult:
         """Input of the gradient actor, or None if the search space is not differentiable."""
         if not isinstance(self.space, DifferentiableSpace):
             return None
-        return GradientInputs(self.models.family, self.engine_options, dict(self.tasks.search), self.space)
+        place = self.gradients or GradientPlace("cpu")
+        return GradientInputs(
+            self.models.family,
+            self.engine_options,
+            dict(self.tasks.search),
+            self.space,
+            device=place.device,
+            recomputes=place.recomputes,
+        )
 
     @property
     def _num_repeated(self) -> int:

@@ -428,7 +428,9 @@ def test_prompt_templates_are_stored_once(store: Store, writer: JobWriter) -> No
     writer.add_prompt_templates("sst2", {"@a": "Clasify {{x}}\n", "@b": "\u00e9\ud83d {{x}}"})
     writer.add_prompt_templates("sst2", {"@a": "other", "@c": "{{x}}"})
     other = store.create_job(kind="search", name="other", document={}, accepted=RESOLVED.to_json()).id
-    store.open_attempt(other).add_prompt_templates("cola", {"@a": "its own"})
+    its_own = store.open_attempt(other)
+    its_own.add_prompt_templates("cola", {"@a": "its own"})
+    its_own.set_state(JobState.FAILED)
     assert store.prompt_templates(writer.job_id) == {
         "@a": ("sst2", "Clasify {{x}}\n"),
         "@b": ("sst2", "\u00e9\ud83d {{x}}"),
@@ -496,6 +498,7 @@ WRITES: dict[str, Callable[[JobWriter], None]] = {
     "record_engine_fault": lambda w: w.record_engine_fault("replica-1", 0, "x"),
     "add_event": lambda w: w.add_event("x", {}),
     "add_step": lambda w: w.add_step(losses_step(0)),
+    "add_prompt_templates": lambda w: w.add_prompt_templates("x", {"@x": "{{x}}"}),
 }
 
 
