@@ -54,7 +54,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_kill_at_every_point_changes_nothing(study: Path, tmp_path: Path, ray_address: str) -> None:
     """A study killed at every point ends with the trials, chunks and samples of an undisturbed one."""
     out = tmp_path / "run"
-    attempts = [{"dies_at": point, "in_flight": 1} for point in KILL_POINTS]
+    attempts = [{"dies_at": point} for point in KILL_POINTS]
     with started(command(study, out, attempts), directory=out, ray_address=ray_address) as run:
         assert run.wait(timeout_s=ATTEMPT_S) == 0, run.log
     assert json.loads(run.log.splitlines()[-1]) == [-signal.SIGKILL] * len(KILL_POINTS), run.log
