@@ -137,6 +137,7 @@ class TaskSpec:
       task
     - `content`: the sha256 of the data file, if there is one, so that changed data is detected
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
+    - `template`: a Jinja template of the prompts in place of the task's own; None for its own
     - `access`: limits the files that the task may use; None is no limit. The digest of the description does not depend
       on it.
     """
@@ -150,11 +151,13 @@ class TaskSpec:
     permutation_seed: int = 0
     access: FileAccess | None = field(default=None, compare=False)
     max_tokens: int | None = None
+    template: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         document = {name: value for name, value in asdict(self).items() if name != "access"}
-        if self.max_tokens is None:  # newer than stored studies, whose digests stay
-            del document["max_tokens"]
+        for name in ("max_tokens", "template"):  # newer than stored studies, whose digests stay
+            if document[name] is None:
+                del document[name]
         return document
 
     @property
@@ -173,6 +176,9 @@ class TaskInfo:
     - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
     - `categories`: the subtasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
     - `confined_by`: what confines the process that runs the task's own code; "" if it has none
+    - `template`: the Jinja template of the prompts; "" if they come from a function or a column of the data, or if
+      subtasks have several templates
+    - `options`: the options of a multiple-choice task whose samples all have the same ones; else empty
     """
 
     num_samples: int
@@ -182,6 +188,8 @@ class TaskInfo:
     groups: Mapping[str, int] = field(default_factory=dict)
     confined_by: str = ""
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    template: str = ""
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

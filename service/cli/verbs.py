@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
-from service.cli.terminal import console, print_export, print_json, print_removals, print_results
+from service.cli.terminal import console, print_benchmarks, print_export, print_json, print_removals, print_results
 from service.disk import alignments_dir, artifacts_dir
 from service.errors import Conflict, DatabaseUnavailable, NotFound
 from service.retention.limits import limits_of
@@ -418,7 +418,6 @@ def _evaluate_model(options: argparse.Namespace, added: AddedBenchmarks) -> int:
 
 def _print_benchmarks(options: argparse.Namespace, evaluated: Callable[[Any], RunRecord]) -> int:
     from service.cli.progress import ProgressStyle, ProgressView
-    from service.cli.tables import benchmarks_table
     from service.results.documents import benchmarks_document
 
     view = ProgressView(ProgressStyle.JSON if options.json else ProgressStyle.AUTO)
@@ -429,7 +428,7 @@ def _print_benchmarks(options: argparse.Namespace, evaluated: Callable[[Any], Ru
         print("interrupted; the same command continues and keeps what is scored", file=sys.stderr)
         return 130
     document = benchmarks_document(result.benchmarks)
-    print_json(document) if options.json else console().print(benchmarks_table(document))
+    print_json(document) if options.json else print_benchmarks(document)
     return 0
 
 

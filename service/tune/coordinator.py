@@ -86,7 +86,7 @@ class Coordinator:
             num_steps=sum(isinstance(step, (GradientStep, UpdateStep)) for step in store.steps(plan.study_id)),
         )
         self._holdout = HoldoutStage(plan, trials=self._trials, samples=self._samples, writer=writer)
-        self._benchmarks = BenchmarkStage(plan, trials=self._trials, samples=self._samples, writer=writer)
+        self._benchmarks = BenchmarkStage(plan, trials=self._trials, samples=self._samples, store=store, writer=writer)
         self.look_for_faults()
 
     # -- state -----------------------------------------------------------------------------------------------------

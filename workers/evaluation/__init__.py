@@ -15,6 +15,7 @@
 - `execution`: programs that a model wrote, each executed in a confined process of its own
 - `execution_server`: what runs in the process that starts these
 - `channel`: messages between this process and these processes
+- `attacks`: attacks on prompt templates, by which robustness is measured
 - `right_answers`: the right answers of a task's documents
 - `references`: the right answers of a task's samples, as tokens to read
 - `overlap`: items that two tasks have in common

@@ -32,8 +32,9 @@ class Subtask:
 
     `task` is lm-eval's object, or None if it is in a confined process. `categories` are the names of the groups within
     the whole task that it belongs to, such as `mmlu_stem`. `filter` is the name of the lm-eval filter whose results are
-    used. `delimiter` is the text between a prompt and its answer, `prefix` the text with which the task
-    itself begins the answer.
+    used. `delimiter` is the text between a prompt and its answer, `prefix` the text with which the task itself begins
+    the answer. `template` is the Jinja template of its prompts, or "" if they come from a function or a column of the
+    data. `options` are the options of all samples, if these have the same ones.
     """
 
     name: str
@@ -44,6 +45,8 @@ class Subtask:
     higher_is_better: bool
     prefix: str = ""
     delimiter: str = " "
+    template: str = ""
+    options: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
 
     def delimiter_before_answer(self, *, has_template: bool) -> str:
@@ -147,6 +150,8 @@ class BuiltTask:
     @property
     def info(self) -> TaskInfo:
         groups = {subtask.name: subtask.num_samples for subtask in self.subtasks} if len(self.subtasks) > 1 else {}
+        templates = {subtask.template for subtask in self.subtasks}
+        options = {subtask.options for subtask in self.subtasks}
         categories: dict[str, tuple[str, ...]] = {}
         for subtask in self.subtasks:
             categories |= {name: (*categories.get(name, ()), subtask.name) for name in subtask.categories}
@@ -157,6 +162,8 @@ class BuiltTask:
             groups=groups,
             categories=categories,
             confined_by=self.code.enforced if self.code is not None else "",
+            template=templates.pop() if len(templates) == 1 else "",
+            options=options.pop() if len(options) == 1 else (),
         )
 
 

@@ -249,13 +249,15 @@ def _streams(data: Any) -> dict[str | None, int]:
 
 
 def _subtask(facts: Mapping[str, Any]) -> Subtask:
-    texts = {name: _text(facts[name]) for name in ("name", "filter", "output_type", "prefix", "delimiter")}
+    names = ("name", "filter", "output_type", "prefix", "delimiter", "template")
+    texts = {name: _text(facts[name]) for name in names}
     if texts["output_type"] not in OUTPUT_TYPES:
         raise ValueError(f"the output type {texts['output_type']!r}")
     return Subtask(
         task=None,
         num_samples=int(facts["num_samples"]),
         higher_is_better=bool(facts["higher_is_better"]),
+        options=tuple(map(_text, facts["options"])),
         categories=tuple(map(_text, facts.get("categories", ()))),
         **texts,
     )

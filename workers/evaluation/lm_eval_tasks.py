@@ -25,7 +25,16 @@ from workers.models.remote import local_file
 from workers.object_store import is_object_url
 from workers.types import TaskSpec
 
-__all__ = ["MAX_TOKENS", "LoadedTasks", "Prepared", "build", "content_hash", "inline_rows", "prepare"]
+__all__ = [
+    "MAX_TOKENS",
+    "LoadedTasks",
+    "Prepared",
+    "build",
+    "content_hash",
+    "inline_rows",
+    "inline_template",
+    "prepare",
+]
 
 FEWSHOT_SEED = 1234  # lm-eval's default, so that few-shot prompts are those of its command line
 EXACT_MATCH, PASS_AT_1 = "exact_match", "pass@1"  # the metrics of inline tasks, without and with a program
@@ -169,11 +178,17 @@ def inline_rows(spec: TaskSpec) -> list[InlineRow]:
         raise InvalidTask(f"task {label}: max_tokens is {spec.task['max_tokens']}; give at least 1", "task.max_tokens")
     _check_access(spec, spec.task["file"])
     _check_content(spec, spec.task["file"])
-    rows = read_inline(spec.task)
+    rows = read_inline({**spec.task, "prompt": inline_template(spec)})
     if (spec.num_fewshot or 0) >= len(rows):
         message = f"task {label}: num_fewshot {spec.num_fewshot} needs more than its {len(rows)} samples"
         raise InvalidTask(message, "num_fewshot")
     return rows
+
+
+def inline_template(spec: TaskSpec) -> str:
+    """The Jinja template of the prompts of an inline task."""
+    assert isinstance(spec.task, Mapping)
+    return str(spec.task.get("prompt", "{{prompt}}")) if spec.template is None else spec.template
 
 
 def _check_access(spec: TaskSpec, file: str | Path) -> None:
@@ -337,6 +352,9 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
         task.set_config("num_fewshot", 0)
     if spec.max_tokens is not None:
         _use_max_tokens(task, spec.max_tokens, where)
+    is_inline = isinstance(spec.task, Mapping)
+    if spec.template is not None and not is_inline:
+        _use_template(task, spec.template, where)
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
     num_samples = len(task.eval_docs)
     if num_samples == 0:
@@ -350,6 +368,8 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
         higher_is_better=bool(task.higher_is_better().get(spec.metric, True)),
         prefix=str(task.config.gen_prefix or ""),
         delimiter=str(task.config.target_delimiter),
+        template=inline_template(spec) if is_inline else _template_of(task),
+        options=_fixed_options(task),
     )
 
 
@@ -387,6 +407,28 @@ def _use_max_tokens(task: Any, max_tokens: int, where: str) -> None:
         raise InvalidTask(message, "max_tokens")
     arguments = {key: value for key, value in task.get_config("generation_kwargs").items() if key not in MAX_TOKENS}
     task.set_config("generation_kwargs", {**arguments, "max_gen_toks": max_tokens})
+
+
+def _template_of(task: Any) -> str:
+    """The Jinja template of a task's prompts; "" if they come from a function or a column of the data."""
+    text = task.config.doc_to_text
+    return text if isinstance(text, str) and text not in getattr(task, "features", ()) else ""
+
+
+def _use_template(task: Any, template: str, where: str) -> None:
+    """Use another template for a task's prompts, and for its few-shot examples if they have the same template."""
+    if not _template_of(task):
+        raise InvalidTask(f"{where}: its prompts come from no template, and none can be put in place of it")
+    if task.fewshot_cfg.doc_to_text == task.config.doc_to_text:
+        task.fewshot_cfg.doc_to_text = template
+    task.set_config("doc_to_text", template)
+
+
+def _fixed_options(task: Any) -> tuple[str, ...]:
+    options = task.config.doc_to_choice
+    if isinstance(options, Mapping):
+        options = list(options.values())
+    return tuple(map(str, options)) if isinstance(options, list) else ()
 
 
 def _use_split(task: Any, split: str, where: str) -> None:
