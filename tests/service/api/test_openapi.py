@@ -102,9 +102,9 @@ def schema(server: ApiServer) -> Any:
         if is_name and context.operation.path.endswith(":resume"):
             path_parameters["study_id"] = failed.id
         elif is_name and context.operation.label == "POST /v1/studies/{study_id}/benchmarks":
-            study = stored_study(server.store)
-            server.store.open_attempt(study.id).set_state(JobState.COMPLETE)
-            path_parameters["study_id"] = study.id
+            ended = stored_study(server.store)
+            server.store.open_attempt(ended.id).set_state(JobState.COMPLETE)
+            path_parameters["study_id"] = ended.id
         elif is_name and (study := next(turns)) is not None:
             if context.operation.method.upper() == "DELETE":
                 ours = dict(zip(("study_id", "export_id"), disposable(), strict=True))
