@@ -132,8 +132,8 @@ class TaskSpec:
     - `metric`, `filter`: one of the task's metrics and filters; if `filter` is None, the task's first filter is used
     - `split`: a split of the task's data; None leaves the choice to the task
     - `num_fewshot`: the number of examples in a prompt; None leaves the choice to the task
-    - `max_tokens`: the longest completion, in tokens, of an lm-eval task that generates; None leaves the choice to the
-      task
+    - `max_tokens`, `until`: the longest completion, in tokens, of an lm-eval task that generates, and the strings at
+      which it ends; None leaves the choice to the task
     - `content`: the sha256 of the data file, if there is one, so that changed data is detected
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
     - `access`: limits the files that the task may use; None is no limit. The digest of the description does not depend
@@ -149,12 +149,15 @@ class TaskSpec:
     permutation_seed: int = 0
     access: FileAccess | None = field(default=None, compare=False)
     max_tokens: int | None = None
+    until: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        document = {name: value for name, value in asdict(self).items() if name != "access"}
-        if self.max_tokens is None:  # newer than stored studies, whose digests stay
-            del document["max_tokens"]
-        return document
+        newer = {"max_tokens", "until"}  # than stored studies, whose digests stay
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name != "access" and not (name in newer and value is None)
+        }
 
     @property
     def digest(self) -> str:

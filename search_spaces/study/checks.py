@@ -266,8 +266,8 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
             )
 
 
-def _is_increasing(counts: Sequence[int]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(counts))
+def _is_increasing(counts: Sequence[int], *, may_stay: bool = False) -> bool:
+    return all(a < b or (may_stay and a == b) for a, b in itertools.pairwise(counts))
 
 
 def _increase(counts: Sequence[int]) -> str:
@@ -287,14 +287,16 @@ def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) 
             yield Problem(f"{place}.range", f"is missing; {spec.metric} is minimised, so give its [lowest, highest]")
         if spec.rungs is not None and section == "holdout":
             yield Problem(f"{place}.rungs", "held-out data are scored whole, not rung by rung; leave it out")
-        elif spec.rungs is not None and not _is_increasing(spec.rungs):
-            yield Problem(f"{place}.rungs", _increase(spec.rungs))
+        elif spec.rungs is not None and not _is_increasing(spec.rungs, may_stay=True):
+            message = f"{list(spec.rungs)} shrinks; give each rung at least as many samples as the one before"
+            yield Problem(f"{place}.rungs", message)
         if isinstance(spec.task, InlineTask):
             for key in ("filter", "split", "num_fewshot"):
                 if getattr(spec, key) is not None:
                     yield Problem(f"{place}.{key}", "is for lm-eval tasks; a JSONL task has none; leave it out")
-            if spec.max_tokens is not None:
-                yield Problem(f"{place}.max_tokens", "is for lm-eval tasks; of a JSONL task it is task.max_tokens")
+            for key in ("max_tokens", "until"):
+                if getattr(spec, key) is not None:
+                    yield Problem(f"{place}.{key}", f"is for lm-eval tasks; of a JSONL task it is task.{key}")
 
 
 def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:

@@ -101,6 +101,14 @@ class TaskCode(Protocol):
 
     def lack_of_references(self, num_documents: int) -> str | None: ...
 
+    def begin(self, answers: Answers) -> None:
+        """Begin to compute the value of a sample that `values` will be asked for. Returns at once, raises nothing."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was begun and not asked for."""
+        ...
+
     def values(self, answers: Sequence[Answers]) -> list[float]:
         """The values of the task's metric for samples, in the order of `answers`; all are finite."""
         ...

@@ -33,10 +33,11 @@ from workers.evaluation.built_tasks import (
     lack_of_references,
 )
 from workers.evaluation.channel import Channel
-from workers.evaluation.confinement import PR_SET_PDEATHSIG, Confinement, ConfinementUnavailable
+from workers.evaluation.confinement import Confinement
 from workers.evaluation.execution import pass_at_k
 from workers.evaluation.lm_eval_tasks import Prepared, build
 from workers.evaluation.metrics import Documents, LocalMetrics
+from workers.evaluation.system_calls import PR_SET_PDEATHSIG, ConfinementUnavailable
 from workers.types import TaskSpec
 
 __all__ = ["ConfinedStart", "serve"]

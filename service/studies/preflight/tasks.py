@@ -58,6 +58,7 @@ def check_tasks(
                 split=spec.split,
                 num_fewshot=spec.num_fewshot,
                 max_tokens=spec.max_tokens,
+                until=spec.until,
                 content=content,
                 permutation_seed=study.search.seed,
                 access=access,

@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -306,8 +306,10 @@ class Engine:
         """
         return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
 
-    def generate(self, requests: Sequence[Generation]) -> list[Completion]:
-        """Generate one batch of completions.
+    def generate(
+        self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]:
+        """Generate one batch of completions; `finished` gets each with its index while others are still generated.
 
         Raises TrialFailed if the model's logits were NaN or infinite at any step.
         """
@@ -333,8 +335,15 @@ class Engine:
                 )
             return known[key]
 
-        outputs = self._run([request.tokens for request in requests], [parameters(request) for request in requests])
-        return [Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids)) for output in outputs]
+        def completion(output: Any) -> Completion:
+            return Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids))
+
+        outputs = self._run(
+            [request.tokens for request in requests],
+            [parameters(request) for request in requests],
+            lambda index, output: None if finished is None else finished(index, completion(output)),
+        )
+        return list(map(completion, outputs))
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """Score one batch of continuations.
@@ -368,16 +377,29 @@ class Engine:
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
 
-    def _run(self, prompts: Sequence[Sequence[int]], parameters: list[Any]) -> list[Any]:
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        parameters: list[Any],
+        finished: Callable[[int, Any], None] = lambda index, output: None,
+    ) -> list[Any]:
         from vllm import TokensPrompt
 
         self._refuse_after_a_fault()
         self._is_checked = False
         self._call("mergesearch_bad_rows")
         with engine_errors():
-            outputs: list[Any] = self._llm.generate(
+            ids = self._llm.enqueue(
                 [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=False
             )
+            positions = {name: index for index, name in enumerate(ids)}
+            outputs: list[Any] = [None] * len(ids)
+            while self._llm.llm_engine.has_unfinished_requests():
+                for output in self._llm.llm_engine.step():
+                    if output.finished:
+                        index = positions[output.request_id]
+                        outputs[index] = output
+                        finished(index, output)
         if any(rows := self._call("mergesearch_bad_rows")):
             self._llm.reset_prefix_cache()
             raise TrialFailed(f"the merged model's logits are {in_words(rows, num_prompts=len(prompts))}")
