@@ -173,6 +173,7 @@ class TaskInfo:
     - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
     - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
     - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
+    - `filters`: the names of the filters of the task, or of a subtask, if it has several; empty if it has one
     - `confined_by`: what confines the process that runs the task's own code; "" if it has none
     """
 
@@ -182,6 +183,7 @@ class TaskInfo:
     num_truncated: int = 0
     groups: Mapping[str, int] = field(default_factory=dict)
     confined_by: str = ""
+    filters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -264,6 +264,12 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
                 f"{list(counts)} differs in length from {list(reference)} of {name}; "
                 "all objectives need the same number of rungs",
             )
+    # Objectives that do not state their rungs have those of fidelity, which increase.
+    if own and len(own) == len(objectives) and len({len(counts) for counts in own.values()}) == 1:
+        for rung, counts in enumerate(itertools.pairwise(zip(*own.values(), strict=True)), start=1):
+            if counts[0] == counts[1]:
+                message = f"no objective has more samples at rung {rung + 1} than at rung {rung}; leave one of them out"
+                yield Problem(next(iter(own)), message)
 
 
 def _is_increasing(counts: Sequence[int], *, may_stay: bool = False) -> bool:

@@ -31,8 +31,8 @@ class Subtask:
     """One lm-eval task of the several that a task may consist of.
 
     `task` is lm-eval's object, or None if it is in a confined process. `filter` is the name of the lm-eval filter whose
-    results are used. `delimiter` is the text between a prompt and its answer, `prefix` the text with which the task
-    itself begins the answer.
+    results are used, and `filters` has the names of all filters of the task. `delimiter` is the text between a prompt
+    and its answer, `prefix` the text with which the task itself begins the answer.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Subtask:
     higher_is_better: bool
     prefix: str = ""
     delimiter: str = " "
+    filters: tuple[str, ...] = ()
 
     def delimiter_before_answer(self, *, has_template: bool) -> str:
         """The text that lm-eval puts between a prompt and its answer: the delimiter, or "" after a chat template.
@@ -158,6 +159,7 @@ class BuiltTask:
             self.higher_is_better,
             self.output_type,
             groups=groups,
+            filters=next((each.filters for each in self.subtasks if len(each.filters) > 1), ()),
             confined_by=self.code.enforced if self.code is not None else "",
         )
 

@@ -272,6 +272,7 @@ def _subtask(facts: Mapping[str, Any]) -> Subtask:
         task=None,
         num_samples=int(facts["num_samples"]),
         higher_is_better=bool(facts["higher_is_better"]),
+        filters=tuple(map(_text, facts["filters"])),
         **texts,
     )
 

@@ -362,6 +362,7 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
         higher_is_better=bool(task.higher_is_better().get(spec.metric, True)),
         prefix=str(task.config.gen_prefix or ""),
         delimiter=str(task.config.target_delimiter),
+        filters=tuple(str(ensemble.name) for ensemble in task._filters),
     )
 
 

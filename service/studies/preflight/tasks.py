@@ -30,12 +30,14 @@ def check_tasks(
     study: Study,
     problems: list[Problem],
     *,
+    is_new: bool,
     access: FileAccess | None = None,
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
     """Check the tasks in a section of the study file, "objectives" or "holdout".
 
     `specs` are the section's entries by position. Returns two mappings by the objective's name: the tasks in the form
-    from which replicas build them, and facts about their data. `access` limits the files that task files may refer to;
+    from which replicas build them, and facts about their data. A study that `is_new` must choose a filter where a task
+    has several; earlier ones got the first. `access` limits the files that task files may refer to;
     None is no limit.
     """
     tasks: dict[str, TaskSpec] = {}
@@ -64,6 +66,9 @@ def check_tasks(
                 access=access,
             )
             infos[spec.name] = check_task(tasks[spec.name])
+            if is_new and spec.filter is None and (filters := infos[spec.name].filters):
+                message = f"is missing; task {task} has several, whose values differ: give one of {', '.join(filters)}"
+                problems.append(Problem(f"{section}.{index}.filter", message))
         except InvalidTask as error:
             problems.append(Problem(f"{section}.{index}.{error.field}", str(error)))
     return tasks, infos

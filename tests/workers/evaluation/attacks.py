@@ -24,7 +24,7 @@ from workers.evaluation.bubblewrap import Bubblewrap
 from workers.evaluation.confinement import Confinement
 from workers.evaluation.execution import Executor
 from workers.evaluation.landlock import Landlock
-from workers.evaluation.system_calls import ConfinementUnavailable
+from workers.evaluation.system_calls import ConfinementUnavailable, limit_resources
 
 __all__ = [
     "ATTACKS",
@@ -32,6 +32,7 @@ __all__ = [
     "MEANS",
     "BubblewrapAlone",
     "BubblewrapVariant",
+    "LimitsAlone",
     "NoConfinement",
     "Unavailable",
     "allowed",
@@ -43,6 +44,14 @@ __all__ = [
 class NoConfinement(Landlock):
     def apply(self) -> str:
         return "nothing"
+
+
+class LimitsAlone(Landlock):
+    """A process with limits of its resources, which may use all files and system calls."""
+
+    def apply(self) -> str:
+        limit_resources(self.limits())
+        return "limits"
 
 
 class Unavailable(Landlock):
