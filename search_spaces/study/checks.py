@@ -266,8 +266,8 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
             )
     # Objectives that do not state their rungs have those of fidelity, which increase.
     if own and len(own) == len(objectives) and len({len(counts) for counts in own.values()}) == 1:
-        for rung, counts in enumerate(itertools.pairwise(zip(*own.values(), strict=True)), start=1):
-            if counts[0] == counts[1]:
+        for rung, (before, after) in enumerate(itertools.pairwise(zip(*own.values(), strict=True)), start=1):
+            if before == after:
                 message = f"no objective has more samples at rung {rung + 1} than at rung {rung}; leave one of them out"
                 yield Problem(next(iter(own)), message)
 

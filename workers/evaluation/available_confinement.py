@@ -14,7 +14,7 @@ from workers.evaluation.confinement import Confinement
 from workers.evaluation.landlock import Landlock
 from workers.evaluation.system_calls import ConfinementUnavailable
 
-__all__ = ["available_confinement", "lack_of", "without_packages"]
+__all__ = ["MEANS", "available_confinement", "lack_of", "without_packages"]
 
 # In the order of preference. Under bubblewrap a process does not even find out which files and processes there are, and
 # a mistake in the filter of system calls opens neither files nor networks. Landlock works where no namespaces may be

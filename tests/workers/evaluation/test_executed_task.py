@@ -166,7 +166,7 @@ def test_published_solutions_pass_and_mutants_fail(tmp_path: Path, monkeypatch: 
         assert task.code._executor.run(programs) == [broken[index][1] for index in range(len(rows))]
 
 
-def test_samples_with_several_completions_have_unbiased_pass_at_k(tmp_path: Path) -> None:
+def test_several_completions_have_unbiased_pass_at_k(tmp_path: Path) -> None:
     sampled = {**AS_HUMANEVAL, "repeats": 4, "temperature": 0.8, "top_p": 0.95}
     prompts = Prompts(str(tiny_llama(tmp_path / "llama")), EngineOptions(max_model_len=2048))
     for metric, value in (("pass@1", 0.5), ("pass@2", 1 - 1 / 6), ("pass@4", 1.0)):
@@ -215,7 +215,7 @@ def test_programs_run_while_the_engine_generates(tmp_path: Path) -> None:
             found = super().generate(requests)
             for index, completion in enumerate(found):
                 finished(index, completion)
-                begun.append(len(code._begun))
+                begun.append(len(code._begun))  # type: ignore[union-attr]  # ExecutedTask's
             if self.fails:
                 raise TrialFailed("logits are not finite")
             return found
@@ -237,11 +237,13 @@ def test_programs_run_while_the_engine_generates(tmp_path: Path) -> None:
 
 
 MBPP_FILE = Path(__file__).with_name("mbpp.jsonl")
-# As Austin et al. (arXiv:2108.07732) ask, and lm-eval's task does: three examples, each between [BEGIN] and [DONE].
-AS_MBPP_WITH_EXAMPLES = {
-    "prompt": "You are an expert Python programmer, and here is your task: {{text}} "
+# As Austin et al. (arXiv:2108.07732) ask: examples, each between [BEGIN] and [DONE].
+AS_MBPP_WITH_EXAMPLE = {
+    "prompt": "You are an expert Python programmer, and here is your task: Write a function to negate a number. "
+    "Your code should pass these tests:\n\nassert negate(1) == -1\n[BEGIN]\ndef negate(x):\n    return -x\n[DONE]\n"
+    "You are an expert Python programmer, and here is your task: {{text}} "
     "Your code should pass these tests:\n\n{{test_list | join('\n')}}\n[BEGIN]\n",
-    "answer": "{{code}}\n[DONE]",
+    "answer": "{{code}}",
     "until": ["[DONE]"],
     "max_tokens": 256,
     "program": "{{test_setup_code}}\n{{completion}}\n{{test_list | join('\n')}}",
@@ -249,12 +251,11 @@ AS_MBPP_WITH_EXAMPLES = {
 
 
 def test_file_in_the_form_of_mbpp_is_scored() -> None:
-    """Rows with setup code, several assertions and challenges, after an example in the prompt."""
+    """Rows with setup code, several assertions and challenges, after an example."""
     rows = [json.loads(line) for line in MBPP_FILE.read_text().splitlines()]
     spec = TaskSpec(
-        InlineTask.model_validate({"file": str(MBPP_FILE), **AS_MBPP_WITH_EXAMPLES}).description(),
+        InlineTask.model_validate({"file": str(MBPP_FILE), **AS_MBPP_WITH_EXAMPLE}).description(),
         "pass@1",
-        num_fewshot=1,
     )
     assert check_task(spec).num_samples == len(rows) == 4
     with build_task(spec) as task:

@@ -268,7 +268,7 @@ def test_machine_that_cannot_confine_says_so() -> None:
 
 def test_bubblewrap_comes_first_and_landlock_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (available_confinement, bubblewrap._version):
-        place.cache_clear()  # type: ignore[attr-defined]
+        place.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     if lack_of(Landlock()):
         with pytest.raises(ConfinementUnavailable, match=r"Bubblewrap: there is no program bwrap.*; Landlock: "):

@@ -217,7 +217,8 @@ def test_filters_of_a_task_are_named_if_it_has_several(tmp_path: Path) -> None:
 
 
 def test_options_have_no_longest_completion(choices: TaskSpec) -> None:
-    for field, value in (("max_tokens", 400), ("until", ("x",))):
+    fields: dict[str, Any] = {"max_tokens": 400, "until": ("x",)}
+    for field, value in fields.items():
         with pytest.raises(InvalidTask, match=f"{field} .*: the task scores options and generates no text") as error:
             check_task(replace(choices, **{field: value}))
         assert error.value.field == field
