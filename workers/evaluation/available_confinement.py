@@ -1,4 +1,4 @@
-"""The means by which this machine can confine a process: bubblewrap, else Landlock."""
+"""Choice of the means that confine processes on this machine: bubblewrap where it works, else Landlock."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ except ConfinementUnavailable as error:
 
 @lru_cache(maxsize=1)
 def available_confinement() -> type[Confinement]:
-    """The first of MEANS by which a process can be confined here, tried once.
+    """The first of MEANS that works on this machine.
 
-    Raises ConfinementUnavailable, with what each of them lacks.
+    Each is tried once per process. Raises ConfinementUnavailable, with what each of them lacks.
     """
     lacks = []
     for means in MEANS:
@@ -49,13 +49,13 @@ def available_confinement() -> type[Confinement]:
 
 
 def without_packages(code: str) -> list[str]:
-    """The command that runs Python code with the packages of this process, without the code that packages run first."""
+    """Command that runs `code` in a new Python with the `sys.path` of this process, without loading `site`."""
     places = [*map(os.path.abspath, sys.path), OWN_PACKAGES]
     return [sys.executable, "-P", "-s", "-S", "-c", f"import sys; sys.path[:] = {places!r}\n{code}"]
 
 
 def lack_of(confinement: Confinement) -> str | None:
-    """The reason why a process cannot be confined by these means, in words, or None."""
+    """Reason why `confinement` cannot confine a process on this machine, in words; None if it can."""
     try:
         command, environment = confinement.command(without_packages(PROBE), {})
         found = subprocess.run(

@@ -45,13 +45,13 @@ OWN = tuple(str(Path(__file__).parents[2] / package) for package in ("search_spa
 
 
 def bwrap() -> str:
-    """The path of the program bwrap, "" if there is none."""
+    """Path of the installed program bwrap; "" if there is none."""
     return shutil.which("bwrap") or ""
 
 
 @lru_cache(maxsize=1)
 def _version(program: str) -> str:
-    """What bwrap says that it is, for example "bubblewrap 0.8.0"."""
+    """Name and version of the installed bubblewrap, as bwrap prints them, for example "bubblewrap 0.8.0"."""
     if not program:
         return "bubblewrap"
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=False, env={}).stdout.strip()
@@ -59,11 +59,12 @@ def _version(program: str) -> str:
 
 @dataclass(frozen=True)
 class Bubblewrap(Confinement):
-    """A process in namespaces of its own: users, processes, network, mounts, IPC, host name and control groups.
+    """Confinement of a process in namespaces of its own.
 
-    It finds its readable files at their usual places, and nothing else, not even /proc. `program` is the path of bwrap,
-    and `version` what that says of itself. `user` is the number of the user and group that the process becomes in
-    `apply`, for which root must start it; None if it stays the user that it is. Then it has a namespace of users, too.
+    The namespaces are those of users, processes, network, mounts, IPC, host name and control groups. The process finds
+    its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap,
+    and `version` its name and version. `user` is the number of the user and group that the process takes in `apply`,
+    for which root must start it; it then has no namespace of users. With None it stays the user that it is.
     """
 
     program: str = field(default_factory=bwrap)
@@ -73,13 +74,17 @@ class Bubblewrap(Confinement):
     filters_system_calls: ClassVar[bool] = True  # but in tests of what bwrap alone prevents
 
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """See `Confinement`. bwrap itself gets an empty environment: that of its first process could be read."""
+        """Command and environment of bwrap, which starts the process `command` with `environment`.
+
+        bwrap itself gets an empty environment, because programs may read that of the first process of a namespace.
+        Raises ConfinementUnavailable if bwrap is not installed.
+        """
         if not self.program:
             raise ConfinementUnavailable("there is no program bwrap (Debian: the package bubblewrap)")
         return [self.program, *self.arguments(environment), "--", *command], {}
 
     def arguments(self, environment: Mapping[str, str]) -> list[str]:
-        """The arguments of bwrap that make the namespaces."""
+        """Arguments of bwrap: namespaces, files, devices, and the `environment` of the process."""
         readable = _outermost([*self.readable, *OWN])
         folders = {str(above) for place in (*readable, *self.writable) for above in Path(place).parents}
         places = [
@@ -115,7 +120,7 @@ def _bind(place: str) -> tuple[str, str, str]:
 
 
 def _outermost(places: Iterable[str]) -> list[str]:
-    """The paths of `places` that are below no other one of them."""
+    """Those of the paths `places` that are not below another one."""
     found: list[str] = []
     for place in sorted(set(places)):
         if not any(place.startswith(above.rstrip(os.sep) + os.sep) for above in found):

@@ -79,9 +79,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How lm-eval builds prompts: a system prompt, and a function that renders chat messages; None for neither.
+    """Settings with which lm-eval builds prompts.
 
-    `render` has the arguments of `TemplateLM.apply_chat_template`. `limit` is the number of documents; None for all.
+    `system_prompt` and `render`, a function that renders chat messages, may be None. `render` has the arguments of
+    `TemplateLM.apply_chat_template`. `limit` is the number of documents; None for all.
     """
 
     system_prompt: str | None
@@ -91,11 +92,11 @@ class PromptSettings:
 
 
 class TaskCode(Protocol):
-    """Interface of what needs a confined process: a task with code of its own, or one that executes completions."""
+    """Interface of tasks that need a confined process: with Python functions, or with completions to execute."""
 
     @property
     def enforced(self) -> str:
-        """Description of the means that confine the process, for example "Landlock 7, seccomp"."""
+        """The means that confine the process, in words, for example "Landlock 7, seccomp"."""
         ...
 
     def documents(self, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]: ...
@@ -103,11 +104,14 @@ class TaskCode(Protocol):
     def lack_of_references(self, num_documents: int) -> str | None: ...
 
     def begin(self, answers: Answers) -> None:
-        """Begin to compute the value of a sample that `values` will be asked for. Returns at once, raises nothing."""
+        """Begin to compute the value of a sample; `values` returns it later.
+
+        The method returns at once and raises nothing.
+        """
         ...
 
     def forget(self) -> None:
-        """Drop what was begun and not asked for."""
+        """Drop the values that `begin` has begun and `values` was not asked for."""
         ...
 
     def values(self, answers: Sequence[Answers]) -> list[float]:

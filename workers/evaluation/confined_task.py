@@ -44,7 +44,7 @@ PASSED_ON = ("LANG", "LC_ALL", "NLTK_DATA", "PATH", "TZ")
 
 @dataclass(frozen=True)
 class _Request:
-    """A request in the form of lm-eval's `Instance`, as far as it is needed to answer it."""
+    """A request with those attributes of lm-eval's `Instance` that are needed to answer it."""
 
     request_type: str
     args: tuple[Any, ...]
@@ -175,7 +175,7 @@ class ConfinedTask(TaskProcess):
             raise InvalidTask(f"task {self._spec.task!r}: building its prompts {how}") from error
 
     def _how(self, error: Exception) -> str:
-        """How the process failed to reply, in words."""
+        """Description of how the process failed to reply: what ended it, or the time limit."""
         return str(error) if isinstance(error, TimeoutError) else f"ended its process{self._last_words()}"
 
     def _question(self) -> tuple[object, ...]:
@@ -243,7 +243,9 @@ class ConfinedTask(TaskProcess):
 
 
 def _streams(data: Any) -> dict[str | None, int]:
-    """Write what `datasets.load_dataset` returned as Arrow streams; returns their file descriptors, by split.
+    """Write `data` as Arrow streams, and return their file descriptors by split.
+
+    `data` is what `datasets.load_dataset` returned.
 
     The files have no names, and the descriptors can only read. Raises InvalidTask for data that are not all there.
     """

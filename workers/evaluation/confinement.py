@@ -37,7 +37,7 @@ def system_paths() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Confinement(ABC):
-    """What a confined process may use: interface of the means of confining one, `Bubblewrap` and `Landlock`.
+    """Interface of the means that confine a process (`Bubblewrap`, `Landlock`), with what the process may use.
 
     `readable` and `writable` are absolute paths of directories (with all that is below them) and files. Of directories
     that are only `listable`, the names of what is below them can be read; with bubblewrap, only readable files have
@@ -54,14 +54,14 @@ class Confinement(ABC):
 
     @abstractmethod
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """The command, and its environment, that start the process `command` with `environment`.
+        """Command and environment that start the process `command` with `environment` in confinement.
 
         The process must call `apply` before it runs what is to be confined.
         """
         ...
 
     def of_program(self, number: int) -> Self:
-        """The confinement of the program with this number, counted by the process that starts programs."""
+        """Confinement of one program; `number` counts the programs that the calling process has started."""
         return self
 
     def apply(self) -> str:
@@ -84,7 +84,7 @@ class Confinement(ABC):
         return f"{enforced}, seccomp"
 
     def limits(self) -> dict[int, int]:
-        """The limits of the process, by the number of the resource (`resource.RLIMIT_*`)."""
+        """Limits of the process, by the number of the resource (`resource.RLIMIT_*`)."""
         limits = {
             resource.RLIMIT_AS: self.memory_bytes,
             resource.RLIMIT_FSIZE: self.file_bytes,
@@ -95,5 +95,5 @@ class Confinement(ABC):
 
     @abstractmethod
     def _restrict_files(self) -> str:
-        """Let this process use its files only, if that is not so yet; returns what enforces it, in words."""
+        """Restrict this process to its files, unless that is done already, and return what enforces it, in words."""
         ...

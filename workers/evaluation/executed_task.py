@@ -64,7 +64,7 @@ class ExecutedTask:
         self._judged.clear()
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
-        """For each sample an estimate of pass@k, the probability that one of k completions passes.
+        """Estimates of pass@k, the probability that one of k completions passes, one for each sample.
 
         A completion passes if its program runs to its end. Raises EngineUnavailable if the process that executes
         programs ends twice.

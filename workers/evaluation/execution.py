@@ -1,4 +1,4 @@
-"""Execution of programs that a model wrote: each in a process of its own, confined, with limits of time and memory.
+"""Execution of programs that a model wrote, each in a confined process of its own.
 
 A program passes if it runs to its end without an error. It can make that up for itself, as in the published harnesses,
 which run tests and answers in one process too; it cannot change the outcome of another program.
@@ -123,7 +123,9 @@ class Executor:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of `k` samples passes, after `num_passed` of `num_samples` did.
+    """Unbiased estimate of pass@k, the probability that at least one of `k` samples passes.
+
+    Of `num_samples` samples, `num_passed` passed; `k` is at most `num_samples`.
 
     Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), equation 1.
     """

@@ -39,7 +39,7 @@ MAX_SAID = 4096  # bytes that a program's process may send; one that sends more 
 
 @dataclass(frozen=True)
 class ExecutionStart:
-    """The first message: what confines each program, and how many run at a time."""
+    """First message to the process: what confines each program, and how many run at a time."""
 
     confinement: Confinement
     num_parallel: int
@@ -116,16 +116,19 @@ class _Programs:
         self._start_some()
 
     def reasons(self) -> list[str | None]:
-        """Forget the programs, all of which have ended; returns why each did not run to its end, or None."""
+        """Return the outcomes of all programs, which must have ended, and forget the programs.
+
+        An outcome is None if the program ran to its end, else the reason why it did not.
+        """
         found, self._reasons = self._reasons, []
         return found
 
     def watch(self, connection: socket.socket) -> None:
-        """Let `wait` return when something comes from `connection`, too."""
+        """Make `wait` also return when a message arrives at `connection`."""
         self._selector.register(connection, selectors.EVENT_READ)
 
     def wait(self) -> bool:
-        """Wait until programs end, or something comes from the connection; returns whether there is something."""
+        """Wait until a program ends or a message arrives; returns whether a message has arrived."""
         running = [key.data for key in self._selector.get_map().values() if key.data]
         limit = min((each.deadline for each in running), default=None)
         ready = {key.fd for key, _ in self._selector.select(limit and max(0.0, limit - time.monotonic()))}
@@ -173,7 +176,7 @@ class _Programs:
 
 
 def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
-    """Start a process for a program; returns where its outcome can be read, its id, and what success looks like."""
+    """Start the process of a program; returns a pipe with its outcome, its id, and the outcome that means success."""
     read, write = os.pipe()
     token = secrets.token_bytes(16)
     if isinstance(confinement, Bubblewrap):
@@ -185,7 +188,7 @@ def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
 
 
 def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> int:
-    """Start a process for a program in namespaces of its own; `pipe` is its output, and its id is returned."""
+    """Start the process of a program in namespaces of its own, with the output `pipe`, and return its id."""
     command, environment = confinement.command(
         without_packages(f"from {run_confined.__module__} import run_confined; run_confined()"),
         os.environ,  # it has no secrets
@@ -207,7 +210,7 @@ def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> in
 
 
 def _enforced(confinement: Confinement) -> str:
-    """What confines a process, in words, asked of a process that is confined."""
+    """Name of what confines programs, as a process reports it that confines itself."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         with contextlib.suppress(ConfinementUnavailable):

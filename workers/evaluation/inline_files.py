@@ -148,7 +148,7 @@ class RowTemplates:
 
 
 class _NullError(ValueError):
-    """A template uses a field whose value is null, where null is refused."""
+    """Raised when a template uses a field whose value is null, where null is refused."""
 
 
 def _not_null(value: Any) -> Any:

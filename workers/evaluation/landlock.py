@@ -31,9 +31,9 @@ WRITE = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAK
 
 
 class Landlock(Confinement):
-    """A process whose files are limited by Landlock, and whose system calls by a filter (`confinement`).
+    """Confinement of a process by Landlock, which limits its files, and by the filter of system calls.
 
-    It can still find out whether a path exists, and the size of the file there.
+    The process can still find out whether a path exists, and the size of the file there.
     """
 
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -46,7 +46,7 @@ class Landlock(Confinement):
 
 
 def _restrict_files(readable: Iterable[str], writable: Iterable[str], listable: Iterable[str]) -> int:
-    """Let this process use these files only; returns the version of Landlock's interface."""
+    """Restrict this process to these files, and return the version of Landlock's interface."""
     try:
         version = call("syscall", LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
     except OSError as error:

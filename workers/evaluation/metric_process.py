@@ -120,7 +120,7 @@ class TaskProcess(ABC):
             is_retry = True
 
     def _restart(self) -> str:
-        """Start a new process in place of one that has ended or hangs, as it was before.
+        """Replace the process, which has ended or hangs, by a new one with the same tasks.
 
         Returns how the old process ended: its exit code or signal.
         """
@@ -134,7 +134,7 @@ class TaskProcess(ABC):
 
     @abstractmethod
     def _start_again(self) -> None:
-        """Start the process anew, in the state in which it was."""
+        """Start the process again, with the tasks that it had."""
 
     def _last_words(self) -> str:
         """The end of what the process wrote to its standard error."""

@@ -1,4 +1,4 @@
-"""What runs in the process of one program that a model wrote.
+"""The code that executes one program in its own process.
 
 A process that is started for a program imports this module first, so that it imports only what is quick to load.
 """
@@ -27,7 +27,7 @@ REASON = 500  # most characters of the reason why a program failed
 def start_message(
     program: str, token: bytes, *, user: int | None, limits: Mapping[int, int], is_filtered: bool
 ) -> bytes:
-    """The standard input of a process that calls `run_confined`."""
+    """Message that a process which calls `run_confined` reads from its standard input."""
     return marshal.dumps((program, token, user, dict(limits), is_filtered))
 
 
@@ -49,7 +49,7 @@ def run_confined() -> None:
 
 
 def become(user: int | None) -> None:
-    """Give this process, which root started, the user and the group with this number; None does nothing."""
+    """Make this process, which root started, one of the user and group with this number; None changes nothing."""
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)

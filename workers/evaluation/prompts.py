@@ -60,7 +60,7 @@ class Completion:
 
 
 class Backend(Protocol):
-    """Interface of what answers requests: the warm engine, or plain transformers."""
+    """Interface of backends, which answer requests: the warm engine, or plain transformers."""
 
     def generate(
         self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None

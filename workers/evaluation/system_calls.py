@@ -176,21 +176,22 @@ class ConfinementUnavailable(RuntimeError):
 
 
 def limit_resources(limits: Mapping[int, int]) -> None:
-    """Lower limits of this process; `limits` has them by the number of the resource (`resource.RLIMIT_*`)."""
+    """Lower the limits of this process to `limits`, which are given by `resource.RLIMIT_*`."""
     for kind, most in limits.items():
         least = [most, *(limit for limit in resource.getrlimit(kind) if limit != resource.RLIM_INFINITY)]
         resource.setrlimit(kind, (min(least), min(least)))
 
 
 def forbid_new_privileges() -> None:
-    """Let no program that this process starts have more privileges than this process."""
+    """Forbid this process to gain privileges by starting programs (`PR_SET_NO_NEW_PRIVS`)."""
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def filter_system_calls() -> None:
-    """Let the kernel refuse all but harmless system calls of this process from now on.
+    """Make the kernel refuse the system calls in FORBIDDEN to this process, for the rest of its life.
 
-    Raises ConfinementUnavailable on systems where that is not possible, or is not written here.
+    Raises ConfinementUnavailable if the kernel accepts no filter, and on other systems than Linux on the machines in
+    AUDIT_ARCHITECTURES.
     """
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in AUDIT_ARCHITECTURES:
