@@ -160,18 +160,18 @@ class _Programs:
         """End a program's process; returns the reason why it did not run to its end, or None."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(running.pid, signal.SIGKILL)
-        _, status, usage = os.wait4(running.pid, 0)
+        _, status = os.waitpid(running.pid, 0)
         if running.said == running.token:
             return None
         if is_late:
             return f"did not end within {WALL_FACTOR * self._cpu_s:g} s"
         if text := running.said.decode(errors="replace"):
             return text[:REASON]
-        if usage.ru_utime + usage.ru_stime >= 0.9 * self._cpu_s:  # the kernel ends it
-            return f"used more than {self._cpu_s:g} s of processor time"
         code = os.waitstatus_to_exitcode(status)
         if isinstance(self._confinement, Bubblewrap) and code > 128:  # as bwrap and shells report a signal
             code = 128 - code
+        if code == -signal.SIGXCPU:
+            return f"used more than {self._cpu_s:g} s of processor time"
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 

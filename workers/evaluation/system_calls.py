@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import resource
 import struct
@@ -176,10 +177,14 @@ class ConfinementUnavailable(RuntimeError):
 
 
 def limit_resources(limits: Mapping[int, int]) -> None:
-    """Lower the limits of this process to `limits`, which are given by `resource.RLIMIT_*`."""
+    """Lower the limits of this process to `limits`, which are given by `resource.RLIMIT_*`.
+
+    At the limit of processor time the process gets SIGXCPU, a second later SIGKILL.
+    """
     for kind, most in limits.items():
-        least = [most, *(limit for limit in resource.getrlimit(kind) if limit != resource.RLIM_INFINITY)]
-        resource.setrlimit(kind, (min(least), min(least)))
+        last = most + 1 if kind == resource.RLIMIT_CPU else most
+        soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(kind))
+        resource.setrlimit(kind, (int(min(most, soft)), int(min(last, hard))))
 
 
 def forbid_new_privileges() -> None:

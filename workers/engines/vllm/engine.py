@@ -392,7 +392,8 @@ class Engine:
             ids = self._llm.enqueue(
                 [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=False
             )
-            positions = {name: index for index, name in enumerate(ids)}
+            # vLLM numbers requests, returns the numbers with random characters behind them, and reports them without.
+            positions = {name.partition("-")[0]: index for index, name in enumerate(ids)}
             outputs: list[Any] = [None] * len(ids)
             while self._llm.llm_engine.has_unfinished_requests():
                 for output in self._llm.llm_engine.step():
