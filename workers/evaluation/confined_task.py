@@ -275,6 +275,7 @@ def _subtask(facts: Mapping[str, Any]) -> Subtask:
         num_samples=int(facts["num_samples"]),
         higher_is_better=bool(facts["higher_is_better"]),
         filters=tuple(map(_text, facts["filters"])),
+        categories=tuple(map(_text, facts.get("categories", ()))),
         **texts,
     )
 
