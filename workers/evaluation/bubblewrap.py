@@ -39,7 +39,6 @@ MAX_THREADS = 256  # of a program
 # does not apply to root. Each has its own, because the kernel counts the threads of a user.
 USERS = range(61_000, 65_000)
 
-
 # What the process imports before it calls `apply`.
 OWN = tuple(str(Path(__file__).parents[2] / package) for package in ("search_spaces", "workers"))
 
@@ -109,7 +108,8 @@ class Bubblewrap(Confinement):
         return super().apply()
 
     def limits(self) -> dict[int, int]:
-        return {**super().limits(), resource.RLIMIT_NPROC: MAX_THREADS}
+        """See `Confinement`. Programs, which have a limit of processor time, also have one of threads."""
+        return {**super().limits(), **({} if self.cpu_s is None else {resource.RLIMIT_NPROC: MAX_THREADS})}
 
     def _restrict_files(self) -> str:
         return self.version  # that the process has no other files is the work of bwrap

@@ -168,11 +168,14 @@ class _Programs:
         if text := running.said.decode(errors="replace"):
             return text[:REASON]
         code = os.waitstatus_to_exitcode(status)
-        if isinstance(self._confinement, Bubblewrap) and code > 128:  # as bwrap and shells report a signal
-            code = 128 - code
+        if isinstance(self._confinement, Bubblewrap) and code - 128 in signal.valid_signals():
+            code = 128 - code  # bwrap reports a signal as shells do
         if code == -signal.SIGXCPU:
             return f"used more than {self._cpu_s:g} s of processor time"
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        if code >= 0:
+            return f"exit code {code}"
+        # Most real-time signals have no name.
+        return f"signal {signal.Signals(-code).name if -code in {*signal.Signals} else -code}"
 
 
 def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:

@@ -71,6 +71,8 @@ def test_programs_pass_or_say_why_not(executor: Executor) -> None:
         "import numpy, math, collections\nassert numpy.ones(3).sum() == 3",
         "import sys\nsys.exit(0)",
         "import os\nos._exit(0)",
+        "import os\nos._exit(250)",
+        "import signal\nsignal.raise_signal(40)",
         "raise KeyboardInterrupt",
         "import ctypes\nctypes.string_at(0)",
     ]
@@ -81,6 +83,8 @@ def test_programs_pass_or_say_why_not(executor: Executor) -> None:
         None,
         "SystemExit: 0",
         "exit code 0",
+        "exit code 250",
+        "signal 40",
         "KeyboardInterrupt: ",
         "signal SIGSEGV",
     ]
