@@ -144,7 +144,7 @@ def test_who_builds_transformers_models() -> None:
     """Only the transformers engine, training and BERT-Attack build models of transformers."""
     importers = {module for module in importers_of("transformers") if "AutoModel" in FILES[module].read_text()}
     assert importers
-    # The model class that exports bring along says how it is loaded. BERT-Attack's model fills masks, and merges nothing.
+    # The model class that exports bring along says how it is loaded. BERT-Attack's model fills masks; it is no source.
     others = (
         "workers.training",
         "workers.tiny_family",

@@ -69,7 +69,8 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
     _refuse({place: no_file_problem(file) for place, file in of_benchmarks.items()})
     problems: list[Problem] = []
     try:
-        tasks, infos = check_tasks(dict(enumerate(study.benchmarks)), "benchmarks", study, problems, access=access)
+        specs = dict(enumerate(study.benchmarks))
+        tasks, infos = check_tasks(specs, "benchmarks", study, problems, is_new=True, access=access)
         benchmarks_of(study, tasks, infos, problems)
         if not problems:
             pinned = with_revisions(study, ResolvedStudy.of(stored)).models

@@ -10,10 +10,15 @@
 - `metric_process`: metrics in a separate process, because metrics that set timers need a main thread
 - `confined_task`: tasks with Python functions of their own, each in a confined process
 - `executed_task`: tasks whose completions are code, which is executed
-- `confinement`: which files and system calls a process may use, and its limits
+- `confinement`: what a confined process may use: its files and its limits
+- `bubblewrap`: confinement in namespaces, by the program bwrap
+- `landlock`: confinement by Landlock, which needs no namespaces
+- `available_confinement`: which of the two this machine offers
+- `system_calls`: the filter of system calls that applies under both
 - `task_server`: what runs in these processes
 - `execution`: programs that a model wrote, each executed in a confined process of its own
 - `execution_server`: what runs in the process that starts these
+- `program_process`: what runs in the process of one program
 - `channel`: messages between this process and these processes
 - `attacks`: attacks on prompt templates, by which robustness is measured
 - `right_answers`: the right answers of a task's documents

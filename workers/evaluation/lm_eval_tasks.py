@@ -27,6 +27,7 @@ from workers.types import TaskSpec
 
 __all__ = [
     "MAX_TOKENS",
+    "PASS_AT",
     "LoadedTasks",
     "Prepared",
     "build",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 FEWSHOT_SEED = 1234  # lm-eval's default, so that few-shot prompts are those of its command line
-EXACT_MATCH, PASS_AT_1 = "exact_match", "pass@1"  # the metrics of inline tasks, without and with a program
+EXACT_MATCH, PASS_AT = "exact_match", "pass@"  # the metrics of inline tasks, without and with a program (pass@k)
 MEANS = ("mean", "nanmean")
 YAML = (".yaml", ".yml")
 OUTPUT_TYPES = ("generate_until", "loglikelihood", "multiple_choice")
@@ -82,7 +83,7 @@ def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
     if isinstance(spec.task, Mapping):
         name = Path(str(spec.task.get("file"))).stem
         rows = inline_rows(spec)
-        tasks = {name: _inline_task(name, rows, spec.task, num_fewshot=spec.num_fewshot or 0)}
+        tasks = {name: _inline_task(name, rows, spec.task, spec)}
     elif prepared is None:
         tasks = _load(spec, guarded_loading)
     else:
@@ -165,10 +166,7 @@ def inline_rows(spec: TaskSpec) -> list[InlineRow]:
     label = _label(spec)
     if "file" not in spec.task:
         raise InvalidTask(f"inline task: no file; found only {', '.join(sorted(spec.task)) or 'nothing'}")
-    has_program = spec.task.get("program") is not None
-    if spec.metric != (metric := PASS_AT_1 if has_program else EXACT_MATCH):
-        kind = "an inline task with a program" if has_program else "an inline task"
-        raise InvalidTask(f"task {label}: unknown metric {spec.metric!r}; {kind} has {metric}", "metric")
+    _check_metric_of_inline_task(spec, spec.task, label)
     if spec.filter not in (None, "none"):
         raise InvalidTask(f"task {label}: unknown filter {spec.filter!r}; an inline task has none", "filter")
     if spec.split is not None:
@@ -191,6 +189,32 @@ def inline_template(spec: TaskSpec) -> str:
     return str(spec.task.get("prompt", "{{prompt}}")) if spec.template is None else spec.template
 
 
+def _check_metric_of_inline_task(spec: TaskSpec, task: Mapping[str, Any], label: str) -> None:
+    if task.get("program") is None:
+        if spec.metric != EXACT_MATCH:
+            message = f"task {label}: unknown metric {spec.metric!r}; an inline task has {EXACT_MATCH}"
+            raise InvalidTask(message, "metric")
+        for key in ("repeats", "temperature", "top_p"):
+            if task.get(key) is not None:
+                message = f"task {label}: {key} is for tasks with a program; leave it out: decoding is greedy"
+                raise InvalidTask(message, f"task.{key}")
+        return
+    repeats = int(task.get("repeats", 1))
+    number = spec.metric.removeprefix(PASS_AT)
+    if not (spec.metric.startswith(PASS_AT) and number.isdecimal() and number.isascii() and int(number) >= 1):
+        message = f"task {label}: unknown metric {spec.metric!r}; an inline task with a program has pass@1, pass@10 ..."
+        raise InvalidTask(message, "metric")
+    if int(number) > repeats:
+        message = f"task {label}: {spec.metric} needs {number} completions of each prompt or more, repeats is {repeats}"
+        raise InvalidTask(message, "task.repeats")
+    if repeats > 1 and task.get("temperature") is None:
+        message = f"task {label}: repeats is {repeats}, but greedy completions are all equal; give a temperature"
+        raise InvalidTask(message, "task.temperature")
+    if task.get("top_p") is not None and task.get("temperature") is None:
+        message = f"task {label}: top_p {task['top_p']} has no effect without a temperature; leave it out"
+        raise InvalidTask(message, "task.top_p")
+
+
 def _check_access(spec: TaskSpec, file: str | Path) -> None:
     if spec.access is not None and (reason := spec.access.refusal(file)):
         raise InvalidTask(reason)
@@ -201,7 +225,7 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
         raise InvalidTask(f"{file}: has changed since the study was planned; restore it or start a new study")
 
 
-def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], *, num_fewshot: int) -> Any:
+def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], spec: TaskSpec) -> Any:
     """Make an lm-eval task of `rows`, the samples of a JSONL file.
 
     A greedy completion is right if it equals the whole answer, apart from white space at its ends; `executed_task`
@@ -210,6 +234,7 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
+    temperature = task.get("temperature")
     columns = {"prompt": [row.prompt for row in rows], "answer": [row.answer for row in rows]}
 
     def exact_match(doc: Mapping[str, str], results: Sequence[str]) -> dict[str, float]:
@@ -222,7 +247,7 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
             "custom_dataset": lambda **_: {"test": Dataset.from_dict(columns)},
             "test_split": "test",
             "fewshot_split": "test",
-            "num_fewshot": num_fewshot,
+            "num_fewshot": spec.num_fewshot or 0,
             "output_type": "generate_until",
             "doc_to_text": lambda doc: doc["prompt"],
             "doc_to_target": lambda doc: doc["answer"],
@@ -231,13 +256,15 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
             "process_results": exact_match,
             "metric_list": [
                 {"metric": metric, "aggregation": "mean", "higher_is_better": True}
-                for metric in (EXACT_MATCH, PASS_AT_1)
+                for metric in (EXACT_MATCH, spec.metric)
             ],
             "generation_kwargs": {
                 "until": list(task.get("until", ("\n",))),
                 "max_gen_toks": int(task.get("max_tokens", 64)),
-                "do_sample": False,
+                **({"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}),
+                **({} if task.get("top_p") is None else {"top_p": float(task["top_p"])}),
             },
+            "repeats": int(task.get("repeats", 1)),
         }
     )
 
@@ -350,11 +377,13 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
         task.set_config("num_fewshot", spec.num_fewshot)
     elif task.get_config("num_fewshot") is None:
         task.set_config("num_fewshot", 0)
-    if spec.max_tokens is not None:
-        _use_max_tokens(task, spec.max_tokens, where)
     is_inline = isinstance(spec.task, Mapping)
     if spec.template is not None and not is_inline:
         _use_template(task, spec.template, where)
+    if spec.max_tokens is not None:  # lm-eval knows the limit by several names, of which the task may have any
+        _set_generation(task, MAX_TOKENS, "max_gen_toks", spec.max_tokens, field="max_tokens", where=where)
+    if spec.until is not None:
+        _set_generation(task, ("until",), "until", list(spec.until), field="until", where=where)
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
     num_samples = len(task.eval_docs)
     if num_samples == 0:
@@ -370,6 +399,7 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
         delimiter=str(task.config.target_delimiter),
         template=inline_template(spec) if is_inline else _template_of(task),
         options=_fixed_options(task),
+        filters=tuple(str(ensemble.name) for ensemble in task._filters),
     )
 
 
@@ -400,13 +430,15 @@ def _filter(task: Any, spec: TaskSpec, where: str) -> str:
     return spec.filter
 
 
-def _use_max_tokens(task: Any, max_tokens: int, where: str) -> None:
-    """Limit the completions of a task; lm-eval knows the limit by several names, of which the task may have any."""
+def _set_generation(
+    task: Any, old: Sequence[str], name: str, value: int | list[str], *, field: str, where: str
+) -> None:
+    """Set the argument `name` of a task's generation in place of the arguments `old`."""
     if task.OUTPUT_TYPE != "generate_until":
-        message = f"{where}: max_tokens {max_tokens}: the task scores options and generates no text; leave it out"
-        raise InvalidTask(message, "max_tokens")
-    arguments = {key: value for key, value in task.get_config("generation_kwargs").items() if key not in MAX_TOKENS}
-    task.set_config("generation_kwargs", {**arguments, "max_gen_toks": max_tokens})
+        message = f"{where}: {field} {value}: the task scores options and generates no text; leave it out"
+        raise InvalidTask(message, field)
+    arguments = {key: given for key, given in task.get_config("generation_kwargs").items() if key not in old}
+    task.set_config("generation_kwargs", {**arguments, name: value})
 
 
 def _template_of(task: Any) -> str:

@@ -1,4 +1,4 @@
-"""What lm-eval may read and run while it builds a task: its YAML files, their Python functions, and data files.
+"""Limits on what lm-eval reads and runs while it builds a task: YAML files, Python functions, and data files.
 
 lm-eval resolves includes, groups and overrides itself. Therefore its own loading functions are wrapped while it builds
 a task, rather than its files being interpreted a second time. There are three ways to load a task:
@@ -54,7 +54,7 @@ class OwnCode(Exception):
 
 @dataclass
 class Recording:
-    """What `recorded_loading` found.
+    """Directories and data of tasks, as `recorded_loading` found them.
 
     `directories` are those of all YAML files that were read. `datasets` has the data of each task, as
     `datasets.load_dataset` returned it, by `data_key`.

@@ -35,12 +35,14 @@ def check_tasks(
     study: Study,
     problems: list[Problem],
     *,
+    is_new: bool,
     access: FileAccess | None = None,
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
     """Check the tasks in a section of the study file, "objectives", "holdout" or "benchmarks".
 
     `specs` are the section's entries by position. Returns two mappings by the entry's name: the tasks in the form
-    from which replicas build them, and facts about their data. `access` limits the files that task files may refer to;
+    from which replicas build them, and facts about their data. What `is_new` must choose a filter where a task has
+    several; what is stored has the first. `access` limits the files that task files may refer to;
     None is no limit.
     """
     tasks: dict[str, TaskSpec] = {}
@@ -49,6 +51,9 @@ def check_tasks(
         try:
             tasks[spec.name] = task_spec(spec, seed=study.search.seed, access=access)
             infos[spec.name] = check_task(tasks[spec.name])
+            if is_new and spec.filter is None and (filters := infos[spec.name].filters):
+                message = f"is missing; task {spec.task} has several: give one of {', '.join(filters)}"
+                problems.append(Problem(f"{section}.{index}.filter", message))
         except InvalidTask as error:
             problems.append(Problem(f"{section}.{index}.{error.field}", str(error)))
     return tasks, infos
@@ -75,6 +80,7 @@ def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> Task
         split=spec.split,
         num_fewshot=spec.num_fewshot,
         max_tokens=spec.max_tokens,
+        until=spec.until,
         content=content,
         permutation_seed=seed,
         access=access,

@@ -203,12 +203,25 @@ def test_objective_limits_the_length_of_completions(tmp_path: Path, stated: dict
     before, stop = longest(TaskSpec(file, "exact_match"))
     assert before == (7 if stated else 256)
     assert longest(TaskSpec(file, "exact_match", max_tokens=400)) == (400, stop)
+    assert longest(TaskSpec(file, "exact_match", until=("Q:", "\n\n"))) == (before, ("Q:", "\n\n"))
+
+
+def test_filters_of_a_task_are_named_if_it_has_several(tmp_path: Path) -> None:
+    steps = [{"function": "regex", "regex_pattern": "(\\d+)"}, {"function": "take_first"}]
+    metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
+    generates: dict[str, Any] = {"output_type": "generate_until", "doc_to_choice": None, "metric_list": metrics}
+    one = [{"name": "strict-match", "filter": steps}]
+    file = str(write_choices(tmp_path, **generates, filter_list=[*one, {"name": "flexible", "filter": steps}]))
+    assert check_task(TaskSpec(file, "exact_match")).filters == ("strict-match", "flexible")
+    assert check_task(TaskSpec(str(write_choices(tmp_path, **generates, filter_list=one)), "exact_match")).filters == ()
 
 
 def test_options_have_no_longest_completion(choices: TaskSpec) -> None:
-    with pytest.raises(InvalidTask, match="max_tokens 400: the task scores options and generates no text") as error:
-        check_task(replace(choices, max_tokens=400))
-    assert error.value.field == "max_tokens"
+    fields: dict[str, Any] = {"max_tokens": 400, "until": ("x",)}
+    for field, value in fields.items():
+        with pytest.raises(InvalidTask, match=f"{field} .*: the task scores options and generates no text") as error:
+            check_task(replace(choices, **{field: value}))
+        assert error.value.field == field
 
 
 def test_digests_of_tasks_without_new_fields_do_not_change() -> None:
@@ -216,6 +229,7 @@ def test_digests_of_tasks_without_new_fields_do_not_change() -> None:
     assert TaskSpec("gsm8k", "exact_match", "strict-match", "test", 5, None, 3).digest == digest
     assert TaskSpec("gsm8k", "exact_match", "strict-match", "test", 5, None, 3, max_tokens=256).digest != digest
     assert TaskSpec("gsm8k", "exact_match", "strict-match", "test", 5, None, 3, template="{{q}}").digest != digest
+    assert TaskSpec("gsm8k", "exact_match", "strict-match", "test", 5, None, 3, until=("x",)).digest != digest
 
 
 def first_prompt(spec: TaskSpec) -> str:

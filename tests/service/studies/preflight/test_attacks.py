@@ -28,7 +28,7 @@ def study(file: Path, **changes: Any) -> Study:
 
 def checked(study: Study) -> tuple[tuple[Benchmark, ...], list[Problem]]:
     problems: list[Problem] = []
-    tasks, infos = check_tasks(dict(enumerate(study.benchmarks)), "benchmarks", study, problems)
+    tasks, infos = check_tasks(dict(enumerate(study.benchmarks)), "benchmarks", study, problems, is_new=True)
     return benchmarks_of(study, tasks, infos, problems), problems
 
 
