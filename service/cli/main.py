@@ -346,6 +346,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="write the recipe of the first path, for `merge`")
 
+    command = verb(
+        "tasks", verbs.list_tasks, "List the shipped tasks: paper, licence, samples, metric, and their data."
+    )
+    actions = command.add_subparsers(title="commands", metavar="COMMAND")
+    text = "Download the data of a task, so that studies with it run without a network."
+    fetch = actions.add_parser("fetch", help=text, description=text)
+    fetch.set_defaults(call=verbs.fetch_task)
+    fetch.add_argument("--json", action="store_true", help="machine-readable output on standard output")
+    fetch.add_argument("task", metavar="NAME|FILE", help="name of a task of lm-eval or a shipped one, or a YAML file")
+
     command = verb("schema", verbs.schema, "Print the JSON Schema of a study file or a result file.")
     command.add_argument("name", choices=SCHEMAS)
     return parser

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
+from service.cli.tasks import fetch_task, list_tasks
 from service.cli.terminal import console, print_export, print_json, print_removals, print_results
 from service.disk import alignments_dir, artifacts_dir
 from service.errors import Conflict, DatabaseUnavailable, NotFound
@@ -38,8 +39,10 @@ __all__ = [
     "demo",
     "drain",
     "export",
+    "fetch_task",
     "finetune",
     "list_jobs",
+    "list_tasks",
     "log",
     "merge",
     "migrate_database",

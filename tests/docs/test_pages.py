@@ -272,6 +272,7 @@ def test_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(commands) > 15
     commands.remove("database")
     commands += [f"database {name}" for name in re.findall(r"^    ([a-z]+)\b", said("database"), re.MULTILINE)]
+    commands += [f"tasks {name}" for name in re.findall(r"^    ([a-z]+)\b", said("tasks"), re.MULTILINE)]
     everywhere = {"--help", "--json"}
     listed = {name: set(re.findall(r"--[a-z-]+", said(*name.split()).split("options:")[1])) for name in commands}
     assert shown == {name: options - everywhere for name, options in listed.items()}

@@ -9,6 +9,7 @@
 - `task_loading`: what lm-eval may read and run while it builds a task
 - `prompts`: tokenization, and the requests that a backend answers
 - `metrics`: lm-eval's filters and metrics, applied to answers
+- `shipped_tasks`: the tasks of the task pack with their facts; the download of data
 - `sample_metrics`: metrics of single answers, beside lm-eval's: chrF, ROUGE-L, SARI and others
 - `metric_process`: metrics in a separate process, because metrics that set timers need a main thread
 - `confined_task`: tasks with Python functions of their own, each in a confined process

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["ROWS", "SPLITS", "Row"]
+__all__ = ["ROWS", "SPLITS", "Row", "write_data"]
 
 Row = Mapping[str, Any]
 
@@ -147,3 +149,18 @@ ROWS: Mapping[str, Callable[[int], Row]] = {
         )
     },
 }
+
+
+def write_data(place: Path, parts: Mapping[str, Mapping[str, Sequence[Row]]]) -> Path:
+    """A directory as the hub has it: a Parquet file for each split, and a card that names them for each part."""
+    import datasets
+
+    card = []
+    for part, splits in parts.items():
+        (place / part).mkdir(parents=True)
+        for split, rows in splits.items():
+            datasets.Dataset.from_list([dict(row) for row in rows]).to_parquet(place / part / f"{split}.parquet")
+        files = [{"split": split, "path": f"{part}/{split}.parquet"} for split in splits]
+        card.append({"config_name": part, "data_files": files})
+    (place / "README.md").write_text(f"---\n{json.dumps({'configs': card})}\n---\n")
+    return place

@@ -13,7 +13,7 @@ import pytest
 import sacrebleu
 import yaml
 
-from tests.workers.task_pack.rows import ROWS, SPLITS
+from tests.workers.task_pack.rows import ROWS, SPLITS, write_data
 from workers.evaluation import task_index
 from workers.evaluation.built_tasks import Answers, BuiltTask
 from workers.evaluation.data_sets import DATA_VARIABLE
@@ -363,23 +363,6 @@ def test_trace_compares_answers_and_options() -> None:
         assert value(task, 0, answer) == is_right
 
 
-def write_data(root: Path, path: str, configs: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> Path:
-    """A directory as the hub has it: a Parquet file for each split, and a card that names them for each part."""
-    import datasets
-
-    place = root / path
-    card = []
-    for name, splits in configs.items():
-        (place / name).mkdir(parents=True)
-        files = []
-        for split, rows in splits.items():
-            datasets.Dataset.from_list([dict(row) for row in rows]).to_parquet(place / name / f"{split}.parquet")
-            files.append({"split": split, "path": f"{name}/{split}.parquet"})
-        card.append({"config_name": name, "data_files": files})
-    (place / "README.md").write_text(f"---\n{json.dumps({'configs': card})}\n---\n")
-    return place
-
-
 @pytest.mark.slow
 def test_data_of_ones_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts, sums of splits, filters and files are what the package `datasets` makes of them."""
@@ -399,8 +382,8 @@ def test_data_of_ones_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         mbpp,
         {"full": {"train": rows(mbpp, 203), "validation": rows(mbpp), "test": rows(mbpp), "prompt": rows(mbpp)}},
     )
-    write_data(root, piqa, {"default": {"train": rows(piqa), "validation": rows(piqa, 1003)}})
-    write_data(root, "livebench/language", {"default": {"test": rows("livebench/language")}})
+    write_data(root / piqa, {"default": {"train": rows(piqa), "validation": rows(piqa, 1003)}})
+    write_data(root / "livebench/language", {"default": {"test": rows("livebench/language")}})
     trace = root / "TRACE" / "LLM-CL-Benchmark" / "FOMC"
     trace.mkdir(parents=True)
     for name, count in (("train", 5), ("eval", 3), ("test", 4)):
