@@ -99,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--check", action="store_true", help="check everything and print the expected cost; start nothing"
     )
+    command.add_argument(
+        "--metadata-only",
+        action="store_true",
+        help="with --check: take sizes from the models' configurations; weights need not be on this machine",
+    )
     command.add_argument("--export", choices=["best"], help="write the best merge to DIR/export")
 
     command = verb("demo", verbs.demo, "Search the shipped tiny model family and export its best merge.")

@@ -1,13 +1,14 @@
-"""Rows of the shape of each data set that the shipped tasks name, made by hand."""
+"""Rows of the shape of each data set that the shipped tasks name, made by hand; stand-ins for the hub and lm-eval."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROWS", "SPLITS", "Row", "write_data"]
+__all__ = ["ROWS", "Row", "in_memory", "shipped_index", "write_data"]
 
 Row = Mapping[str, Any]
 
@@ -164,3 +165,53 @@ def write_data(place: Path, parts: Mapping[str, Mapping[str, Sequence[Row]]]) ->
         card.append({"config_name": part, "data_files": files})
     (place / "README.md").write_text(f"---\n{json.dumps({'configs': card})}\n---\n")
     return place
+
+
+# The folders of lm-eval that shipped tasks refer to; indexing all of lm-eval takes a minute.
+REFERRED = "gsm8k hendrycks_math mbpp humaneval mmlu/default logiqa openbookqa piqa siqa glue xnli ifeval mathqa"
+
+
+def shipped_index() -> dict[str, Any]:
+    """The index of the shipped tasks, and of those of lm-eval that they refer to."""
+    from lm_eval.tasks._index import TaskIndex
+
+    from workers.evaluation.task_index import shipped_dirs
+    from workers.task_pack import pack_dir
+
+    places = [shipped_dirs()[0] / place for place in (*REFERRED.split(), "translation")]
+    found: dict[str, Any] = TaskIndex.build(places)
+    return found | TaskIndex.build([pack_dir()], resolve_includes=False)
+
+
+def in_memory(num_rows: int, others: Mapping[str, int]) -> Callable[..., Any]:
+    """A stand-in for `datasets.load_dataset`: a split has `num_rows` rows, or as many as `others` says for a path."""
+
+    def load_dataset(path: str, name: str | None = None, **options: Any) -> Any:
+        import datasets
+
+        rows = [ROWS[path](i) for i in range(others.get(path, num_rows))]
+        if "filters" in options:
+            rows = [row for row in rows if all(row[key] == value for ((key, _, value),) in options["filters"])]
+        names = SPLITS.get("glue/mnli" if name == "mnli" else path, ("train", "validation", "test"))
+        splits: dict[str, Sequence[Row]] = dict.fromkeys(names, rows)
+        if "split" in options:
+            splits = {each: _selected(text, splits) for each, text in options["split"].items()}
+        made = {each: datasets.Dataset.from_list([dict(row) for row in found]) for each, found in splits.items()}
+        return datasets.DatasetDict(made)
+
+    return load_dataset
+
+
+def _selected(text: str, splits: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """The rows of an expression such as `train[:200]+validation`, as the package `datasets` selects them."""
+    found: list[Row] = []
+    for part in text.split("+"):
+        match = re.fullmatch(r"(\w+)(?:\[(\d*)(%?):(\d*)(%?)\])?", part)
+        assert match
+        rows = splits[match[1]]
+
+        def place(number: str | None, percent: str | None, default: int, rows: Sequence[Row] = rows) -> int:
+            return default if not number else round(int(number) * len(rows) / 100) if percent else int(number)
+
+        found += rows[place(match[2], match[3], 0) : place(match[4], match[5], len(rows))]
+    return found

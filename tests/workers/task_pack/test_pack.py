@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import sacrebleu
 import yaml
 
-from tests.workers.task_pack.rows import ROWS, SPLITS, write_data
+from tests.workers.task_pack.rows import ROWS, in_memory, shipped_index, write_data
 from workers.evaluation import task_index
 from workers.evaluation.built_tasks import Answers, BuiltTask
 from workers.evaluation.data_sets import DATA_VARIABLE
@@ -25,13 +26,8 @@ from workers.types import TaskSpec
 
 NUM_ROWS = 10
 
-# Rows that the search part of these data has, before the rest.
-HELD_BACK = {"baber/piqa": 1000, "lighteval/siqa": 1000}
-
-# The folders of lm-eval that shipped tasks refer to; indexing all of lm-eval takes a minute.
-REFERRED = (
-    "gsm8k hendrycks_math mbpp humaneval mmlu/default logiqa openbookqa piqa siqa glue xnli ifeval mathqa translation"
-)
+# Data with more rows: their search part has the first 1,000.
+HELD_BACK = {"baber/piqa": 1000 + NUM_ROWS, "lighteval/siqa": 1000 + NUM_ROWS}
 
 ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 STEP_BY_STEP = "### Response: Let's think step by step."
@@ -57,13 +53,8 @@ def facts(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _index() -> Iterator[None]:
-    from lm_eval.tasks._index import TaskIndex
-
-    lm_eval_dir = task_index.shipped_dirs()[0]
-    index = TaskIndex.build([lm_eval_dir / place for place in REFERRED.split()])
-    index |= TaskIndex.build([pack_dir()], resolve_includes=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task_index, "_given", index)
+        patch.setattr(task_index, "_given", shipped_index())
         yield
 
 
@@ -72,35 +63,10 @@ def _data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in memory in the place of the hub, and code that is executed without a sandbox: it is this file's own."""
     import datasets
 
-    def load_dataset(path: str, name: str | None = None, **options: Any) -> Any:
-        rows = [ROWS[path](i) for i in range(NUM_ROWS + HELD_BACK.get(path, 0))]
-        if "filters" in options:
-            rows = [row for row in rows if all(row[key] == value for ((key, _, value),) in options["filters"])]
-        names = SPLITS.get("glue/mnli" if name == "mnli" else path, ("train", "validation", "test"))
-        splits: dict[str, Sequence[Any]] = dict.fromkeys(names, rows)
-        if "split" in options:
-            splits = {each: _selected(text, splits) for each, text in options["split"].items()}
-        return datasets.DatasetDict({each: datasets.Dataset.from_list(found) for each, found in splits.items()})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset", in_memory(NUM_ROWS, HELD_BACK))
     evaluate = ModuleType("evaluate")
     evaluate.__dict__["load"] = lambda name: SimpleNamespace(compute=_code_eval)
-    monkeypatch.setitem(__import__("sys").modules, "evaluate", evaluate)
-
-
-def _selected(text: str, splits: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """The rows of an expression such as `train[:200]+validation`, as the package `datasets` selects them."""
-    found: list[Any] = []
-    for part in text.split("+"):
-        match = re.fullmatch(r"(\w+)(?:\[(\d*)(%?):(\d*)(%?)\])?", part)
-        assert match
-        rows = splits[match[1]]
-
-        def place(number: str | None, percent: str | None, default: int, rows: Sequence[Any] = rows) -> int:
-            return default if not number else round(int(number) * len(rows) / 100) if percent else int(number)
-
-        found += rows[place(match[2], match[3], 0) : place(match[4], match[5], len(rows))]
-    return found
+    monkeypatch.setitem(sys.modules, "evaluate", evaluate)
 
 
 def _code_eval(*, predictions: Sequence[Sequence[str]], references: Sequence[str], **_: Any) -> Any:
