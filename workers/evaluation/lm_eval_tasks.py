@@ -24,8 +24,9 @@ from workers.evaluation.metrics import results_of
 from workers.evaluation.sample_metrics import ACCURACY, METRICS, PER_SAMPLE_FORMS, names_for
 from workers.evaluation.task_index import (
     IndexNeeded,
+    PlainIndex,
     index_at_hand,
-    index_if_loaded,
+    index_to_send,
     is_shipped,
     manager_of,
     task_index,
@@ -64,7 +65,7 @@ class Prepared:
     directories: tuple[str, ...]
     files: tuple[str, ...]
     datasets: Mapping[str, Any]
-    index: Mapping[str, Any] | None
+    index: PlainIndex | None
 
 
 def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
@@ -109,7 +110,7 @@ def prepare(spec: TaskSpec) -> Prepared:
             str(file) for directory in sorted(recording.directories) for file in _files_of_task(directory, spec.access)
         ),
         recording.datasets,
-        index_if_loaded(),
+        index_to_send(),
     )
 
 

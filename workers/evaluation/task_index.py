@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from workers.cache import cache_dir, cached
 from workers.directories import turn
@@ -21,14 +21,19 @@ from workers.task_pack import pack_dir
 
 __all__ = [
     "IndexNeeded",
+    "PlainIndex",
     "index_at_hand",
     "index_if_loaded",
+    "index_to_send",
     "is_shipped",
     "manager_of",
     "shipped_dirs",
     "task_index",
     "use_index",
 ]
+
+# The kind, the YAML file and the tags of each task, group and tag, by name.
+PlainIndex: TypeAlias = Mapping[str, tuple[str, str | None, tuple[str, ...]]]
 
 TASKS = "lm_eval/tasks/"
 
@@ -61,10 +66,19 @@ def index_at_hand() -> Mapping[str, Any]:
     return found
 
 
-def use_index(index: Mapping[str, Any]) -> None:
+def index_to_send() -> PlainIndex | None:
+    """The index in plain types if this process needed it before, for another process; None otherwise.
+
+    Reading it imports nothing: a process is confined before it imports what starts threads.
+    """
+    index = index_if_loaded()
+    return None if index is None else {name: _plain(entry) for name, entry in index.items()}
+
+
+def use_index(index: PlainIndex) -> None:
     """Use an index that another process has loaded, from now on."""
     _given.clear()
-    _given.update(index)
+    _given.update((name, _entry(name, *each)) for name, each in index.items())
 
 
 def manager_of(index: Mapping[str, Any]) -> Any:
@@ -105,13 +119,13 @@ def _lm_eval_index(directory: Path) -> dict[str, Any]:
     if content is None:
         return dict(TaskIndex.build([directory]))
     key = f"lm-eval's tasks in {directory}: {content}"
-    if (found := _read(key, directory)) is not None:
+    if (found := _read(key)) is not None:
         return found
     with _turn():
-        if (found := _read(key, directory)) is not None:  # another process has built it meanwhile
+        if (found := _read(key)) is not None:  # another process has built it meanwhile
             return found
         index = dict(TaskIndex.build([directory]))
-        cached(key, _text(index, directory))
+        cached(key, json.dumps({name: _plain(entry) for name, entry in index.items()}))
         return index
 
 
@@ -132,19 +146,16 @@ def _turn() -> Iterator[None]:
         yield
 
 
-def _text(index: Mapping[str, Any], directory: Path) -> str:
-    def path(entry: Any) -> str | None:
-        return None if entry.yaml_path is None else str(entry.yaml_path.relative_to(directory))
-
-    return json.dumps({name: [each.kind.name, path(each), sorted(each.tags)] for name, each in index.items()})
+def _read(key: str) -> dict[str, Any] | None:
+    text = cached(key)
+    return None if text is None else {name: _entry(name, *each) for name, each in json.loads(text).items()}
 
 
-def _read(key: str, directory: Path) -> dict[str, Any] | None:
+def _plain(entry: Any) -> tuple[str, str | None, tuple[str, ...]]:
+    return entry.kind.name, None if entry.yaml_path is None else str(entry.yaml_path), tuple(sorted(entry.tags))
+
+
+def _entry(name: str, kind: str, path: str | None, tags: Iterable[str]) -> Any:
     from lm_eval.tasks._index import Entry, Kind
 
-    if (text := cached(key)) is None:
-        return None
-    return {
-        name: Entry(name, Kind[kind], None if path is None else directory / path, tags=set(tags))
-        for name, (kind, path, tags) in json.loads(text).items()
-    }
+    return Entry(name, Kind[kind], None if path is None else Path(path), tags=set(tags))

@@ -37,6 +37,7 @@ from workers.evaluation.confinement import PR_SET_PDEATHSIG, Confinement, Confin
 from workers.evaluation.execution import pass_at_k
 from workers.evaluation.lm_eval_tasks import Prepared, build
 from workers.evaluation.metrics import Documents, LocalMetrics
+from workers.evaluation.task_index import PlainIndex
 from workers.types import TaskSpec
 
 __all__ = ["ConfinedStart", "serve"]
@@ -56,7 +57,7 @@ class ConfinedStart:
     confinement: Confinement
     spec: TaskSpec
     data: Mapping[str, Mapping[str | None, int]]
-    index: Mapping[str, Any] | None
+    index: PlainIndex | None
 
 
 def serve() -> None:

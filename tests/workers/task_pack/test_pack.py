@@ -16,11 +16,13 @@ import yaml
 
 from tests.workers.task_pack.rows import ROWS, in_memory, shipped_index, write_data
 from workers.evaluation import task_index
-from workers.evaluation.built_tasks import Answers, BuiltTask
+from workers.evaluation.built_tasks import Answers, BuiltTask, PromptSettings, documents_of
 from workers.evaluation.data_sets import DATA_VARIABLE
 from workers.evaluation.lm_eval_tasks import build, prepare
 from workers.evaluation.metrics import LocalMetrics
 from workers.evaluation.sample_metrics import METRICS
+from workers.evaluation.tasks import build_task
+from workers.file_access import FileAccess
 from workers.task_pack import pack_dir
 from workers.types import TaskSpec
 
@@ -282,6 +284,18 @@ GOOD, BAD = "def add(a, b):\n    return a + b", "def add(a, b):\n    return a - 
 )
 def test_programs_are_found_in_completions(answer: str, passes: bool) -> None:
     assert value(built("lfs_mbpp"), 3, answer) == float(passes)
+
+
+@pytest.mark.slow
+def test_code_tasks_run_confined(tmp_path: Path) -> None:
+    """The shipped filters and lm-eval's metric run in a confined process, also for studies with limits."""
+    spec = TaskSpec("lfs_mbpp", "pass_at_1", access=FileAccess((str(tmp_path),)))
+    with build_task(spec) as task:
+        assert task.info.confined_by
+        documents = documents_of(task, PromptSettings(None, None, "none", limit=5))
+        assert documents[0][0].instances[0].args[0].startswith(ALPACA)
+        assert task.code is not None
+        assert task.code.values([Answers(0, 3, ((text,),)) for text in (f"```python\n{GOOD}\n```", BAD)]) == [1.0, 0.0]
 
 
 def test_functions_are_found_or_continued() -> None:
