@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -139,7 +140,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Callable[[
 
     def of(family: str) -> Callable[[str], Path]:
         def model(alias: str) -> Path:
-            place, seed = root / family / alias, sum(map(ord, alias))
+            place, seed = root / family / alias, zlib.crc32(alias.encode())
             if not place.exists():
                 make = tiny_qwen2 if family.startswith("Qwen") else tiny_llama
                 make(place, seed, tied=bool(CONFIGS[family]["tie_word_embeddings"]), layers=4)
@@ -148,27 +149,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Callable[[
         return model
 
     return of
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_is_accepted_without_weights(
-    name: str,
-    configured: Callable[[str], Callable[[str], Path]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`run --check --metadata-only` accepts it with the models' configurations alone, at their real sizes."""
-    monkeypatch.setenv(VARIABLE, "gpus=8,memory=900GiB,gpu_memory=80GB")
-    monkeypatch.setattr("service.studies.preflight.examine.start_probe", lambda _: None)  # imports vLLM
-    document = written(name)
-    family = family_of(document)
-    study = parse_study(with_models(document, configured(family)), PAPERS)
-    plan = check(study, tmp_path / "run", metadata_only=True)
-    assert plan.num_parameters == PARAMETERS[family]
-    assert plan.disk_bytes["download"] == 0
-    assert "weights   not read: sizes are those of the models' configurations" in plan.to_text()
-    assert plan.trials["search"] == document["search"]["max_trials"]
 
 
 def scaled_down(document: dict[str, Any]) -> Study:
@@ -182,8 +162,8 @@ def scaled_down(document: dict[str, Any]) -> Study:
         fidelity = {"scheduler": "none", "max_samples": 4}
     search = document["search"] | {"max_trials": 6, "baselines": "sources"}
     if "hm3" in search:
-        search |= {"preferences": {"dirichlet": {"count": 2, "alpha": 1}}, "max_trials": 8}
-        search["hm3"] = search["hm3"] | {"episodes": 2}
+        search |= {"preferences": {"dirichlet": {"count": 2, "alpha": 1}}, "max_trials": 24}
+        search["hm3"] = search["hm3"] | {"episodes": 4}
         document = document | {"search_space": document["search_space"] | {"alignment": "none"}}
     objectives = [{key: value for key, value in each.items() if key != "rungs"} for each in document["objectives"]]
     changes = {
@@ -198,15 +178,32 @@ def scaled_down(document: dict[str, Any]) -> Study:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_runs_at_tiny_scale(
-    name: str, tiny: Callable[[str], Callable[[str], Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_is_accepted_and_runs(
+    name: str,
+    configured: Callable[[str], Callable[[str], Path]],
+    tiny: Callable[[str], Callable[[str], Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With tiny models of the same layout and made-up scores, every proposed trial is scored."""
-    monkeypatch.setattr("service.studies.preflight.examine.start_probe", lambda _: None)
+    """`run --check --metadata-only` accepts it without weights, and it runs with tiny models of the same layout.
+
+    The scores of the run are made up; every proposed trial is scored.
+    """
+    monkeypatch.setattr("service.studies.preflight.examine.start_probe", lambda _: None)  # imports vLLM
     document = written(name)
-    study = scaled_down(with_models(document, tiny(family_of(document))))
+    family = family_of(document)
+    with monkeypatch.context() as machines:
+        machines.setenv(VARIABLE, "gpus=8,memory=900GiB,gpu_memory=80GB")
+        study = parse_study(with_models(document, configured(family)), PAPERS)
+        plan = check(study, tmp_path / "run", metadata_only=True)
+    assert plan.num_parameters == PARAMETERS[family]
+    assert plan.disk_bytes["download"] == 0
+    assert "weights   not read: sizes are those of the models' configurations" in plan.to_text()
+    assert plan.trials["search"] == document["search"]["max_trials"]
+
+    study = scaled_down(with_models(document, tiny(family)))
     (tmp_path / "study.json").write_text(json.dumps(study.canonical()))
-    trials = undisturbed(tmp_path / "study.json", tmp_path / "run")
+    trials = undisturbed(tmp_path / "study.json", tmp_path / "tiny")
     assert len(trials) == study.search.max_trials + len(study.models.experts) + 1
 
 

@@ -179,8 +179,7 @@ def shipped_index() -> dict[str, Any]:
     from workers.task_pack import pack_dir
 
     places = [shipped_dirs()[0] / place for place in (*REFERRED.split(), "translation")]
-    found: dict[str, Any] = TaskIndex.build(places)
-    return found | TaskIndex.build([pack_dir()], resolve_includes=False)
+    return {**TaskIndex.build(places), **TaskIndex.build([pack_dir()], resolve_includes=False)}
 
 
 def in_memory(num_rows: int, others: Mapping[str, int]) -> Callable[..., Any]:
