@@ -5,19 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from service.cli.terminal import console, print_json
-
-if TYPE_CHECKING:
-    from workers.evaluation.shipped_tasks import FetchedData, ShippedTask
+from workers.evaluation.shipped_tasks import FetchedData, ShippedTask, fetch, shipped_tasks
 
 __all__ = ["fetch_task", "list_tasks"]
 
 
 def list_tasks(options: argparse.Namespace) -> int:
-    from workers.evaluation.shipped_tasks import shipped_tasks
-
     tasks = shipped_tasks()
     if options.json:
         print_json([task.to_json() for task in tasks])
@@ -27,8 +22,6 @@ def list_tasks(options: argparse.Namespace) -> int:
 
 
 def fetch_task(options: argparse.Namespace) -> int:
-    from workers.evaluation.shipped_tasks import fetch
-
     fetched = fetch(options.task)
     if options.json:
         print_json([asdict(each) for each in fetched])

@@ -13,6 +13,5 @@
 - `tokenizers`: tokenizers that agree with their tokenizer.json
 - `chat_templates`: chat templates of models, and by name
 - `merged_files`: configuration and tokenizer of a merged model
-- `outlines`: tensors by name and shape from a configuration alone
 - `remote`: models on the Hugging Face hub and in object stores
 """

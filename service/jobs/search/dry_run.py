@@ -21,8 +21,8 @@ from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.result import ExpectedSamples, PreflightResult
 from service.tune.searchers.descents import descents_of
 from service.tune.searchers.loss_comparison import most_compared_samples
+from workers.engines.transformers.outlines import outline
 from workers.errors import InvalidModel
-from workers.models.outlines import outline
 from workers.models.remote import is_metadata_only, named
 
 __all__ = ["CheckedPlan", "check"]

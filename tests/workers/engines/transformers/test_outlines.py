@@ -12,10 +12,10 @@ import torch
 
 from tests.builders import tiny_llama, tiny_qwen2
 from workers.cache import CACHE_VARIABLE
+from workers.engines.transformers.outlines import outline
 from workers.errors import InvalidModel
 from workers.models.checkpoints import open_checkpoint, stored_bytes
 from workers.models.family import resolve_family
-from workers.models.outlines import outline
 from workers.models.remote import absent_bytes, is_metadata_only, lack_of_space
 
 
