@@ -1,7 +1,8 @@
 """The coordinator of one study: hands out evaluations and stores their results.
 
 It keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides which trial is evaluated at
-which rung, `trials` keeps the trials, `samples` checks and stores results, `holdout_stage` is used after the search.
+which rung, `trials` keeps the trials, `samples` checks and stores results. `holdout_stage` and `benchmark_stage` are
+used after the search.
 The coordinator does not use Ray itself: `ray_tune` runs its evaluations.
 """
 
@@ -17,6 +18,7 @@ from service.errors import StudyFailed
 from service.store import JobWriter, Store
 from service.store.steps import GradientStep, UpdateStep
 from service.tune.ask_and_tell import AskAndTell
+from service.tune.benchmark_stage import BenchmarkStage
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.holdout_stage import HoldoutStage
@@ -84,6 +86,7 @@ class Coordinator:
             num_steps=sum(isinstance(step, (GradientStep, UpdateStep)) for step in store.steps(plan.study_id)),
         )
         self._holdout = HoldoutStage(plan, trials=self._trials, samples=self._samples, writer=writer)
+        self._benchmarks = BenchmarkStage(plan, trials=self._trials, samples=self._samples, writer=writer)
         self.look_for_faults()
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -105,11 +108,15 @@ class Coordinator:
 
     @property
     def is_holdout_stage(self) -> bool:
-        return self._holdout.is_started
+        return self._holdout.is_started and not self._benchmarks.is_started
+
+    @property
+    def is_benchmark_stage(self) -> bool:
+        return self._benchmarks.is_started
 
     @property
     def num_samples_scored(self) -> int:
-        """The number of samples scored for this study in all attempts, on search and holdout data."""
+        """The number of samples scored for this study in all attempts, on search data, holdout data and benchmarks."""
         return self._samples.num_scored
 
     @property
@@ -133,7 +140,7 @@ class Coordinator:
     def is_finished(self) -> bool:
         """Whether nothing is left to do in this study."""
         is_busy = bool(self._in_flight) or self._chunks.is_rescoring
-        return not is_busy and self.table.is_finished and self._holdout.is_finished
+        return not is_busy and self.table.is_finished and self._holdout.is_finished and self._benchmarks.is_finished
 
     # -- evaluations to run ----------------------------------------------------------------------------------------
 
@@ -151,6 +158,8 @@ class Coordinator:
             asked = self.ask_ahead()  # first, as it may end the search
             if self.table.is_finished and not self._in_flight:
                 self._holdout.start()
+                if self._holdout.is_finished:
+                    self._benchmarks.start()
             busy = self._recipes_in_flight()
             for number, rung, split in self._ready():
                 if self._trials[number].recipe.digest in busy:
@@ -176,9 +185,12 @@ class Coordinator:
         return len(self._trials) > num_before
 
     def _ask(self, *, timeout_s: float) -> bool:
-        return not self._holdout.is_started and self._ask_and_tell.ask(timeout_s=timeout_s)
+        is_over = self._holdout.is_started or self._benchmarks.is_started
+        return not is_over and self._ask_and_tell.ask(timeout_s=timeout_s)
 
     def _ready(self) -> list[tuple[int, int, Split]]:
+        if self._benchmarks.is_started:
+            return [(number, index, Split.BENCHMARK) for number, index in self._benchmarks.left]
         if self._holdout.is_started:
             return [(number, 0, Split.HOLDOUT) for number in self._holdout.left]
         return [(number, rung, Split.SEARCH) for number, rung in self._ask_and_tell.ready()]
@@ -300,8 +312,9 @@ class Coordinator:
     def _finish(self, evaluation: Evaluation) -> None:
         """Finish an evaluation whose samples are all stored.
 
-        An evaluation on holdout data finishes the trial in the held-out stage. An evaluation on search data finishes
-        the trial's rung in the search. If void samples were scored again (`is_again`), only the evaluation ends.
+        An evaluation on holdout data or on a benchmark finishes the trial in the stage of its split. An evaluation on
+        search data finishes the trial's rung in the search. If void samples were scored again (`is_again`), only the
+        evaluation ends.
         """
         self._release(evaluation)
         if evaluation.is_again:
@@ -309,6 +322,9 @@ class Coordinator:
         if evaluation.split is Split.HOLDOUT:
             self._holdout.finish(evaluation.trial)
             self._observer("holdout")
+        elif evaluation.split is Split.BENCHMARK:
+            self._benchmarks.finish(evaluation.trial, evaluation.rung)
+            self._observer("benchmark")
         else:
             self._ask_and_tell.finish(evaluation.trial, evaluation.rung)
 
@@ -318,5 +334,7 @@ class Coordinator:
             raise StudyFailed(f"trial {evaluation.trial}: void samples cannot be scored again: {reason}")
         if evaluation.split is Split.HOLDOUT:
             self._holdout.fail(evaluation.trial, reason)
+        elif evaluation.split is Split.BENCHMARK:
+            self._benchmarks.fail(evaluation.trial, evaluation.rung, reason)
         else:
             self._ask_and_tell.fail(evaluation.trial, reason)

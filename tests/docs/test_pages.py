@@ -176,12 +176,13 @@ def test_pages_show_both_kinds_of_yaml() -> None:
     assert {name: number for name, number in shown.items() if number} == {
         "README.md": 1,
         "docs/explanation/budgets.md": 1,
+        "docs/how-to/benchmarks.md": 2,
         "docs/how-to/chains.md": 1,
         "docs/how-to/constraints.md": 1,
         "docs/how-to/layer-paths.md": 3,
         "docs/how-to/preferences.md": 1,
         "docs/how-to/warm-start.md": 1,
-        "docs/reference/study-file.md": 2,
+        "docs/reference/study-file.md": 3,
         "docs/tutorial.md": 1,
     }
     blocks = page_of("docs/how-to/merge.md").blocks_in("yaml")
@@ -228,11 +229,14 @@ def test_study_options_are_in_tables() -> None:
     """The tables list every option of the study file and no other."""
     schema = study_json_schema()
     _, text = page_of("docs/reference/study-file.md").prose.split("\n## Sections and options\n")
-    sections, objectives = text.split("\n## Tasks\n")[0].split("\n## Objectives and holdout\n")
+    sections, lists = text.split("\n## Tasks\n")[0].split("\n## Objectives and holdout\n")
+    objectives, benchmarks = lists.split("\n## Benchmarks\n")
     expected = [options_of(name, value, schema["$defs"]) for name, value in schema["properties"].items()]
     assert options_in(sections) == set().union(*expected)
     specs = (schema["$defs"][kind]["properties"] for kind in ("ObjectiveSpec", "CostSpec"))
     assert options_in(objectives) == set().union(*specs)
+    own = schema["$defs"]["BenchmarkSpec"]["properties"].keys() - schema["$defs"]["ObjectiveSpec"]["properties"].keys()
+    assert options_in(benchmarks) == own
 
 
 @pytest.mark.parametrize("searcher", ["gradient", "smac", "hm3"])

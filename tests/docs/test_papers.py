@@ -42,7 +42,7 @@ SIZES = {
     "cais/mmlu": 18,
 }
 
-LLAMA2: Mapping[str, Any] = {
+LLAMA2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 32000,
@@ -108,7 +108,7 @@ def _tasks() -> Iterator[None]:
     evaluate.__dict__["load"] = lambda name: SimpleNamespace(compute=lambda **_: ({"pass@1": 1.0}, None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task_index, "_given", shipped_index())
-        patch.setattr(datasets, "load_dataset", in_memory(NUM_ROWS, SIZES))
+        patch.setattr(datasets, "load_dataset", in_memory(NUM_ROWS, SIZES, distinct=True))
         patch.setattr(tasks_module, "build", built)
         patch.setitem(sys.modules, "evaluate", evaluate)
         patch.setattr("workers.evaluation.lengths.LOOKED_AT", 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.study.file import Study, parse_study
-from service.api import create_app
+from service.api.app import create_app
 from service.api.preflight_process import check_request
 from service.jobs.base import Accepted, JobKind, RequestContext
 from service.results.load import run_record
@@ -75,6 +75,9 @@ class Preflight:
 
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
         return check_request(content, kind.noun, kind.accept, RequestContext(), is_json=is_json)
+
+    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
+        """Accept every benchmark."""
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return "float32"

@@ -46,7 +46,7 @@ class ProgressReporter(Protocol):
 class ProgressSnapshot:
     """Snapshot of a study's progress. All counts include the work of earlier attempts.
 
-    - `stage`: the current stage, "searching" or "held-out".
+    - `stage`: the current stage, "searching", "held-out" or "benchmarks".
     - `trials`: the number of trials in each state; `max_trials`: the planned number of trials, baselines included.
     - `bracket`, `rung`: the current bracket and rung, counted from 0; None while trials of several are scored.
     - `num_brackets`: the number of brackets; None if it is not known.

@@ -24,12 +24,18 @@ __all__ = ["GradientActor", "GradientInputs"]
 
 @dataclass(frozen=True)
 class GradientInputs:
-    """The input of a gradient actor: models, engine options, the objectives' tasks by name, and the search space."""
+    """The input of a gradient actor: models, engine options, the objectives' tasks by name, and the search space.
+
+    `device` is the device on which the actor computes ("cpu" or "cuda"), and `recomputes` says whether it computes
+    activations twice to save their memory.
+    """
 
     family: Family
     options: EngineOptions
     tasks: dict[str, TaskSpec]
     space: DifferentiableSpace
+    device: str = "cpu"
+    recomputes: bool = False
 
 
 class GradientActor:
@@ -102,7 +108,13 @@ class GradientActor:
             inputs = self._inputs
             if inputs.options.threads:
                 torch.set_num_threads(inputs.options.threads)
-            self._opened = CoefficientGradients(on_this_machine(inputs.family), inputs.options, inputs.tasks)
+            self._opened = CoefficientGradients(
+                on_this_machine(inputs.family),
+                inputs.options,
+                inputs.tasks,
+                device=inputs.device,
+                recomputes=inputs.recomputes,
+            )
         if self._completions is not None:
             self._opened.set_completions(self._completions)
             self._completions = None

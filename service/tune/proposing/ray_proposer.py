@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -36,7 +37,7 @@ from service.tune.proposing.searcher_state import SearcherState, SentObservation
 from service.tune.searchers.base import SearchSetting
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask, TrainingFailed
 
-__all__ = ["RayProposer"]
+__all__ = ["RayProposer", "on_free_device"]
 
 logger = logging.getLogger(__name__)
 
@@ -247,8 +248,8 @@ class RayProposer:
     def _compute(self, request: ChargedRequest | UpdateRequest) -> None:
         """Begin to compute a step: updates of policies in the searcher's actor, all other steps in the gradient actor.
 
-        The gradient actor computes losses and gradients. It is started when it is first needed, with a GPU if one is
-        free.
+        The gradient actor computes losses and gradients. It is started when it is first needed, on the device of its
+        inputs; on the CPU if this is a GPU and engines have all of them.
         """
         self._computing = request
         if isinstance(request, UpdateRequest):
@@ -257,10 +258,10 @@ class RayProposer:
         if self._gradient_inputs is None:
             raise AssertionError("the searcher asks for gradients, and the study has none")
         if self._gradients is None:
-            # Where engines have all GPUs, the actor computes on the CPU: it would wait for a GPU forever.
-            num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
+            inputs = on_free_device(self._gradient_inputs, ray.available_resources())
             kind: Any = ray.remote(GradientActor)
-            self._gradients = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(self._gradient_inputs)
+            num_gpus = int(inputs.device == "cuda")
+            self._gradients = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(inputs)
             self._send_completions()
         self._pending = self._gradients.run.remote(request)
 
@@ -309,6 +310,17 @@ class RayProposer:
 
     def _step(self, request: StepRequest, result: StepResult) -> Step:
         return step_of(len(self._steps), self._call["number"], request, result)
+
+
+def on_free_device(inputs: GradientInputs, resources: Mapping[str, float]) -> GradientInputs:
+    """The inputs of a gradient actor with a device that is free; `resources` are Ray's free resources.
+
+    An actor that is planned for a GPU computes on the CPU if no GPU is free, because it would wait for one forever.
+    """
+    if inputs.device != "cuda" or resources.get("GPU", 0) >= 1:
+        return inputs
+    logger.warning("no GPU is free for gradients, so the CPU computes them")
+    return replace(inputs, device="cpu")
 
 
 def _learned(call: Any) -> Any:

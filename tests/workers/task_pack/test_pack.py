@@ -358,8 +358,7 @@ def test_data_of_ones_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     mbpp, piqa = "google-research-datasets/mbpp", "baber/piqa"
     write_data(
-        root,
-        mbpp,
+        root / mbpp,
         {"full": {"train": rows(mbpp, 203), "validation": rows(mbpp), "test": rows(mbpp), "prompt": rows(mbpp)}},
     )
     write_data(root / piqa, {"default": {"train": rows(piqa), "validation": rows(piqa, 1003)}})

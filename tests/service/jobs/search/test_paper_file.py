@@ -34,7 +34,7 @@ def test_lfs_on_openbookqa(
     """LFS of Table 2: models are merged and score the shipped task at three rungs."""
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", in_memory(12, {}))
+    monkeypatch.setattr(datasets, "load_dataset", in_memory(12, {}, distinct=True))
     monkeypatch.setattr(task_index, "_given", shipped_index())
     document = yaml.safe_load((PAPERS / "lfs_reasoning.yaml").read_text())
     document |= {
