@@ -27,6 +27,9 @@ class Worker(EngineWorker):
         self.name, self.engine, self.busy_s = "tests", engine, 0.0
         self.evaluator = TaskEvaluator(engine, engine.prompts)
 
+    def is_starting(self) -> bool:
+        return False
+
 
 def test_lfs_on_openbookqa(
     engine: Engine, untied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
