@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from search_spaces.errors import InvalidPreference, InvalidRecipe
+from search_spaces.errors import InvalidPreference, InvalidRecipe, InvalidStudy, Problem
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
+from service.cli.tasks import fetch_task, list_tasks
 from service.cli.terminal import console, print_benchmarks, print_export, print_json, print_removals, print_results
 from service.disk import alignments_dir, artifacts_dir
 from service.errors import Conflict, DatabaseUnavailable, NotFound
@@ -40,8 +41,10 @@ __all__ = [
     "drain",
     "evaluate",
     "export",
+    "fetch_task",
     "finetune",
     "list_jobs",
+    "list_tasks",
     "log",
     "merge",
     "migrate_database",
@@ -63,8 +66,11 @@ def run(options: argparse.Namespace) -> int:
     from search_spaces.study.file import load_study
 
     study = load_study(options.study)
+    if options.metadata_only and not options.check:
+        raise InvalidStudy((Problem("", "--metadata-only is for --check: a run needs the weights"),))
     if options.check:
-        return _check(study, options.out, exports=options.export == "best", as_json=options.json)
+        exports = options.export == "best"
+        return _check(study, options.out, exports=exports, metadata_only=options.metadata_only, as_json=options.json)
     return _run_in(study, options.out, export_best=options.export == "best", as_json=options.json)
 
 
@@ -108,10 +114,10 @@ def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) ->
     return 0
 
 
-def _check(study: Any, directory: Path, *, exports: bool, as_json: bool) -> int:
+def _check(study: Any, directory: Path, *, exports: bool, metadata_only: bool, as_json: bool) -> int:
     from service.jobs.search.dry_run import check
 
-    plan = check(study, directory, exports=exports)
+    plan = check(study, directory, exports=exports, metadata_only=metadata_only)
     if as_json:
         print_json(plan.to_json())
     else:

@@ -102,7 +102,7 @@ def _is_known(words: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
     if words[0].startswith("--") or words[0].isupper():
         words = ["", *words]
     with pytest.raises(SystemExit) as ended:
-        main([*filter(None, words[: 2 if words[0] == "database" else 1]), "--help"])
+        main([*filter(None, words[: 2 if words[0] in ("database", "tasks") else 1]), "--help"])
     said = capsys.readouterr().out
     return ended.value.code == 0 and all(word in said for word in words[1:] if word.startswith("--"))
 
@@ -279,6 +279,7 @@ def test_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(commands) > 15
     commands.remove("database")
     commands += [f"database {name}" for name in re.findall(r"^    ([a-z]+)\b", said("database"), re.MULTILINE)]
+    commands += [f"tasks {name}" for name in re.findall(r"^    ([a-z]+)\b", said("tasks"), re.MULTILINE)]
     everywhere = {"--help", "--json"}
     listed = {name: set(re.findall(r"--[a-z-]+", said(*name.split()).split("options:")[1])) for name in commands}
     assert shown == {name: options - everywhere for name, options in listed.items()}
