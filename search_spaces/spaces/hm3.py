@@ -34,6 +34,7 @@ from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from search_spaces.section import Section
 from search_spaces.spaces.base import (
     AlignmentKind,
+    Coefficients,
     LayerPair,
     SearchedModels,
     SpaceDescription,
@@ -42,6 +43,7 @@ from search_spaces.spaces.base import (
 )
 from search_spaces.spaces.layer_paths import MERGED, LayerPaths
 from search_spaces.spaces.layers import split_layers, with_own_aliases
+from search_spaces.spaces.path_coefficients import PathCoefficients
 
 __all__ = ["DEPTH_FACTOR", "SPACE", "Hm3Section", "Hm3Space", "MergedOptions"]
 
@@ -162,7 +164,10 @@ SPACE = Hm3Section
 
 
 class Hm3Space:
-    """The search space of HM3: paths through the layers of several models. Immutable. Implements `AlignedSpace`."""
+    """The search space of HM3: paths through the layers of several models.
+
+    It is immutable, and implements `AlignedSpace` and `RefinableSpace`.
+    """
 
     kind = "hm3"
 
@@ -257,6 +262,12 @@ class Hm3Space:
             if self.to_recipe(configuration).digest == recipe.digest:
                 return configuration
         return None
+
+    def coefficients_of(self, recipe: Recipe) -> Coefficients:
+        """The coefficients along the path of `recipe`: of all experts whose layers, or their merges, paths may have."""
+        merged = {source.model for merge in self._merges for source in merge.sources}
+        experts = [expert for expert in self._models.experts if expert in {*self.paths.models, *merged}]
+        return PathCoefficients(self._models, recipe, experts=experts, scale_range=self.paths.scale_range)
 
     # Alignments.
 

@@ -27,6 +27,9 @@ __all__ = ["HINTS", "ValidParts", "contradictions", "without_consequences"]
 # The largest number of names that a message lists.
 MAX_NAMES = 20
 
+# The kind of space whose paths can be refined.
+REFINED = "hm3"
+
 HINTS = MessageHints(
     later_values={
         "engine.backend": ("transformers",),
@@ -82,6 +85,7 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
         yield from parts.search_space.contradictions()
     if parts.search is not None:
         yield from _search_contradictions(parts.search, parts.objective_names)
+        yield from _refinement_contradictions(parts.search, parts.search_space)
         yield from _baseline_contradictions(parts.search, parts.models)
     if parts.fidelity is not None:
         yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
@@ -172,6 +176,18 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
     elif (num_points := max(size, gradient.points)) > search.max_trials:
         message = f"{search.max_trials} is below the {num_points} points of {size} descents that become trials"
         yield Problem("search.max_trials", f"{message}; give at least {num_points}, or fewer preference vectors")
+
+
+def _refinement_contradictions(search: Search, space: SearchSpaceSpec | None) -> Iterator[Problem]:
+    if search.refinement is None or space is None:
+        return
+    place = "search.refinement"
+    if space.kind != REFINED:
+        message = f"a space of kind {space.kind} has no paths whose coefficients are fixed; leave it out"
+        yield Problem(place, f"{message}, or search a space of kind {REFINED}")
+    elif (alignment := getattr(space, "alignment", "none")) != "none":
+        message = f"losses along paths with alignment: {alignment} have no gradients; leave it out"
+        yield Problem(place, f"{message}, or write alignment: none")
 
 
 def _warm_start_contradictions(search: Search) -> Iterator[Problem]:

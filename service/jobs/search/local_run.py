@@ -32,6 +32,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
+from service.tune.refinement_stage import has_begun
 from service.tune.searchers.hm3 import FIRST_GAMMA
 from service.types import JobRecord, JobState
 from workers.errors import EngineUnavailable
@@ -171,6 +172,12 @@ def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, 
             "only limits and a larger search.max_trials may change; give another directory"
         )
     check_unchanged(record, resolved)
+    if study.search.max_trials > before.search.max_trials and has_begun(store.steps(record.id)):
+        raise Conflict(
+            f"{directory}: search.max_trials is {study.search.max_trials}, and the search ended at "
+            f"{before.search.max_trials} trials, because its front is refined (search.refinement); give another "
+            "directory"
+        )
     if before != study:
         writer = store.open_attempt(record.id)
         writer.set_document(study.canonical())

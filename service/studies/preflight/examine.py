@@ -21,7 +21,7 @@ from search_spaces.study.file import Study
 from service.disk import gib, lack_of_space
 from service.engine_machines import VARIABLE, EngineMachines
 from service.resolved_study import ChainedSource
-from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of
+from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of, check_refinement
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.files import check_files
 from service.studies.preflight.models import (
@@ -34,7 +34,7 @@ from service.studies.preflight.models import (
     start_probe,
 )
 from service.studies.preflight.resources import check_devices, check_memory, machines_for, plan_memory
-from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks
+from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks, refinement_of
 from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
@@ -106,7 +106,9 @@ def examine(
             _check_alignments(infos, problems)
         if unread is not None:
             algorithm = algorithm_of(study, unread, tasks, problems)
+        check_refinement(study, tasks, problems)
         computes_gradients = algorithm is not None and algorithm.name == GRADIENT
+        computes_gradients |= study.search.refinement is not None
         plan = partial(
             plan_memory,
             study,
@@ -125,7 +127,7 @@ def examine(
                 f"{gib(memory.needed_bytes)} that the study needs: state these machines in {VARIABLE}"
             )
         if not problems:
-            _check_sample_limit(study, sources, rung_samples, cycle, problems)
+            _check_sample_limit(study, sources, rung_samples, cycle, infos, problems)
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):
             problems.append(Problem("", f"--export: {lack}"))
     objectives = objectives_of(study, infos, size, problems)
@@ -196,12 +198,14 @@ def _check_sample_limit(
     sources: ResolvedFamily,
     rung_samples: Sequence[Mapping[str, int]],
     cycle: Sequence[Bracket],
+    infos: Mapping[str, TaskInfo],
     problems: list[Problem],
 ) -> None:
-    """Check that the limit of samples suffices for the baselines and the first proposals.
+    """Check that the limit of samples suffices for the baselines, the first proposals and the refinement of the front.
 
     The first proposals are one trial or, with Hyperband, the whole first bracket of `cycle`. `rung_samples` has the
-    number of samples at each rung by objective. A limit that is too low is added to `problems`.
+    number of samples at each rung by objective; `infos` has facts about each task. A limit that is too low is added to
+    `problems`.
     """
     if (most := study.limits.max_samples) is None:
         return
@@ -218,9 +222,13 @@ def _check_sample_limit(
     first, *_ = bracket_plan(cycle, study.search.max_trials)
     is_whole = study.fidelity.scheduler == "hyperband" and first.first_rung < len(totals) - 1
     least = len(baselines) * totals[-1] + (first.samples(totals) if is_whole else totals[-1])
+    refinement = refinement_of(study, infos)
+    least += 0 if refinement is None else refinement.most_samples(totals[-1])
     if most < least:
         what = f"the first bracket of {first.num_configurations} trials" if is_whole else "one trial"
-        scored = f"{len(baselines)} baselines and {what}" if baselines else what
+        parts = [f"{len(baselines)} baselines"] * bool(baselines) + [what]
+        parts += [f"the refinement of {refinement.options.paths} paths"] if refinement is not None else []
+        scored = " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else what
         message = f"{most:,} is below the {least:,} samples of {scored}"
         problems.append(Problem("limits.max_samples", f"{message}; give at least {least:,}"))
 

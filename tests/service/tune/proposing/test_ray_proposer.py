@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 
+from search_spaces.parameters import Parameters
 from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
 from search_spaces.spaces.layerwise import LayerwiseSection
@@ -166,6 +167,11 @@ def test_kill_at_any_step_repeats_no_step(
     assert trial_list(store, study) == trial_list(expected_store, expected)
 
 
+def parameters_of(inputs: GradientInputs) -> Parameters:
+    assert inputs.space is not None
+    return inputs.space.parameters
+
+
 @pytest.fixture
 def inputs(untied_family: Family, tmp_path: Path) -> GradientInputs:
     file = tmp_path / "sums.jsonl"
@@ -184,7 +190,7 @@ def steps_and_proposals(
     """Two proposals of a study with the steps `before`; the gradient actor is killed after so many more."""
     proposer = RayProposer(
         algorithm="gradient",
-        parameters=inputs.space.parameters,
+        parameters=parameters_of(inputs),
         seed=3,
         setting=SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, Search(gradient=GRADIENT)),
         steps=before,
@@ -202,7 +208,8 @@ def steps_and_proposals(
                 continue
             steps.append(answer)
             if len(steps) == kill_after:
-                ray.kill(proposer._gradients)
+                assert proposer._gradients is not None
+                ray.kill(proposer._gradients.actor)
             proposer.stored(answer)
         proposals.append(answer)
     return steps, proposals
@@ -249,7 +256,7 @@ def test_actor_reads_requested_completions(inputs: GradientInputs) -> None:
     from service.tune.proposing.gradient_actor import GradientActor
 
     actor = GradientActor(inputs)
-    point = (0.5,) * len(inputs.space.parameters)
+    point = (0.5,) * len(parameters_of(inputs))
     request = LossesRequest(label="", point=point, positions={"math": (0, 3), "text": (1,)})
     expected = actor.run(request).losses
     actor.use_completions({"math": {0: (57,), 3: (60, 61)}})
@@ -277,7 +284,7 @@ def test_coefficients_of_zero_have_derivatives(inputs: GradientInputs, value: fl
     """A range that ends at 0 would keep them there; one expert at 1 and the others at 0 is that expert as it is."""
     from service.tune.proposing.gradient_actor import GradientActor
 
-    point = tuple(value if name.endswith("math") else 0.0 for name in inputs.space.parameters.names)
+    point = tuple(value if name.endswith("math") else 0.0 for name in parameters_of(inputs).names)
     found = gradient(GradientActor(inputs), point, {"math": (0, 3)}, {"math": 1.0})
     assert all(found)
 
@@ -287,7 +294,7 @@ def test_the_gradient_is_that_of_finite_differences(inputs: GradientInputs) -> N
     from service.tune.proposing.gradient_actor import GradientActor
 
     actor = GradientActor(inputs)
-    point = [0.5] * len(inputs.space.parameters)
+    point = [0.5] * len(parameters_of(inputs))
     positions = {"math": (0, 3, 5), "text": (1, 2)}
     weights = {"math": 0.7, "text": 0.3}
     found = gradient(actor, tuple(point), positions, weights)
