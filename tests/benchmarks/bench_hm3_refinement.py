@@ -3,7 +3,8 @@
 A short search of the space `hm3`, with a merged model in the pool, is refined (`search.refinement`). Three fronts are
 compared: that of the search alone, that of the search with the refined paths, and that of a longer search, whose
 additional paths take as many samples as the refinement. One forward pass replaces engines. Hypervolumes are of search
-data and of the judge items, 1,000 other items of each skill. Every seed is an arm that is kept.
+data and of the judge items, 1,000 other items of each skill. The policy's rewards in each iteration of the longer
+search are given with their deviation over seeds, as in figure 6 of the paper. Every seed is an arm that is kept.
 
     make bench ONLY=hm3_refinement
     HM3_REFINEMENT_SEEDS=0-1 make bench ONLY=hm3_refinement
@@ -23,7 +24,7 @@ from search_spaces.objectives import hypervolume, non_dominated
 from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import Coefficients
 from service.store import Store
-from service.store.steps import ChargedRequest, GradientResult, LossesResult
+from service.store.steps import ChargedRequest, GradientResult, LossesResult, UpdateStep
 from service.studies.preflight.examine import examine
 from service.tune.coordinator import Coordinator
 from service.tune.proposing.completions import SourceCompletions
@@ -59,6 +60,8 @@ ROWS = {
     "longer": f"search of {TRIALS + MORE_TRIALS} paths, which takes as many samples",
 }
 SEEDS = range(5)
+# Every second iteration has a column in the table of rewards.
+EVERY = 2
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,11 @@ class InProcessGradients:
         return self._actor.run(self._request)
 
 
-def searched(bench: Bench, *, seed: int, trials: int, is_refined: bool) -> tuple[list[Scored], int]:
-    """The trials of a search, those that refine its front among them, and the samples that it used."""
+def searched(bench: Bench, *, seed: int, trials: int, is_refined: bool) -> tuple[list[Scored], int, list[float]]:
+    """The trials of a search, those that refine its front among them, and the samples that it used.
+
+    The third result is the mean reward of each of its policy's iterations.
+    """
     search = {**SEARCH, "seed": seed, "max_trials": trials, "refinement": REFINEMENT if is_refined else None}
     document = {"search_space": dict(SPACE), "search": search}
     fidelity = {"scheduler": "none", "max_samples": SAMPLES}
@@ -119,8 +125,9 @@ def searched(bench: Bench, *, seed: int, trials: int, is_refined: bool) -> tuple
             if trial.values
         ]
         used = coordinator.num_samples_used
+        updates = [step for step in store.steps(study.id) if isinstance(step, UpdateStep)]
         store.close()
-    return found, used
+    return found, used, [update.result.statistics["outcome"] for update in updates]
 
 
 def front_figures(bench: Bench, trials: Sequence[Scored]) -> dict[str, Any]:
@@ -143,12 +150,13 @@ def volume(values: Sequence[Sequence[float]]) -> float:
 
 def figures(seed: int) -> dict[str, Any]:
     bench = Bench.of(FAMILY)
-    trials, used = searched(bench, seed=seed, trials=TRIALS, is_refined=True)
-    longer, used_longer = searched(bench, seed=seed, trials=TRIALS + MORE_TRIALS, is_refined=False)
+    trials, used, _ = searched(bench, seed=seed, trials=TRIALS, is_refined=True)
+    longer, used_longer, rewards = searched(bench, seed=seed, trials=TRIALS + MORE_TRIALS, is_refined=False)
     return {
         "alone": front_figures(bench, [trial for trial in trials if trial.origin is Origin.SEARCH]),
         "refined": {**front_figures(bench, trials), "samples": used},
         "longer": {**front_figures(bench, longer), "samples": used_longer},
+        "rewards": [round(reward, 4) for reward in rewards],
     }
 
 
@@ -198,8 +206,22 @@ def table(arms: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def rewards_table(arms: Sequence[Mapping[str, Any]]) -> str:
+    """The mean reward of each iteration and its standard deviation over seeds."""
+    curves = np.array([each["rewards"] for each in arms])  # [seeds, iterations]
+    places = range(0, curves.shape[1], EVERY)
+    deviations = curves.std(axis=0, ddof=1) if len(arms) > 1 else np.zeros(curves.shape[1])
+    rows = {
+        "iteration": [str(place + 1) for place in places],
+        "reward": [f"{curves[:, place].mean():.3f} ± {deviations[place]:.3f}" for place in places],
+    }
+    head, *others = (f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())
+    return "\n".join((head, f"|{'---|' * (len(places) + 1)}", *others))
+
+
 def show(result: dict[str, Any]) -> None:
     print(table(result["arms"]))
+    print(rewards_table(result["arms"]))
 
 
-TABLES = {"fronts": lambda: table(on_file())}
+TABLES = {"fronts": lambda: table(on_file()), "rewards": lambda: rewards_table(on_file())}
