@@ -14,7 +14,7 @@ import ray
 
 from search_spaces.parameters import Parameters
 from search_spaces.spaces import SPACES
-from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
+from search_spaces.spaces.base import DifferentiableSpace, RefinableSpace, SearchedModels
 from search_spaces.spaces.layerwise import LayerwiseSection
 from search_spaces.study.search import GradientOptions, PolicyOptions, Search
 from service.errors import StudyFailed
@@ -43,7 +43,9 @@ from service.studies.preflight.models import searched_models
 from service.tune.coordinator import Coordinator
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.gradient_actor import GradientInputs
+from service.tune.proposing.ray_gradients import RayGradients
 from service.tune.proposing.ray_proposer import RayProposer
+from service.tune.searchers.adam import numbers_of
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from service.tune.searchers.gradient import SEARCHER
 from service.tune.searchers.hm3 import SEARCHER as HM3
@@ -249,6 +251,31 @@ def test_ray_gradients_survive_the_actor(ray_cluster: None, inputs: GradientInpu
     gradients = [step.result for step in steps if isinstance(step, GradientStep)]
     assert all(any(result.gradient) and result.bank == inputs.family.fingerprint for result in gradients)
     assert len({result.recipe for result in gradients}) == len(gradients)
+
+
+def test_coefficients_survive_the_actor(ray_cluster: None, inputs: GradientInputs) -> None:
+    """The gradient along a path is the same from an actor that replaces a dead one."""
+    sources = open_sources(inputs.family)
+    space = SPACES["hm3"](kind="hm3").build(searched_models(sources, sources.fingerprints))
+    assert isinstance(space, RefinableSpace)
+    recipe = space.to_recipe(space.parameters.sample(np.random.default_rng(3)))
+    coefficients = space.coefficients_of(recipe)
+    point = tuple(parameter.default_value for parameter in numbers_of(coefficients.parameters))
+    request = GradientRequest(label="", descent=0, point=point, positions={"math": (0, 1)}, weights={"math": 1.0})
+    gradients = RayGradients(replace(inputs, space=None))
+
+    def result() -> tuple[float, ...]:
+        gradients.begin(request, coefficients)
+        while (found := gradients.result(timeout_s=120.0)) is None:
+            pass
+        assert isinstance(found, GradientResult)
+        return found.gradient
+
+    first = result()
+    assert len(first) == len(point)
+    assert any(first)
+    ray.kill(gradients.actor)
+    assert result() == first
 
 
 def test_actor_reads_requested_completions(inputs: GradientInputs) -> None:
