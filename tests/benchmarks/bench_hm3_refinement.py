@@ -13,8 +13,7 @@ search are given with their deviation over seeds, as in figure 6 of the paper. E
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from service.tune.coordinator import Coordinator
 from service.tune.proposing.completions import SourceCompletions
 from service.tune.proposing.gradient_actor import GradientActor
 from service.types import Origin
-from tests.benchmarks.arms import NotKept, kept
+from tests.benchmarks.arms import kept
 from tests.benchmarks.bench_search import seeds_of
 from tests.benchmarks.code_digests import code_digest
 from tests.benchmarks.search_runs import CHUNK_SAMPLES, Bench, InProcess
@@ -59,7 +58,6 @@ ROWS = {
     "refined": "the same, refined",
     "longer": f"search of {TRIALS + MORE_TRIALS} paths, which takes as many samples",
 }
-SEEDS = range(5)
 # Every second iteration has a column in the table of rewards.
 EVERY = 2
 
@@ -176,20 +174,6 @@ def run() -> dict[str, Any]:
     return {"arms": [arm(seed) for seed in seeds_of("HM3_REFINEMENT_SEEDS")]}
 
 
-def on_file() -> list[dict[str, Any]]:
-    """The arms that are on file, of the first seeds."""
-
-    def known() -> Iterator[dict[str, Any]]:
-        with suppress(NotKept):
-            for seed in SEEDS:
-                yield arm(seed)
-
-    found = list(known())
-    if not found:
-        raise NotKept(f"{BENCHMARK}: no arm is on file")
-    return found
-
-
 def table(arms: Sequence[Mapping[str, Any]]) -> str:
     """Means over seeds, and the mean and range of the differences from the search alone on judge items."""
     lines = [
@@ -222,6 +206,3 @@ def rewards_table(arms: Sequence[Mapping[str, Any]]) -> str:
 def show(result: dict[str, Any]) -> None:
     print(table(result["arms"]))
     print(rewards_table(result["arms"]))
-
-
-TABLES = {"fronts": lambda: table(on_file()), "rewards": lambda: rewards_table(on_file())}
