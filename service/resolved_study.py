@@ -51,6 +51,7 @@ class ResolvedStudy:
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.
     - `searcher_version`: version of the searcher (`SearcherDeclaration.version`) when the study was created.
     - `chained`: sources that are merges of other studies, by alias.
+    - `recipes`: digests of the given recipes, by name.
     """
 
     fingerprints: Mapping[str, str]
@@ -69,6 +70,7 @@ class ResolvedStudy:
     chained: Mapping[str, ChainedSource] = field(default_factory=dict, compare=False)
     open_brackets: int = OPEN_BRACKETS
     batch: int = 1
+    recipes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Convert this record to the JSON document that is stored. Its key for `max_staleness` is `lag`."""
@@ -90,6 +92,7 @@ class ResolvedStudy:
             "algorithm": self.algorithm,
             "algorithm_reason": self.algorithm_reason,
             "searcher_version": self.searcher_version,
+            **({"recipes": dict(self.recipes)} if self.recipes else {}),
             **({} if self.access is None else {"access": asdict(self.access)}),
             **({"chained": {alias: asdict(own) for alias, own in self.chained.items()}} if self.chained else {}),
         }
@@ -134,5 +137,6 @@ class ResolvedStudy:
             searcher_version=document.get("searcher_version", 1),
             open_brackets=document.get("open_brackets", OPEN_BRACKETS),
             batch=document.get("batch", 1),
+            recipes=document.get("recipes", {}),
             chained={alias: ChainedSource(**own) for alias, own in document.get("chained", {}).items()},
         )

@@ -55,13 +55,14 @@ class Placement(StrEnum):
 
 
 class Split(StrEnum):
-    """Part of an objective's data: the search data, or the holdout data for the final comparison.
+    """Kind of data that samples are of: the search data, the holdout data for the final comparison, or benchmarks.
 
-    On holdout data only finalists and baselines are scored.
+    On holdout data and benchmarks only finalists and baselines are scored. The database stores at most 8 characters.
     """
 
     SEARCH = "search"
     HOLDOUT = "holdout"
+    BENCHMARK = "bench"
 
 
 def digest_of(document: Any) -> str:
@@ -170,6 +171,7 @@ class TaskInfo:
     - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
     - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
     - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
+    - `categories`: the subtasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
     - `confined_by`: what confines the process that runs the task's own code; "" if it has none
     """
 
@@ -179,6 +181,7 @@ class TaskInfo:
     num_truncated: int = 0
     groups: Mapping[str, int] = field(default_factory=dict)
     confined_by: str = ""
+    categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -246,8 +249,9 @@ class Evidence:
     - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
     - `weights_checksum`: the checksum of the engine's parameters after the swap
     - `replica`, `swap_count`: the name of the engine's replica, and the number of the swap
-    - `engine`: description of the engine: program, dtype, size and placement of the source weights, and what confines
-      the code of tasks if some have code of their own
+    - `engine`: description of the engine: program, dtype, size and placement of the source weights, the part of the
+      merge that was not computed on the engine's device, and what confines the code of tasks if some have code of their
+      own
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
       the samples count as checked once the engine has passed another canary
     """

@@ -5,6 +5,7 @@
 - `search`: the sections `search_space` and `search`
 - `fidelity`: the section `fidelity`
 - `objectives`: the sections `objectives` and `holdout`
+- `benchmarks`: the sections `benchmarks` and `contamination`
 - `engine`: the section `engine`; the options of one engine
 - `checks`: contradictions between fields
 - `validation`: pydantic's errors as messages for users

@@ -16,9 +16,10 @@ from search_spaces.preferences import preference_vector
 from search_spaces.searchers import SEARCHERS
 from search_spaces.section import LINE, NAME
 from search_spaces.spaces import SPACES
+from search_spaces.study.benchmarks import BenchmarkSpec, Contamination
 from search_spaces.study.fidelity import Fidelity
 from search_spaces.study.models import AnotherStudy, Models
-from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec
+from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import MAX_PREFERENCES, Search, SearchSpaceSpec
 from search_spaces.study.validation import MessageHints
 
@@ -37,6 +38,7 @@ HINTS = MessageHints(
     later_keys={
         "constraints": "constraints are options of the search; write them as search.constraints",
         "holdout.*.cost": "a cost follows from the recipe and needs no held-out data; leave the entry out",
+        "benchmarks.*.cost": "a cost follows from the recipe and is no benchmark; leave the entry out",
     },
     patterns={
         NAME: "1 to 63 letters, digits, dots, dashes or underscores, the first a letter or digit",
@@ -60,6 +62,8 @@ class ValidParts:
     objectives: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
     costs: Mapping[int, CostSpec] = field(default_factory=dict)
     holdout: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
+    benchmarks: Mapping[int, BenchmarkSpec] = field(default_factory=dict)
+    contamination: Contamination | None = None
     objective_names: tuple[str, ...] = ()
     """Names of all objectives, including invalid ones."""
 
@@ -89,8 +93,14 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
         yield from _baseline_contradictions(parts.search, parts.models)
     if parts.fidelity is not None:
         yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
-    for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
-        yield from _objective_contradictions(section, specs)
+    sections: Mapping[str, Mapping[int, ScoredTask]] = {
+        "objectives": parts.objectives,
+        "holdout": parts.holdout,
+        "benchmarks": parts.benchmarks,
+    }
+    for section, specs in sections.items():
+        yield from _task_contradictions(section, specs)
+    yield from _contamination_contradictions(parts)
     yield from _cost_contradictions(parts)
     costs = frozenset(spec.name for spec in parts.costs.values())
     yield from _holdout_contradictions(parts.objectives, parts.holdout, parts.objective_names, costs)
@@ -131,6 +141,7 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
         message = "false: there is no trained policy that could propose paths; name its study as search.hm3.start"
         yield Problem("search.hm3.learns", message)
     yield from _warm_start_contradictions(search)
+    yield from _recipe_contradictions(search)
     if gradient.warm_steps is not None and gradient.warm_steps > gradient.steps:
         message = f"{gradient.warm_steps} is above steps={gradient.steps}; give at most {gradient.steps}"
         yield Problem("search.gradient.warm_steps", message)
@@ -188,6 +199,19 @@ def _refinement_contradictions(search: Search, space: SearchSpaceSpec | None) ->
     elif (alignment := getattr(space, "alignment", "none")) != "none":
         message = f"losses along paths with alignment: {alignment} have no gradients; leave it out"
         yield Problem(place, f"{message}, or write alignment: none")
+
+
+def _recipe_contradictions(search: Search) -> Iterator[Problem]:
+    for index, given in enumerate(search.recipes):
+        place = f"search.recipes.{index}"
+        if (given.file is None) == (given.recipe is None):
+            lack = "neither file nor recipe" if given.file is None else "file and recipe"
+            yield Problem(place, f"has {lack}; give one of the two")
+        elif given.file is None and given.name is None:
+            yield Problem(f"{place}.name", "is missing; give a name for the tables")
+    for name in ("warm_start", "preferences", "refinement") if search.recipes else ():
+        if getattr(search, name) is not None:
+            yield Problem(f"search.{name}", "has no effect with search.recipes, which searches nothing; leave it out")
 
 
 def _warm_start_contradictions(search: Search) -> Iterator[Problem]:
@@ -290,7 +314,17 @@ def _increase(counts: Sequence[int]) -> str:
     return f"{list(counts)} does not increase; give each rung more samples than the one before"
 
 
-def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
+def _contamination_contradictions(parts: ValidParts) -> Iterator[Problem]:
+    if parts.contamination is None:
+        return
+    known = [spec.name for specs in (parts.holdout, parts.benchmarks) for spec in specs.values()]
+    for index, name in enumerate(parts.contamination.allowed):
+        if name not in known:
+            names = f"; give {', '.join(dict.fromkeys(known[:MAX_NAMES]))}" if known else ", and the study has none"
+            yield Problem(f"contamination.allowed.{index}", f"{name} is no holdout entry or benchmark{names}")
+
+
+def _task_contradictions(section: str, specs: Mapping[int, ScoredTask]) -> Iterator[Problem]:
     names: dict[str, int] = {}
     for index, spec in specs.items():
         place = f"{section}.{index}"
@@ -301,10 +335,11 @@ def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) 
             yield Problem(f"{place}.range", f"{list(spec.range)} is empty; give [lowest, highest]")
         if spec.direction == "minimize" and spec.range is None:
             yield Problem(f"{place}.range", f"is missing; {spec.metric} is minimised, so give its [lowest, highest]")
-        if spec.rungs is not None and section == "holdout":
+        rungs = spec.rungs if isinstance(spec, ObjectiveSpec) else None
+        if rungs is not None and section == "holdout":
             yield Problem(f"{place}.rungs", "held-out data are scored whole, not rung by rung; leave it out")
-        elif spec.rungs is not None and not _is_increasing(spec.rungs):
-            yield Problem(f"{place}.rungs", _increase(spec.rungs))
+        elif rungs is not None and not _is_increasing(rungs):
+            yield Problem(f"{place}.rungs", _increase(rungs))
         if isinstance(spec.task, InlineTask):
             for key in ("filter", "split", "num_fewshot"):
                 if getattr(spec, key) is not None:
@@ -315,12 +350,13 @@ def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) 
 
 def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:
     names = [spec.name for spec in parts.objectives.values()]
+    is_given = parts.search is not None and bool(parts.search.recipes)  # given recipes may differ in nothing else
     costs: dict[str, int] = {}
     for index, spec in parts.costs.items():
         if spec.name in names:
             yield Problem(f"objectives.{index}.name", f"{spec.name} is the name of two objectives; give another name")
         names.append(spec.name)
-        if parts.search_space is not None and not parts.search_space.changes_layers:
+        if parts.search_space is not None and not parts.search_space.changes_layers and not is_given:
             able = ", ".join(kind for kind, section in SPACES.items() if section(kind=kind).changes_layers)
             message = (
                 f"{spec.cost}: all merges of the space {parts.search_space.kind} have the same number; leave the "
@@ -330,7 +366,7 @@ def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:
         if costs.setdefault(spec.cost, index) != index:
             message = f"{spec.cost} is also the cost of objectives.{costs[spec.cost]}; leave out one of the two"
             yield Problem(f"objectives.{index}.cost", message)
-    if parts.costs and len(parts.costs) == len(parts.objective_names):
+    if parts.costs and len(parts.costs) == len(parts.objective_names) and not is_given:
         yield Problem("objectives", "has costs only, which are least for the smallest merge; add one with a task")
 
 

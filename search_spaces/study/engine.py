@@ -40,6 +40,8 @@ class Engine(Section):
         one_of(_tag_of_template, "true, false or the name of a template"),
     ] = False
     system_prompt: str | None = None
+    model_runner: Literal["v1", "v2"] = "v1"
+    """The generation of vLLM's model runner. vLLM itself would choose by device and model."""
     rank_cache: bool = False
     """Whether the ranks of magnitudes in each expert's rows, which DELLA uses, are kept in memory: two bytes for each
     parameter, and no sorting for every candidate.

@@ -18,11 +18,12 @@ from pydantic_core import ErrorDetails
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.section import Name, Section
+from search_spaces.study.benchmarks import AddedBenchmarks, BenchmarkSpec, Contamination
 from search_spaces.study.checks import HINTS, ValidParts, contradictions, without_consequences
 from search_spaces.study.engine import Engine
 from search_spaces.study.fidelity import Fidelity
 from search_spaces.study.models import Chained, Models
-from search_spaces.study.objectives import AnyObjective, CostSpec, InlineTask, ObjectiveSpec
+from search_spaces.study.objectives import AnyObjective, CostSpec, InlineTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import DEFAULT_SPACE, Search, SearchSpaceSpec
 from search_spaces.study.validation import at_most, in_file_order, problems_of
 from search_spaces.study.yaml import read_document
@@ -30,16 +31,20 @@ from search_spaces.study.yaml import read_document
 __all__ = [
     "Limits",
     "Study",
+    "load_benchmarks",
     "load_study",
+    "parse_benchmarks",
     "parse_study",
     "resolved_file",
     "resolved_model",
     "resolved_objective",
     "same_but_limits",
     "study_json_schema",
+    "with_benchmarks",
 ]
 
 AnySection = TypeVar("AnySection", bound=Section)
+AnyTask = TypeVar("AnyTask", bound=ScoredTask)
 
 
 class Limits(Section):
@@ -72,6 +77,11 @@ class Study(Section):
     holdout: tuple[ObjectiveSpec, ...] = ()
     """Other data for the same objectives, by name. Finalists are scored on it at the end; it is not used for selection.
     """
+    benchmarks: tuple[BenchmarkSpec, ...] = ()
+    """Tasks that are scored once, after the search, on finalists and baselines. They are not used for selection, and
+    need no objective of their name. More may be added to a study that has ended.
+    """
+    contamination: Contamination = Contamination()
     engine: Engine = Engine()
     limits: Limits = Limits()
 
@@ -83,10 +93,11 @@ class Study(Section):
         """
         return {index: spec for index, spec in enumerate(self.objectives) if isinstance(spec, ObjectiveSpec)}
 
-    def with_tasks(self) -> Iterator[tuple[str, ObjectiveSpec]]:
-        """All objectives and holdout entries that have a task, each with its path in the file ("objectives.0")."""
+    def with_tasks(self) -> Iterator[tuple[str, ScoredTask]]:
+        """All objectives, holdout entries and benchmarks that have a task, each with its path ("objectives.0")."""
         yield from ((f"objectives.{index}", spec) for index, spec in self.scored_objectives.items())
         yield from ((f"holdout.{index}", spec) for index, spec in enumerate(self.holdout))
+        yield from ((f"benchmarks.{index}", spec) for index, spec in enumerate(self.benchmarks))
 
     def canonical(self) -> dict[str, Any]:
         """The study as plain data in which all defaults are written out.
@@ -146,18 +157,77 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
     return study if directory is None else _resolved(study, directory)
 
 
+def load_benchmarks(file: Path) -> AddedBenchmarks:
+    """Read benchmarks that are to be added to a study from a YAML or JSON file.
+
+    The file has the key `benchmarks` and may have `contamination`, as a study file. Relative paths in the file are
+    relative to its directory. Raises InvalidStudy with every problem found.
+    """
+    return parse_benchmarks(read_document(file), file.absolute().parent)
+
+
+def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None) -> AddedBenchmarks:
+    """Make benchmarks that are to be added to a study from a mapping of plain data, as `parse_study` makes a study."""
+    try:
+        found = AddedBenchmarks.model_validate_json(json.dumps(document), strict=True)
+    except ValidationError as error:
+        problems = problems_of(error.errors(include_url=False), AddedBenchmarks.model_json_schema(), HINTS)
+        raise InvalidStudy(in_file_order(problems, document)) from error
+    parts = ValidParts(benchmarks=dict(enumerate(found.benchmarks)), contamination=found.contamination)
+    if contradictory := tuple(at_most(contradictions(parts))):
+        raise InvalidStudy(in_file_order(contradictory, document))
+    if directory is None:
+        return found
+    specs = tuple(resolved_objective(spec, directory) for spec in found.benchmarks)
+    return found.model_copy(update={"benchmarks": specs})
+
+
+def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
+    """The study with more benchmarks.
+
+    A benchmark of a name that the study has already must have the same task and metric; the trials on which it is
+    scored are added to those of the study's. Names in `contamination.allowed` are added too, and a stated
+    `contamination.max_share` replaces the study's. Raises InvalidStudy if a task or metric differs.
+    """
+    known = {spec.name: spec for spec in study.benchmarks}
+    problems = []
+    for index, spec in enumerate(added.benchmarks):
+        before = known.setdefault(spec.name, spec)
+        if not spec.is_same_task(before):
+            message = f"{spec.name} is a benchmark of this study with another task or metric; give another name"
+            problems.append(Problem(f"benchmarks.{index}.name", message))
+        trials = tuple(dict.fromkeys((*before.trials, *spec.trials)))
+        known[spec.name] = before.model_copy(update={"trials": trials, "group": before.group or spec.group})
+    if problems:
+        raise InvalidStudy(tuple(problems))
+    own, given = study.contamination, added.contamination
+    contamination = own.model_copy(
+        update={
+            "allowed": tuple(dict.fromkeys((*own.allowed, *given.allowed))),
+            "max_share": given.max_share if "max_share" in given.model_fields_set else own.max_share,
+        }
+    )
+    return study.model_copy(update={"benchmarks": tuple(known.values()), "contamination": contamination})
+
+
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
     """The dotted fields that differ between `given` and `stored`, but must be equal if a study is resumed.
 
-    If there are none, a driver of the study `given` may resume `stored`. `limits` may differ, and `search.max_trials`
-    may be larger. In a space that changes the number of layers, `limits.max_layers` is part of the space and may not
-    differ.
+    If there are none, a driver of the study `given` may resume `stored`. `limits` and `contamination` may differ,
+    `search.max_trials` may be larger, and there may be more benchmarks. A benchmark keeps its task and metric; it is
+    named by its name, such as "benchmarks.mmlu". In a space that changes the number of layers, `limits.max_layers` is
+    part of the space and may not differ.
     """
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()
     changed = {name for name in before.keys() | after.keys() if before.get(name, absent) != after.get(name, absent)}
     of_space = {"limits.max_layers"} if given.search_space.changes_layers else set()
-    changed = {name for name in changed if not name.startswith("limits.") or name in of_space}
+    may_differ = ("limits.", "contamination.", "benchmarks")
+    changed = {name for name in changed if not name.startswith(may_differ) or name in of_space}
+    known = {spec.name: spec for spec in given.benchmarks}
+    for spec in stored.benchmarks:
+        if spec.name not in known or not spec.is_same_task(known[spec.name]):
+            changed.add(f"benchmarks.{spec.name}")
     if given.search.max_trials > stored.search.max_trials:
         changed.discard("search.max_trials")
     return tuple(sorted(changed))
@@ -187,6 +257,8 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
         objectives=specs("objectives", ObjectiveSpec),
         costs=specs("objectives", CostSpec),
         holdout=specs("holdout", ObjectiveSpec),
+        benchmarks=specs("benchmarks", BenchmarkSpec),
+        contamination=valid(Contamination, document.get("contamination", {})),
         objective_names=tuple(str(e["name"]) for e in entries("objectives") if isinstance(e, Mapping) and "name" in e),
     )
 
@@ -202,6 +274,12 @@ def _resolved(study: Study, directory: Path) -> Study:
     if search.warm_start is not None and search.warm_start.dir is not None:
         warm_start = search.warm_start.model_copy(update={"dir": _absolute(search.warm_start.dir, directory)})
         search = search.model_copy(update={"warm_start": warm_start})
+    if search.recipes:
+        given = tuple(
+            each if each.file is None else each.model_copy(update={"file": resolved_file(each.file, directory)})
+            for each in search.recipes
+        )
+        search = search.model_copy(update={"recipes": given})
     experts = {
         alias: resolved_model(value, directory) if isinstance(value, str) else _run(value, directory)
         for alias, value in models.experts.items()
@@ -219,6 +297,7 @@ def _resolved(study: Study, directory: Path) -> Study:
                 for spec in study.objectives
             ),
             "holdout": tuple(resolved_objective(spec, directory) for spec in study.holdout),
+            "benchmarks": tuple(resolved_objective(spec, directory) for spec in study.benchmarks),
         }
     )
 
@@ -247,8 +326,8 @@ def _run(value: Chained, directory: Path) -> Chained:
     return Chained(from_study=source.model_copy(update={"dir": _absolute(source.dir, directory)}))
 
 
-def resolved_objective(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
-    """A copy of the objective in which the paths of its task's files are absolute; URLs are unchanged.
+def resolved_objective(spec: AnyTask, directory: Path) -> AnyTask:
+    """A copy of the objective, holdout entry or benchmark, with absolute paths of its task's files; URLs are unchanged.
 
     Relative paths are relative to `directory`.
     """

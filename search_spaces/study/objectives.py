@@ -1,4 +1,4 @@
-"""Sections `objectives` and `holdout` of a study file: metrics on tasks, and costs of a merge."""
+"""Entries of a study file that are scored: objectives and holdout data, which are metrics on tasks, and costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from search_spaces.objectives import Cost
 from search_spaces.section import Line, Name, Section, one_of
 
-__all__ = ["AnyObjective", "CostSpec", "InlineTask", "ObjectiveSpec", "Rungs"]
+__all__ = ["AnyObjective", "CostSpec", "InlineTask", "ObjectiveSpec", "Rungs", "ScoredTask"]
 
 Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
@@ -42,7 +42,9 @@ def _tag_of_task(value: object) -> str | None:
     return "<name>" if isinstance(value, str) else "<inline>" if isinstance(value, Mapping | InlineTask) else None
 
 
-class ObjectiveSpec(Section):
+class ScoredTask(Section):
+    """A metric on the samples of a task, by name."""
+
     name: Name
     task: Annotated[
         Annotated[Line, Tag("<name>")] | Annotated[InlineTask, Tag("<inline>")],
@@ -60,6 +62,9 @@ class ObjectiveSpec(Section):
     """The direction of optimisation. Default: as the task's metric says."""
     range: tuple[float, float] | None = None
     """The metric's lowest and highest value, if these are not 0 and 1."""
+
+
+class ObjectiveSpec(ScoredTask):
     rungs: Rungs | None = None
     """Samples of this objective at each rung, if those of fidelity do not fit; the number of rungs is the same."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, Union
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import numpy as np
 from pydantic import Discriminator, Field, Tag
@@ -20,6 +21,7 @@ from search_spaces.study.validation import UNKNOWN_KIND
 __all__ = [
     "DEFAULT_SPACE",
     "MAX_PREFERENCES",
+    "GivenRecipe",
     "GradientOptions",
     "PolicyOptions",
     "Preferences",
@@ -233,6 +235,25 @@ class WarmStart(AnotherStudy):
     """The results that are used: of trials at all rungs that they reached, or at the full budget only."""
 
 
+class GivenRecipe(Section):
+    """A merge that is scored without a search: a recipe document or a mergekit configuration."""
+
+    name: Line | None = None
+    """Its name in tables. Default: that of its file, or of the file's folder for a `recipe.json`."""
+    file: Line | None = None
+    """A recipe.json of an export, or a mergekit configuration."""
+    recipe: dict[str, Any] | None = None
+    """The content of such a file."""
+
+    @property
+    def label(self) -> str:
+        """Its name in tables: `name`, or one that follows from `file`."""
+        if self.name is not None or self.file is None:
+            return self.name or "recipe"
+        path = PurePath(self.file)
+        return path.parent.name if path.name == "recipe.json" and path.parent.name else path.stem
+
+
 class Search(Section):
     algorithm: Algorithm = "auto"
     gradient: GradientOptions = GradientOptions()
@@ -250,6 +271,10 @@ class Search(Section):
     """The merges that are scored at full budget before the search: none, sources (base and experts), published
     (recipes), all (both), m3 (the grids that M3 was compared with), or a list of these groups and of single ones:
     [base, "expert:math", "task arithmetic 0.3"].
+    """
+    recipes: tuple[GivenRecipe, ...] = ()
+    """Recipes that are scored in place of a search, for tables of given merges: `{file: recipe.json}`,
+    `{file: mergekit.yml, name: ties}` or `{name: ties, recipe: {...}}`. Nothing is proposed.
     """
     constraints: tuple[Line, ...] = ()
     """Bounds that a merge must meet: "text >= base - 0.01", "math >= 0.5"."""
@@ -273,6 +298,11 @@ class Search(Section):
     """Whether, and how, the coefficients along the paths of the front are learned by gradients after the search, in the
     space hm3. Each refined path is a trial in addition to `max_trials`. Default: they are not learned.
     """
+
+    @property
+    def num_proposals(self) -> int:
+        """The number of configurations that the searcher may propose; none where recipes are given."""
+        return 0 if self.recipes else self.max_trials
 
     def num_scored(self, num_samples: int) -> int:
         """The number of samples, out of an objective's `num_samples`, on which trials are scored.

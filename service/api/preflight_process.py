@@ -28,7 +28,9 @@ from service.cluster.node_calls import Node, NodeCalls
 from service.engine_machines import EngineMachines
 from service.jobs.base import Accept, Accepted, JobKind, RequestContext
 from service.jobs.registry import kind_of
+from service.studies.benchmarks import check_added
 from service.studies.preflight.dtype import engine_dtype
+from service.types import JobRecord
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 from workers.engines.host_memory import total_host_bytes
 from workers.file_access import FileAccess
@@ -83,6 +85,12 @@ class Preflight(Protocol):
 
         `client` names the sender. Many requests of one client do not delay those of other clients. Raises InvalidStudy
         with every problem, and Unavailable if no check is possible at the moment.
+        """
+
+    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
+        """Check benchmarks that are added to a `stored` study; `document` is its study file with them.
+
+        Raises the errors of `accept`.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
@@ -143,6 +151,18 @@ class PreflightProcess:
             on_node = partial(cluster.call, node=node)
             call = self._limited(on_node, check_on_node, content, kind.name, context, is_json=is_json)
             return await self._waited(call)
+
+    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
+        async with self._queue.turn(client):
+            node, cluster, access = None, self._cluster, self._context.access
+            if cluster is not None:
+                node, _ = await self._waited(_place(cluster))
+            if cluster is None or node is None:
+                async with self._validator() as validator:
+                    await self._limited(validator.call, check_added, document, stored, access)
+            else:
+                on_node = partial(cluster.call, node=node)
+                await self._waited(self._limited(on_node, check_added, document, stored, access))
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         async with self._queue.turn(client), self._validator() as validator:

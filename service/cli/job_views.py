@@ -218,6 +218,12 @@ def event_text(event: Event, noun: str) -> str | None:
             return f"held-out data: {len(payload['trials'])} trials"
         case "holdout_failed":
             return f"trial {payload['trial']} failed on held-out data" + _because(payload["reason"])
+        case "benchmarks_started":
+            return f"benchmarks: {len(payload['left'])} to score"
+        case "benchmark_failed":
+            return f"trial {payload['trial']} failed on {payload['benchmark']}" + _because(payload["reason"])
+        case "benchmarks_added":
+            return f"benchmarks were added: {', '.join(payload['benchmarks'])}"
         case "out_of_range":
             return f"trial {payload['trial']}: {payload['message']}"
         case _:

@@ -316,6 +316,31 @@ def _parser() -> argparse.ArgumentParser:
         help="samples of each evaluation task that coefficients are chosen by; as many are reported (default 100)",
     )
 
+    command = server_verb(
+        "evaluate",
+        verbs.evaluate,
+        "Score benchmarks on a model, or on trials of a study that has ended; stored samples are not scored again.",
+    )
+    command.add_argument("run", metavar="DIR|STUDY|MODEL", help=f"{RUN_OR_STUDY}; with --out a model")
+    command.add_argument(
+        "trial",
+        type=_trial,
+        nargs="?",
+        metavar="TRIAL",
+        help='trial number or "best"; default: the trials that the benchmarks name',
+    )
+    command.add_argument(
+        "--benchmarks",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file with the key benchmarks, as in a study file (YAML or JSON)",
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="score a model, a directory or hub id; results and state are kept here"
+    )
+    command.add_argument("--watch", action="store_true", help="on a server: then watch the study until it ends")
+
     command = server_verb("trials", verbs.trials, "List a run's trials.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
 
@@ -392,6 +417,15 @@ def _preference(text: str) -> dict[str, float]:
         return parse_preference(text)
     except SearchSpaceError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _trial(text: str) -> int | str:
+    """Parse the number of a trial, or "best". Raises ArgumentTypeError for an invalid text."""
+    if text == "best":
+        return text
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a trial; give its number or "best"')
+    return int(text)
 
 
 def _count(text: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from search_spaces.study.yaml import read_document
 from service.cli.job_views import JobView, short_id, view_of
@@ -23,6 +23,7 @@ from service.jobs.search.kind import SEARCH
 from service.types import JobState
 
 if TYPE_CHECKING:
+    from search_spaces.study.benchmarks import AddedBenchmarks
     from service.schemas.api import JobDocument
 
 __all__ = ["DEFAULT_SERVER", "SERVER_VARIABLE", "ServerVerbs", "server_verbs"]
@@ -111,6 +112,19 @@ class ServerVerbs:
 
         document = self._client.pareto(self._study(reference)["id"], prefer=prefer)
         print_json(document) if self._as_json else console().print(pareto_table(document))
+        return 0
+
+    def evaluate(self, reference: str, added: AddedBenchmarks, *, watch: bool) -> int:
+        study = self._study(reference)
+        changed = self._client.add_benchmarks(study["id"], added.model_dump(mode="json", exclude_unset=True))
+        job = cast("JobDocument", {"kind": SEARCH.name, **changed})
+        if watch:
+            return self._watch(job)
+        if self._as_json:
+            print_json(changed)
+        else:
+            self._print_state(job)
+            print(f"follow it with `mergesearch watch {short_id(job)}`")
         return 0
 
     def export(

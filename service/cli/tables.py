@@ -14,6 +14,7 @@ from search_spaces.objectives import COSTS
 from service.cli.progress import STATE_STYLES
 from service.client.requests import path_of_link
 from service.results.format import (
+    comparison_text,
     duration,
     preferred_text,
     sample_count,
@@ -23,6 +24,7 @@ from service.results.format import (
 )
 from service.schemas.api import JobDocument, StudyDocument
 from service.schemas.files import (
+    BenchmarksDocument,
     EstimateDocument,
     FindingDocument,
     ObjectiveDocument,
@@ -35,6 +37,7 @@ from service.schemas.files import (
 from service.types import JobState, Origin, TrialState
 
 __all__ = [
+    "benchmarks_table",
     "finding_line",
     "holdout_table",
     "id_digits",
@@ -132,6 +135,30 @@ def holdout_table(document: SummaryDocument) -> Table:
             caption += f"\ntrial {row['trial']} {text}"
     # As Text: a reason may contain characters that rich would parse as markup.
     table.caption = Text(caption, style="table.caption")
+    return table
+
+
+def benchmarks_table(document: BenchmarksDocument) -> Table:
+    """Table of results on benchmarks, with averages of groups and 95 % intervals; comparisons are in its caption."""
+    table = titled("Benchmarks")
+    table.add_column("trial", justify="right")
+    table.add_column("label", overflow="fold")
+    averages = [group for group, names in document["groups"].items() if len(names) > 1]
+    names = [column["name"] for column in document["benchmarks"]]
+    for name in (*(f"average of {group}" for group in averages), *names):
+        table.add_column(name, justify="right")
+    for row in document["rows"]:
+        estimates = [*(row["averages"].get(group) for group in averages), *(row["values"].get(name) for name in names)]
+        table.add_row(
+            str(row["trial"]),
+            _label(row["label"], row["origin"]),
+            *map(_interval_text, estimates),
+            style="bold" if row["trial"] == document["reference"] else None,
+        )
+    lines = ["95 % intervals; those of all comparisons with one kind of baseline hold together"]
+    lines += map(comparison_text, document["tests"])
+    lines += [f"trial {f['trial']} failed on {f['benchmark']}: {f['reason']}" for f in document["failures"]]
+    table.caption = Text("\n".join(lines), style="table.caption")
     return table
 
 

@@ -67,12 +67,21 @@ def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
 
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
     """Print the results of a finished study as tables, followed by `places`: labels and paths of its files."""
-    from service.cli.tables import finding_line, holdout_table, pareto_table, search_line, verification_line
+    from service.cli.tables import (
+        benchmarks_table,
+        finding_line,
+        holdout_table,
+        pareto_table,
+        search_line,
+        verification_line,
+    )
 
     out = console()
     out.print(pareto_table(pareto))
     if summary["holdout"]:
         out.print(holdout_table(summary))
+    if summary.get("benchmarks", {}).get("rows"):  # servers of earlier versions send none
+        out.print(benchmarks_table(summary["benchmarks"]))
     if "finding" in summary:  # servers of earlier versions send neither a finding nor a search
         out.print(finding_line(summary["finding"]), soft_wrap=True)
     if "search" in summary:

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from service.server import serve as run_server
 from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
 
 if TYPE_CHECKING:
+    from search_spaces.study.benchmarks import AddedBenchmarks
     from service.cli.remote import ServerVerbs
     from service.results.record import RunRecord
     from service.schemas.files import PreferredDocument
@@ -37,6 +38,7 @@ __all__ = [
     "delete",
     "demo",
     "drain",
+    "evaluate",
     "export",
     "finetune",
     "list_jobs",
@@ -379,6 +381,55 @@ def pareto(options: argparse.Namespace) -> int:
     if options.prefer is not None:
         document["preferred"] = _preferred(result, options.prefer)
     print_json(document) if options.json else console().print(pareto_table(document))
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    from search_spaces.study.file import load_benchmarks
+
+    added = load_benchmarks(options.benchmarks).on_trial(options.trial)
+    if options.out is not None:
+        return _evaluate_model(options, added)
+    if not _is_directory(options):
+        with _on_server(options) as server:
+            return server.evaluate(options.run, added, watch=options.watch)
+    from service.jobs.resources import OWN
+    from service.jobs.search.local_run import DATABASE, evaluate_run
+
+    directory = Path(options.run)
+    if not (directory / DATABASE).exists() and (directory / "config.json").exists():
+        raise NotFound(f"{directory}: is a model, not a run; say where its results are kept: --out DIR")
+    return _print_benchmarks(options, lambda view: evaluate_run(directory, added, view=view, resources=OWN))
+
+
+def _evaluate_model(options: argparse.Namespace, added: AddedBenchmarks) -> int:
+    from service.jobs.resources import OWN
+    from service.jobs.search.local_run import run_study
+    from service.studies.benchmarks import model_study
+
+    if options.trial is not None or options.server is not None:
+        given = "a trial" if options.trial is not None else "--server"
+        raise Conflict(f"--out is for a single model on this machine; leave out {given}, or --out for a study")
+    study = model_study(options.run, added)
+    return _print_benchmarks(
+        options, lambda view: run_study(study, options.out, view=view, resources=OWN, continues=True)
+    )
+
+
+def _print_benchmarks(options: argparse.Namespace, evaluated: Callable[[Any], RunRecord]) -> int:
+    from service.cli.progress import ProgressStyle, ProgressView
+    from service.cli.tables import benchmarks_table
+    from service.results.documents import benchmarks_document
+
+    view = ProgressView(ProgressStyle.JSON if options.json else ProgressStyle.AUTO)
+    try:
+        with view:
+            result = evaluated(view)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues and keeps what is scored", file=sys.stderr)
+        return 130
+    document = benchmarks_document(result.benchmarks)
+    print_json(document) if options.json else console().print(benchmarks_table(document))
     return 0
 
 

@@ -75,6 +75,8 @@ class AsyncClient:
     resume = awaited(job_flows.resume)
     delete = awaited(job_flows.delete)
     summary = awaited(flows.summary)
+    benchmarks = awaited(flows.benchmarks)
+    add_benchmarks = awaited(flows.add_benchmarks)
     pareto = awaited(flows.pareto)
     report = awaited(flows.report)
     log = awaited(job_flows.log)

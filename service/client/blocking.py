@@ -71,6 +71,8 @@ class Client:
     resume = blocking(job_flows.resume)
     delete = blocking(job_flows.delete)
     summary = blocking(flows.summary)
+    benchmarks = blocking(flows.benchmarks)
+    add_benchmarks = blocking(flows.add_benchmarks)
     pareto = blocking(flows.pareto)
     report = blocking(flows.report)
     log = blocking(job_flows.log)

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
         StudyDocument,
         TrialsDocument,
     )
-    from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
+    from service.schemas.files import BenchmarksDocument, ParetoDocument, SummaryDocument, TrialDocument
     from service.schemas.recipe import RecipeDocument
 
 __all__ = [
+    "add_benchmarks",
+    "benchmarks",
     "delete_export",
     "download",
     "exports",
@@ -128,6 +130,47 @@ def summary(study: str) -> Flow[SummaryDocument]:
         >>> client.summary("5f0c...")["best"]
     """
     return cast("SummaryDocument", (yield from document_of(Call("GET", path_of(study, "summary")))))
+
+
+def benchmarks(study: str) -> Flow[BenchmarksDocument]:
+    """Return the results of a study on its benchmarks.
+
+    Args:
+        study: Id of the study.
+
+    Examples:
+        >>> [row["averages"] for row in client.benchmarks("5f0c...")["rows"]]
+    """
+    return cast("BenchmarksDocument", (yield from document_of(Call("GET", path_of(study, "benchmarks")))))
+
+
+def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Flow[StudyDocument]:
+    """Add benchmarks to a study that is COMPLETE; the study continues, and scores what is not scored yet.
+
+    The server reads the data, so their paths must exist on the server's machine.
+
+    Args:
+        study: Id of the study.
+        benchmarks: Path of a file with the key `benchmarks`, as in a study file, or the content of one.
+
+    Returns:
+        The server's document of the study.
+
+    Raises:
+        InvalidStudy: The file is invalid.
+        RequestRefused: The server refused the benchmarks, or the study is not COMPLETE (status 409).
+
+    Examples:
+        >>> client.add_benchmarks("5f0c...", "benchmarks.yaml")
+        >>> client.add_benchmarks("5f0c...", {"benchmarks": [{"name": "piqa", "task": "piqa", "metric": "acc"}]})
+    """
+    if isinstance(benchmarks, Path | str):
+        from search_spaces.study.file import load_benchmarks
+
+        benchmarks = load_benchmarks(Path(benchmarks)).model_dump(mode="json", exclude_unset=True)
+    content = json.dumps(dict(benchmarks)).encode()
+    call = Call("POST", path_of(study, "benchmarks"), headers={"Content-Type": "application/json"}, content=content)
+    return cast("StudyDocument", (yield from document_of(call)))
 
 
 def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[ParetoDocument]:

@@ -7,28 +7,36 @@ from collections.abc import Mapping, Sequence
 from search_spaces.directions import direction_of
 from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
 from search_spaces.spaces import SPACES
+from service.results.benchmarks import BenchmarkColumn, BenchmarkRow, BenchmarkTable, BenchmarkTest
 from service.results.feasibility import Values, violations
 from service.results.holdout import FrontVolume
 from service.results.record import RunRecord
 from service.results.selection import costs_of
 from service.schemas.files import (
+    BenchmarkColumnDocument,
+    BenchmarkRowDocument,
+    BenchmarksDocument,
+    BenchmarkTestDocument,
     EstimateDocument,
     HoldoutDocument,
     ObjectiveDocument,
+    OverlapDocument,
     ParetoDocument,
     RemovedResponsesDocument,
     SamplesDocument,
     TrialDocument,
     VolumeDocument,
 )
-from service.store.documents import RemovedResponses
+from service.store.documents import Overlap, RemovedResponses
 from service.types import Comparison, Estimate, JobRecord, Origin, TrialRecord, TrialResult, TrialState
 
 __all__ = [
+    "benchmarks_document",
     "estimate_document",
     "estimate_documents",
     "has_directions",
     "holdout_documents",
+    "overlap_documents",
     "pareto",
     "samples_document",
     "trial_document",
@@ -164,6 +172,77 @@ def _holdout_document(
         "differences": estimate_documents(row.differences),
         "tokens_per_second": None if trial is None else run.tokens_per_second.get(trial.recipe.digest),
     }
+
+
+def benchmarks_document(table: BenchmarkTable) -> BenchmarksDocument:
+    """Describe the results of the benchmark stage as JSON."""
+    return {
+        "benchmarks": [_column_document(column) for column in table.columns],
+        "groups": {group: list(names) for group, names in table.groups.items()},
+        "reference": table.reference,
+        "rows": [_row_document(row) for row in table.rows],
+        "tests": [_test_document(test) for test in table.tests],
+        "failures": [{"trial": trial, "benchmark": name, "reason": reason} for trial, name, reason in table.failures],
+    }
+
+
+def _column_document(column: BenchmarkColumn) -> BenchmarkColumnDocument:
+    facts = column.facts
+    return {
+        "name": facts.name,
+        "metric": facts.metric,
+        "direction": facts.direction,
+        "range": list(facts.objective.bounds),
+        "group": column.group,
+        "samples": facts.num_samples,
+        "subtasks": dict(facts.subtasks),
+        "categories": {name: list(members) for name, members in facts.categories.items()},
+    }
+
+
+def _row_document(row: BenchmarkRow) -> BenchmarkRowDocument:
+    return {
+        "trial": row.trial,
+        "label": row.label,
+        "origin": row.origin.value,
+        "values": estimate_documents(row.values),
+        "averages": estimate_documents(row.averages),
+        "subtasks": {name: estimate_documents(parts) for name, parts in row.subtasks.items()},
+        "differences": estimate_documents(row.differences),
+        "average_differences": estimate_documents(row.average_differences),
+    }
+
+
+def _test_document(test: BenchmarkTest) -> BenchmarkTestDocument:
+    return {
+        "name": test.name,
+        "is_average": test.is_average,
+        "against": "source" if test.origin is Origin.SOURCE else "published",
+        "rival": test.rival,
+        "label": test.label,
+        "differences": [
+            {"trial": trial, "is_better": trial in test.better, **estimate_document(difference)}
+            for trial, difference in test.differences.items()
+        ],
+    }
+
+
+def overlap_documents(overlaps: Sequence[Overlap]) -> list[OverlapDocument]:
+    """Describe as JSON which share of each holdout entry's and benchmark's items overlaps with search data."""
+    return [
+        {
+            "section": overlap.section,
+            "name": overlap.name,
+            "items": overlap.num_items,
+            "exact": overlap.num_exact,
+            "overlapping": overlap.num_ngrams,
+            "share": overlap.share,
+            "by_objective": dict(overlap.by_objective),
+            "examples": list(overlap.examples),
+            "is_allowed": overlap.is_allowed,
+        }
+        for overlap in overlaps
+    ]
 
 
 def pareto(run: RunRecord) -> ParetoDocument:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from service.schemas.files import (
+        BenchmarkTestDocument,
         HoldoutDocument,
         PreferredDocument,
         SearchDocument,
@@ -14,7 +15,28 @@ if TYPE_CHECKING:
         WarmStartDocument,
     )
 
-__all__ = ["duration", "preferred_text", "sample_count", "search_sentences", "sort_holdout", "violation_text"]
+__all__ = [
+    "comparison_text",
+    "duration",
+    "preferred_text",
+    "sample_count",
+    "search_sentences",
+    "sort_holdout",
+    "violation_text",
+]
+
+
+def comparison_text(test: BenchmarkTestDocument) -> str:
+    """State in one sentence which merges are better than the best baseline of one kind on a benchmark or average."""
+    what = f"the average of {test['name']}" if test["is_average"] else test["name"]
+    kind = "single model" if test["against"] == "source" else "published recipe"
+    rival = f"the best {kind}, {test['label']}"
+    better = [difference for difference in test["differences"] if difference["is_better"]]
+    shown = better or [max(test["differences"], key=lambda difference: difference["value"])]
+    numbers = ", ".join(
+        f"trial {d['trial']} {d['value']:+.3f} [{d['ci95'][0]:+.3f}, {d['ci95'][1]:+.3f}]" for d in shown
+    )
+    return f"{what}: {'' if better else 'no merge is '}better than {rival}: {numbers}"
 
 
 def duration(seconds: float) -> str:

@@ -23,7 +23,7 @@ from service.results.statistics import (
 from service.types import Comparison, Estimate, Origin, TrialResult
 from workers.types import Split
 
-__all__ = ["FrontVolume", "HeldOut", "Samples", "Scored", "held_out_results"]
+__all__ = ["FrontVolume", "HeldOut", "Samples", "Scored", "held_out_results", "sample_bounds"]
 
 # Values of one recipe's samples by objective, in the order of their positions.
 Samples = Mapping[str, NDArray[np.float64]]
@@ -120,7 +120,7 @@ def held_out_results(
     reference = next((trial.number for trial in final if trial.number not in failed), None)
     if not rows or (reference is not None and reference not in rows):
         return HeldOut(failures=tuple(sorted(failed.items())))
-    bounds = _bounds(objectives, rows.values())
+    bounds = sample_bounds(objectives, rows.values())
     labels = {trial.number: trial.label for trial in trials}
     best = best_trial(trials, objectives)
     bias, difference = _selection_bias(best, compared, objectives, rows, search=search, holdout=holdout)
@@ -199,7 +199,7 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
     return samples.keys() == others.keys() and all(np.array_equal(each, others[name]) for name, each in samples.items())
 
 
-def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
+def sample_bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
     """The lowest and highest possible value of the samples of each objective; intervals are computed from them.
 
     If all `samples` of an objective are in its range, the bounds are this range. Otherwise the objective is usually
@@ -254,7 +254,7 @@ def _selection_bias(
     level: dict[Split, dict[str, Estimate]] = {}
     averaged = accuracy_objectives(objectives)
     for split, scored in ((Split.SEARCH, search), (Split.HOLDOUT, holdout)):
-        bounds = _bounds(objectives, [scored.samples[digest] for digest in digests])
+        bounds = sample_bounds(objectives, [scored.samples[digest] for digest in digests])
         own = {name: scored.samples[digests[0]][name] for name in names}
         others = {name: np.mean([scored.samples[digest][name] for digest in digests[1:]], axis=0) for name in names}
         leads = {name: paired_difference(own[name], others[name], bounds=bounds.get(name)) for name in names}

@@ -13,8 +13,9 @@ import numpy as np
 
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
-from search_spaces.study.objectives import InlineTask, ObjectiveSpec
+from search_spaces.study.objectives import InlineTask, ScoredTask
 from service.resolved_study import ResolvedStudy
+from service.results.benchmarks import BenchmarkColumn, BenchmarkTable, benchmark_table
 from service.results.chunk_times import ChunkTimes
 from service.results.documents import has_directions
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
@@ -24,13 +25,17 @@ from service.results.selection import best_trial, compared_with, finalists, full
 from service.store import EventRecord, Store
 from service.store.documents import (
     ALIGNMENT_COST,
+    BENCHMARKS,
     CANARIES,
+    CONTAMINATION,
     POLICY_START,
     RESPONSES,
     VERIFICATION,
     WARM_START,
     read_alignment_cost,
+    read_benchmarks,
     read_canaries,
+    read_contamination,
     read_policy_start,
     read_removed_responses,
     read_verification,
@@ -43,7 +48,7 @@ from workers.types import Split
 __all__ = ["RunReader", "held_out_estimates", "run_record"]
 
 # Events that results are made of.
-READ_EVENTS = (EventKind.SEARCH_NOTE, EventKind.HOLDOUT_FAILED, EventKind.OUT_OF_RANGE)
+READ_EVENTS = (EventKind.SEARCH_NOTE, EventKind.HOLDOUT_FAILED, EventKind.BENCHMARK_FAILED, EventKind.OUT_OF_RANGE)
 
 # Events after which trials may have changed that no event names.
 RELOAD_EVENTS = (EventKind.ATTEMPT, EventKind.ENGINE_FAULT, EventKind.SCORED_AGAIN)
@@ -110,6 +115,10 @@ class RunReader:
             rival_tests=stage.results.tests,
             selection_bias=stage.results.selection_bias,
             split_difference=stage.results.split_difference,
+            benchmarks=_benchmark_table(
+                store, study_id, file, trials, objectives, failures=self._of(EventKind.BENCHMARK_FAILED)
+            ),
+            contamination=read_contamination(store.document(study_id, CONTAMINATION)),
             warnings=_warnings(self._of(EventKind.OUT_OF_RANGE), trials, objectives, stage),
             verifications=verification.reports,
             verification_reason=verification.reason,
@@ -288,15 +297,39 @@ def _held_out(
     return _HeldOut(inputs, results)
 
 
+def _benchmark_table(
+    store: Store,
+    study_id: str,
+    file: Study,
+    trials: Sequence[TrialResult],
+    objectives: Sequence[Objective],
+    *,
+    failures: Iterable[EventRecord],
+) -> BenchmarkTable:
+    """Read the samples of a study's benchmarks and compute the results; none before the first benchmark is scored."""
+    specs, data = {spec.name: spec for spec in file.benchmarks}, _data_of(file.benchmarks)
+    facts = [facts for facts in read_benchmarks(store.document(study_id, BENCHMARKS)) if facts.name in specs]
+    if not facts:
+        return BenchmarkTable()
+    best = best_trial(trials, objectives)
+    return benchmark_table(
+        trials,
+        [BenchmarkColumn(known, specs[known.name].group, data[known.name]) for known in facts],
+        _arrays(store.sample_values(study_id, Split.BENCHMARK)),
+        reference=None if best is None else best.number,
+        failures=[(e.payload["trial"], e.payload["benchmark"], e.payload["reason"]) for e in failures],
+    )
+
+
 def _results(trial: TrialResult) -> dict[str, Any]:
     """All fields of a trial's result except the recipe, by name."""
     return {field.name: getattr(trial, field.name) for field in fields(TrialResult) if field.name != "recipe"}
 
 
-def _data_of(specs: Iterable[ObjectiveSpec]) -> dict[str, str]:
-    """Name of each objective's data, by objective: a text of the task or its file, and of the split of the task's data.
+def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
+    """Name of each entry's data, by the entry's name: a text of the task or its file, and of the split of its data.
 
-    Objectives with equal texts are scored on the same documents.
+    Entries with equal texts are scored on the same documents.
     """
     return {
         spec.name: json.dumps([spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split])

@@ -58,7 +58,7 @@ class Choices:
             "trial": trial,
             "label": self.labels[trial],
             "values": dict(self.values[trial]),
-            "split": self.split.value,
+            "split": "holdout" if self.split is Split.HOLDOUT else "search",
         }
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from search_spaces.objectives import Candidate, Objective
+from service.results.benchmarks import BenchmarkTable
 from service.results.feasibility import sources_of
 from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
 from service.results.selection import best_trial, candidates, front_of
-from service.store.documents import PolicyStart, RemovedResponses, WarmStart
+from service.store.documents import Overlap, PolicyStart, RemovedResponses, WarmStart
 from service.store.steps import GradientStep, UpdateStep
 from service.types import Comparison, Estimate, JobRecord, Origin, TrialRecord, TrialResult
 from workers.types import VerificationReport
@@ -90,6 +91,8 @@ class RunRecord:
     Attributes:
         full_budget: Samples per objective at the last rung.
         holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
+        benchmarks: Results of the benchmark stage.
+        contamination: Overlaps of holdout data and benchmarks with the search data.
         warnings: Samples with values outside the range of their objective.
         verification_reason: Reason why no trial was verified.
         gradients: Steps that computed losses and their gradients for the searcher.
@@ -112,6 +115,8 @@ class RunRecord:
     rival_tests: tuple[RivalTest, ...] = ()
     selection_bias: Mapping[str, Estimate] = field(default_factory=dict)
     split_difference: Mapping[str, Estimate] = field(default_factory=dict)
+    benchmarks: BenchmarkTable = field(default_factory=BenchmarkTable)
+    contamination: tuple[Overlap, ...] = ()
     warnings: tuple[OutOfRange, ...] = ()
     verifications: tuple[VerificationReport, ...] = ()
     verification_reason: str | None = None

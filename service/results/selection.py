@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from search_spaces.constraints import Constraint
 from search_spaces.objectives import Candidate, Costs, Objective, constrained_front
+from search_spaces.study.benchmarks import TrialChoice
 from service.results.feasibility import Values, excesses, has_constraints, reference_of, total_violation
 from service.types import Origin, TrialResult, TrialState
 
@@ -23,6 +24,7 @@ __all__ = [
     "best_of_front",
     "best_trial",
     "candidates",
+    "chosen_trials",
     "compared_with",
     "costs_of",
     "costs_of_values",
@@ -172,12 +174,12 @@ def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[flo
     """Make the sort key that selects the best of several trials that violate constraints equally; smaller is better.
 
     The key has two parts: the mean cost of the accuracy objectives (without accuracy objectives, of all objectives that
-    are scored on samples), and the trial number. The mean cost is rounded, so that means that differ only by rounding
-    errors are equal.
+    are scored on samples, and without those of all objectives), and the trial number. The mean cost is rounded, so that
+    means that differ only by rounding errors are equal.
     """
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names]
-    ranked = ranked or [objective for objective in objectives if objective.cost_of_recipe is None]
+    ranked = ranked or [objective for objective in objectives if objective.cost_of_recipe is None] or list(objectives)
 
     def of(trial: TrialResult) -> tuple[float, int]:
         costs = [objective.cost_of_stored(trial.values[objective.name]) for objective in ranked]
@@ -206,17 +208,42 @@ def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]
 def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Select the trials that are scored on the holdout data, in the order of their numbers.
 
-    They are the finalists and every baseline.
+    They are the finalists, every baseline and every given recipe.
     """
     complete = full_budget_trials(trials)
     return compared_with(finalists(complete, objectives), complete)
 
 
+def chosen_trials(
+    choices: Iterable[TrialChoice], trials: Iterable[Trial], objectives: Sequence[Objective]
+) -> tuple[Trial, ...]:
+    """Select the trials that a benchmark is scored on, in the order of their numbers.
+
+    A choice is a word (`BenchmarkSpec.trials`), or the number of a trial, which need not have reached the full budget.
+    Trials that failed are left out.
+    """
+    trials = tuple(trial for trial in trials if trial.state is not TrialState.FAIL)
+    origins = {"sources": Origin.SOURCE, "published": Origin.PUBLISHED, "recipes": Origin.USER}
+    found: dict[int, Trial] = {}
+    for choice in choices:
+        if choice == "finalists":
+            chosen = finalists(trials, objectives)
+        elif choice == "best":
+            best = best_trial(trials, objectives)
+            chosen = () if best is None else (best,)
+        elif isinstance(choice, int):
+            chosen = tuple(trial for trial in trials if trial.number == choice)
+        else:
+            chosen = tuple(t for t in full_budget_trials(trials) if t.origin is origins[choice])
+        found |= {trial.number: trial for trial in chosen}
+    return tuple(found[number] for number in sorted(found))
+
+
 def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:
     """Select the trials of the held-out table, in the order of their numbers.
 
-    They are the finalists, and every baseline among `trials`.
+    They are the finalists, and every baseline and given recipe among `trials`.
     """
-    baselines = (t for t in full_budget_trials(trials) if t.origin in (Origin.SOURCE, Origin.PUBLISHED))
+    baselines = (t for t in full_budget_trials(trials) if t.origin is not Origin.SEARCH)
     by_number = {trial.number: trial for trial in (*finalists, *baselines)}
     return tuple(by_number[number] for number in sorted(by_number))

@@ -11,7 +11,14 @@ from typing import Literal
 import numpy as np
 
 from service.resolved_study import ChainedSource, ResolvedStudy
-from service.results.documents import estimate_document, estimate_documents, holdout_documents, samples_document
+from service.results.documents import (
+    benchmarks_document,
+    estimate_document,
+    estimate_documents,
+    holdout_documents,
+    overlap_documents,
+    samples_document,
+)
 from service.results.feasibility import constraint_documents, violations
 from service.results.finding import criterion, finding_text
 from service.results.phases import phases
@@ -78,6 +85,8 @@ def summary(run: RunRecord) -> SummaryDocument:
         "selection_bias_by_objective": estimate_documents(bias),
         "selection_bias_against_baselines": estimate_documents(run.selection_bias),
         "split_difference": estimate_documents(run.split_difference),
+        "benchmarks": benchmarks_document(run.benchmarks),
+        "contamination": overlap_documents(run.contamination),
         "verification": _verification_document(run.verifications, run.verification_reason),
         "failures": [
             {"trial": trial.number, "reason": trial.reason or "no reason was stored"}

@@ -267,6 +267,90 @@ class RivalTestDocument(TypedDict):
     ]
 
 
+class BenchmarkColumnDocument(TypedDict):
+    name: str
+    metric: str
+    direction: Literal["maximize", "minimize"]
+    range: Interval
+    group: Annotated[str | None, Field(description="Group whose average it is a part of.")]
+    samples: Number
+    subtasks: Annotated[dict[str, int], Field(description="Samples by subtask, if the task is a group of several.")]
+    categories: Annotated[dict[str, list[str]], Field(description="Subtasks by group within the task.")]
+
+
+class BenchmarkRowDocument(TypedDict):
+    """Values of one trial on the benchmarks on which it was scored completely."""
+
+    trial: Number
+    label: str
+    origin: str
+    values: dict[str, EstimateDocument]
+    averages: Annotated[
+        dict[str, EstimateDocument],
+        Field(description="Unweighted mean over each group whose benchmarks were all scored."),
+    ]
+    subtasks: Annotated[
+        dict[str, dict[str, EstimateDocument]],
+        Field(description="Values by benchmark and subtask, followed by the groups within the task."),
+    ]
+    differences: Annotated[
+        dict[str, EstimateDocument], Field(description="This row minus the reference, on the same samples.")
+    ]
+    average_differences: Annotated[dict[str, EstimateDocument], Field(description="The same of the averages.")]
+
+
+class BenchmarkTestDocument(TypedDict):
+    """Comparison of merges with the best baseline of one kind, on one benchmark or the average of a group."""
+
+    name: Annotated[str, Field(description="Name of the benchmark or group.")]
+    is_average: bool
+    against: Literal["source", "published"]
+    rival: Annotated[int, Field(ge=0, description="Trial number of the baseline that is best of its kind here.")]
+    label: str
+    differences: Annotated[
+        list[DifferenceDocument],
+        Field(
+            description="Merge minus rival, paired by document, larger is better. The intervals of all tests against "
+            "one kind of baseline hold together at 95 % (Bonferroni)."
+        ),
+    ]
+
+
+class BenchmarkFailureDocument(TypedDict):
+    trial: Number
+    benchmark: str
+    reason: str
+
+
+class BenchmarksDocument(TypedDict):
+    """Results of the benchmark stage. They select nothing."""
+
+    benchmarks: list[BenchmarkColumnDocument]
+    groups: Annotated[dict[str, list[str]], Field(description="Benchmarks by group.")]
+    reference: Annotated[
+        int | None, Field(description="Trial that differences are relative to: the best on search data, if scored.")
+    ]
+    rows: list[BenchmarkRowDocument]
+    tests: list[BenchmarkTestDocument]
+    failures: list[BenchmarkFailureDocument]
+
+
+class OverlapDocument(TypedDict):
+    """Items of a holdout entry or benchmark that are also in the search data."""
+
+    section: Annotated[str, Field(description="holdout or benchmarks.")]
+    name: str
+    items: Number
+    exact: Annotated[int, Field(ge=0, description="Items that are equal to an item of the search data.")]
+    overlapping: Annotated[
+        int, Field(ge=0, description="Items that are equal or have 13 consecutive words in common with one.")
+    ]
+    share: Annotated[float, Field(ge=0, le=1, description="Overlapping items of all items.")]
+    by_objective: Annotated[dict[str, int], Field(description="Overlapping items by objective.")]
+    examples: Annotated[list[str], Field(description="Some overlapping items, as indices in the task's data.")]
+    is_allowed: Annotated[bool, Field(description="Whether the study file allows any share.")]
+
+
 class FindingDocument(TypedDict):
     """Finding of a study: whether a proposed merge is better than the baselines, and the tests that show this."""
 
@@ -374,6 +458,8 @@ class SummaryDocument(TypedDict):
             'and as "mean".'
         ),
     ]
+    benchmarks: BenchmarksDocument
+    contamination: list[OverlapDocument]
     verification: VerificationDocument
     failures: list[FailureDocument]
     warnings: Annotated[list[WarningDocument], Field(description="Samples outside the range of their objective.")]

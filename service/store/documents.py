@@ -11,17 +11,22 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from search_spaces.objectives import Direction, Objective
 from workers.types import VerificationReport
 
 __all__ = [
     "ALIGNMENT_COST",
+    "BENCHMARKS",
     "CANARIES",
+    "CONTAMINATION",
     "POLICY_START",
     "RESPONSES",
     "VERIFICATION",
     "WARM_START",
     "AlignmentCost",
+    "BenchmarkFacts",
     "Canaries",
+    "Overlap",
     "PolicyStart",
     "RemovedResponses",
     "StartPolicy",
@@ -29,7 +34,9 @@ __all__ = [
     "Verification",
     "WarmStart",
     "read_alignment_cost",
+    "read_benchmarks",
     "read_canaries",
+    "read_contamination",
     "read_policy_start",
     "read_removed_responses",
     "read_verification",
@@ -38,6 +45,80 @@ __all__ = [
 
 CANARIES, POLICY_START, VERIFICATION, WARM_START = "canaries", "policy_start", "verification", "warm_start"
 RESPONSES, ALIGNMENT_COST = "responses", "alignment_cost"
+BENCHMARKS, CONTAMINATION = "benchmarks", "contamination"
+
+
+@dataclass(frozen=True)
+class BenchmarkFacts:
+    """What the stored samples of a benchmark are of, found when the benchmark was first scored.
+
+    Attributes:
+        name: Name of the benchmark, under which its samples are stored.
+        metric: Name of the task's metric.
+        direction: Direction of the metric.
+        range: Lowest and highest value of the metric; None for [0, 1].
+        task_digest: Digest of the task (`TaskSpec.digest`). Samples of tasks with other digests are not comparable.
+        num_samples: Number of samples of the task.
+        subtasks: Names and sizes of the subtasks, if the task is a group of several.
+        categories: Subtasks by name of the group within the task that they belong to.
+        seed: Seed of the order of the samples (`workers.evaluation.built_tasks.permutation`).
+    """
+
+    name: str
+    metric: str
+    direction: Direction
+    range: tuple[float, float] | None
+    task_digest: str
+    num_samples: int
+    subtasks: tuple[tuple[str, int], ...] = ()
+    categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def objective(self) -> Objective:
+        """Name, metric, direction and range of the benchmark."""
+        return Objective(self.name, self.metric, self.direction, self.range)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Overlap of a holdout entry's or benchmark's items with the search data of all objectives.
+
+    Attributes:
+        section: "holdout" or "benchmarks".
+        name: Name of the entry.
+        num_items: Number of its items.
+        num_exact: Items whose whole text is also an item of the search data.
+        num_ngrams: Items that have 13 consecutive words in common with an item of the search data, the exact ones
+            included.
+        by_objective: Number of overlapping items by objective whose search data they overlap with.
+        examples: Positions of some overlapping items in the task's data.
+        is_allowed: Whether the study file names the entry in `contamination.allowed`.
+    """
+
+    section: str
+    name: str
+    num_items: int
+    num_exact: int
+    num_ngrams: int
+    by_objective: Mapping[str, int] = field(default_factory=dict)
+    examples: tuple[str, ...] = ()
+    is_allowed: bool = False
+
+    @property
+    def share(self) -> float:
+        """Share of the items that overlap with search data."""
+        return self.num_ngrams / self.num_items if self.num_items else 0.0
+
+
+def read_benchmarks(document: Any) -> tuple[BenchmarkFacts, ...]:
+    """Read the stored facts about a study's benchmarks; none before the first of them is scored."""
+    return () if document is None else TypeAdapter(tuple[BenchmarkFacts, ...]).validate_python(document)
+
+
+def read_contamination(document: Any) -> tuple[Overlap, ...]:
+    """Read the stored overlaps of a study's held-out data and benchmarks with its search data."""
+    return () if document is None else TypeAdapter(tuple[Overlap, ...]).validate_python(document)
 
 
 @dataclass(frozen=True)

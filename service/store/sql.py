@@ -443,6 +443,36 @@ class Store:
                 insert_event(connection, job_id, EventKind.STATE, {"state": state, "reason": reason})
         return self.job(job_id)
 
+    def add_benchmarks(self, study: JobRecord, document: Mapping[str, Any], *, names: Sequence[str]) -> JobRecord:
+        """Replace the study file of a COMPLETE study by one with more benchmarks, and let the study continue.
+
+        `study` is the study as it was read, and `names` are the benchmarks that were asked for. Raises Conflict if the
+        study is not COMPLETE any more.
+        """
+        table, reason = schema.studies, "benchmarks were added"
+        with transaction(self._engine) as connection:
+            changed = connection.execute(
+                sa.update(table)
+                .where((table.c.id == study.id) & (table.c.state == JobState.COMPLETE.value))
+                .values(document=dict(document), state=JobState.STOPPED.value, reason=reason)
+            )
+            if changed.rowcount != 1:
+                raise Conflict(
+                    f"study {study.name!r} has not ended; write benchmarks into its study file before, or add them "
+                    "when it is COMPLETE"
+                )
+            insert_event(connection, study.id, EventKind.BENCHMARKS_ADDED, {"benchmarks": list(names)})
+            insert_event(connection, study.id, EventKind.RESUMED, {})
+            insert_event(connection, study.id, EventKind.STATE, {"state": JobState.STOPPED.value, "reason": reason})
+        return self.job(study.id)
+
+    def trial_numbers(self, study_id: str) -> frozenset[int]:
+        """Numbers of the trials of a study."""
+        table = schema.trials
+        with self._reads.connect() as connection:
+            query = sa.select(table.c.number).where(table.c.study == study_id)
+            return frozenset(connection.execute(query).scalars())
+
     def consecutive_failures(self, job_id: str) -> int:
         """Number of a job's drivers in a row, up to the latest, that ended or failed to start without a result.
 

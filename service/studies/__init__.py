@@ -2,6 +2,7 @@
 
 - `chains`: merged models of other studies as sources
 - `preflight`: every check that needs no engine
+- `benchmarks`: benchmarks that are added to a study
 - `export`: a trial's merged model
 - `warm_start`: results of an earlier study that a searcher knows from the start
 - `policies`: uses of trained policies beyond their own study

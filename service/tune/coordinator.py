@@ -1,8 +1,8 @@
 """The coordinator of one study: hands out evaluations and stores their results.
 
 It keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides which trial is evaluated at
-which rung, `trials` keeps the trials, `samples` checks and stores results. After the search come `refinement_stage` and
-`holdout_stage`. The coordinator does not use Ray itself: `ray_tune` runs its evaluations.
+which rung, `trials` keeps the trials, `samples` checks and stores results. After the search come `refinement_stage`,
+`holdout_stage` and `benchmark_stage`. The coordinator does not use Ray itself: `ray_tune` runs its evaluations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from service.errors import StudyFailed
 from service.store import JobWriter, Store
 from service.store.steps import GradientStep, UpdateStep
 from service.tune.ask_and_tell import AskAndTell
+from service.tune.benchmark_stage import BenchmarkStage
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.holdout_stage import HoldoutStage
@@ -102,6 +103,7 @@ class Coordinator:
         if self._refinement.is_started:
             self._ask_and_tell.end_search()
         self._holdout = HoldoutStage(plan, trials=self._trials, samples=self._samples, writer=writer)
+        self._benchmarks = BenchmarkStage(plan, trials=self._trials, samples=self._samples, writer=writer)
         self.look_for_faults()
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -123,14 +125,16 @@ class Coordinator:
 
     @property
     def stage(self) -> str:
-        """The stage of the study, for displays of progress: "searching", "refining" or "held-out"."""
+        """The stage of the study, for displays of progress: "searching", "refining", "held-out" or "benchmarks"."""
+        if self._benchmarks.is_started:
+            return "benchmarks"
         if self._holdout.is_started:
             return "held-out"
         return "refining" if self._refinement.is_started else "searching"
 
     @property
     def num_samples_scored(self) -> int:
-        """The number of samples scored for this study in all attempts, on search and holdout data."""
+        """The number of samples scored for this study in all attempts, on search data, holdout data and benchmarks."""
         return self._samples.num_scored
 
     @property
@@ -155,7 +159,7 @@ class Coordinator:
         """Whether nothing is left to do in this study."""
         is_busy = bool(self._in_flight) or self._chunks.is_rescoring
         is_searched = self.table.is_finished and self._refinement.is_finished
-        return not is_busy and is_searched and self._holdout.is_finished
+        return not is_busy and is_searched and self._holdout.is_finished and self._benchmarks.is_finished
 
     # -- evaluations to run ----------------------------------------------------------------------------------------
 
@@ -177,6 +181,8 @@ class Coordinator:
                     asked |= self.ask_ahead()
                 if self.table.is_finished and self._refinement.is_finished:
                     self._holdout.start()
+                    if self._holdout.is_finished:
+                        self._benchmarks.start()
             busy = self._recipes_in_flight()
             for number, rung, split in self._ready():
                 if self._trials[number].recipe.digest in busy:
@@ -202,12 +208,14 @@ class Coordinator:
         return len(self._trials) > num_before
 
     def _ask(self, *, timeout_s: float) -> bool:
-        if self._holdout.is_started:
+        if self._holdout.is_started or self._benchmarks.is_started:
             return False
         stage = self._refinement if self._refinement.is_started else self._ask_and_tell
         return stage.ask(timeout_s=timeout_s)
 
     def _ready(self) -> list[tuple[int, int, Split]]:
+        if self._benchmarks.is_started:
+            return [(number, index, Split.BENCHMARK) for number, index in self._benchmarks.left]
         if self._holdout.is_started:
             return [(number, 0, Split.HOLDOUT) for number in self._holdout.left]
         return [(number, rung, Split.SEARCH) for number, rung in self._ask_and_tell.ready()]
@@ -329,8 +337,9 @@ class Coordinator:
     def _finish(self, evaluation: Evaluation) -> None:
         """Finish an evaluation whose samples are all stored.
 
-        An evaluation on holdout data finishes the trial in the held-out stage. An evaluation on search data finishes
-        the trial's rung in the search. If void samples were scored again (`is_again`), only the evaluation ends.
+        An evaluation on holdout data or on a benchmark finishes the trial in the stage of its split. An evaluation on
+        search data finishes the trial's rung in the search. If void samples were scored again (`is_again`), only the
+        evaluation ends.
         """
         self._release(evaluation)
         if evaluation.is_again:
@@ -338,6 +347,9 @@ class Coordinator:
         if evaluation.split is Split.HOLDOUT:
             self._holdout.finish(evaluation.trial)
             self._observer("holdout")
+        elif evaluation.split is Split.BENCHMARK:
+            self._benchmarks.finish(evaluation.trial, evaluation.rung)
+            self._observer("benchmark")
         else:
             self._ask_and_tell.finish(evaluation.trial, evaluation.rung)
 
@@ -347,5 +359,7 @@ class Coordinator:
             raise StudyFailed(f"trial {evaluation.trial}: void samples cannot be scored again: {reason}")
         if evaluation.split is Split.HOLDOUT:
             self._holdout.fail(evaluation.trial, reason)
+        elif evaluation.split is Split.BENCHMARK:
+            self._benchmarks.fail(evaluation.trial, evaluation.rung, reason)
         else:
             self._ask_and_tell.fail(evaluation.trial, reason)

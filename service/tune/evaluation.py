@@ -17,8 +17,9 @@ __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """A unit of work: the missing samples of one trial at one rung, or on all holdout data, in chunks.
+    """A unit of work: the missing samples of one trial at one rung, on all holdout data or on a benchmark, in chunks.
 
+    On holdout data `rung` is 0, and on a benchmark its position in `Plan.benchmarks`.
     `crashes` is the largest number of engine crashes with one of the chunks. With `is_again`, the samples are scored
     again, because the engine that scored them failed a check; the trial's rungs do not change.
     """

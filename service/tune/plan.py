@@ -10,18 +10,41 @@ from search_spaces.costs import ModelSize
 from search_spaces.fidelity import OPEN_BRACKETS, Bracket, Scheduler
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
+from search_spaces.study.benchmarks import TrialChoice
 from search_spaces.study.search import RefinementOptions
+from service.store.documents import BenchmarkFacts
 from service.store.steps import GradientRequest, LossesRequest
 from service.types import Origin, StoredRecipe, TrialRecord
 from workers.types import TaskSpec
 
-__all__ = ["Baseline", "Plan", "RefinementPlan", "baselines_of"]
+__all__ = ["Baseline", "Benchmark", "Plan", "RefinementPlan", "baselines_of"]
 
 # The least number of proposed trials that are kept waiting while others are in flight.
 PROPOSALS_AHEAD = 2
 
 Baseline: TypeAlias = tuple[Origin, str, Recipe]
-"""A baseline, which is a source or a published recipe: its origin, its label, the recipe."""
+"""A merge that is scored before the search: a source, a published recipe, or a recipe of the user's.
+
+It has an origin, a label and the recipe.
+"""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark of a study: what is stored about it, the task from which replicas build it, and the chosen trials."""
+
+    facts: BenchmarkFacts
+    task: TaskSpec
+    trials: tuple[TrialChoice, ...]
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def objective(self) -> Objective:
+        """Metric, direction and range of the benchmark."""
+        return self.facts.objective
 
 
 @dataclass(frozen=True)
@@ -51,6 +74,7 @@ class Plan:
     - `rung_samples`: for each rung, the number of samples to score by objective
     - `holdout_samples`: the number of holdout samples by objective
     - `tasks`, `holdout_tasks`: the tasks of search and holdout data by objective
+    - `benchmarks`: the benchmarks, scored whole after the search
     - `cycle`: the brackets that the scheduler repeats
     - `waits_for_baselines`: the searcher is asked for its first proposal once all `baselines` have ended
     - `max_staleness`: how many trials proposals may run ahead of evaluations
@@ -89,6 +113,7 @@ class Plan:
     max_samples: int | None = None
     """The search ends before it uses more samples than this (`sample_limit`); None: there is no limit."""
     refinement: RefinementPlan | None = None
+    benchmarks: tuple[Benchmark, ...] = ()
     size: ModelSize | None = None
     """Sizes from which costs of recipes are computed, where objectives are such costs."""
 
@@ -136,7 +161,7 @@ def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, ha
     baselines that it began with, because the numbers of all other trials depend on the number of baselines. So a
     program version with other baselines does not change such a study.
     """
-    stored = sorted((t for t in trials if t.origin in (Origin.SOURCE, Origin.PUBLISHED)), key=lambda t: t.number)
+    stored = sorted((t for t in trials if t.origin is not Origin.SEARCH), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)
     if has_begun:
         return found

@@ -229,11 +229,14 @@ def test_study_options_are_in_tables() -> None:
     """The tables list every option of the study file and no other."""
     schema = study_json_schema()
     _, text = page_of("docs/reference/study-file.md").prose.split("\n## Sections and options\n")
-    sections, objectives = text.split("\n## Tasks\n")[0].split("\n## Objectives and holdout\n")
+    sections, lists = text.split("\n## Tasks\n")[0].split("\n## Objectives and holdout\n")
+    objectives, benchmarks = lists.split("\n## Benchmarks\n")
     expected = [options_of(name, value, schema["$defs"]) for name, value in schema["properties"].items()]
     assert options_in(sections) == set().union(*expected)
     specs = (schema["$defs"][kind]["properties"] for kind in ("ObjectiveSpec", "CostSpec"))
     assert options_in(objectives) == set().union(*specs)
+    own = schema["$defs"]["BenchmarkSpec"]["properties"].keys() - schema["$defs"]["ObjectiveSpec"]["properties"].keys()
+    assert options_in(benchmarks) == own
 
 
 @pytest.mark.parametrize("searcher", ["gradient", "smac", "hm3", "refinement"])

@@ -38,8 +38,9 @@ def write_small_study(
 ) -> Path:
     """For the fake scorer: the study's file, beside the models of a tiny family and the data."""
     tiny_family(directory, experts=EXPERTS)
-    for split, size in (("search", rungs[-1]), ("holdout", NUM_HOLDOUT)):
-        lines = (json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(size))
+    first = rungs[-1]
+    for split, numbers in (("search", range(first)), ("holdout", range(first, first + NUM_HOLDOUT))):
+        lines = (json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in numbers)
         (directory / f"{split}.jsonl").write_text("".join(lines))
 
     def objective(split: str) -> dict[str, Any]:

@@ -76,6 +76,9 @@ class Preflight:
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
         return check_request(content, kind.noun, kind.accept, RequestContext(), is_json=is_json)
 
+    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
+        """Accept every benchmark."""
+
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return "float32"
 

@@ -16,9 +16,9 @@ __all__ = ["score_baselines", "sums_study", "write_sums"]
 
 
 def write_sums(directory: Path) -> None:
-    """search.jsonl and holdout.jsonl, with 40 and 20 samples."""
-    for name, size in (("search", 40), ("holdout", 20)):
-        lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(size)]
+    """search.jsonl and holdout.jsonl, with 40 and 20 samples, all of them different."""
+    for name, numbers in (("search", range(40)), ("holdout", range(40, 60))):
+        lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in numbers]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 

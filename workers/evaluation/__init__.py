@@ -17,6 +17,7 @@
 - `channel`: messages between this process and these processes
 - `right_answers`: the right answers of a task's documents
 - `references`: the right answers of a task's samples, as tokens to read
+- `overlap`: items that two tasks have in common
 - `lengths`: how many tokens a task's samples have
 - `lm_eval`: score a task's samples: ask a backend, compute the values
 """

@@ -30,8 +30,9 @@ __all__ = [
 class Subtask:
     """One lm-eval task of the several that a task may consist of.
 
-    `task` is lm-eval's object, or None if it is in a confined process. `filter` is the name of the lm-eval filter whose
-    results are used. `delimiter` is the text between a prompt and its answer, `prefix` the text with which the task
+    `task` is lm-eval's object, or None if it is in a confined process. `categories` are the names of the groups within
+    the whole task that it belongs to, such as `mmlu_stem`. `filter` is the name of the lm-eval filter whose results are
+    used. `delimiter` is the text between a prompt and its answer, `prefix` the text with which the task
     itself begins the answer.
     """
 
@@ -43,6 +44,7 @@ class Subtask:
     higher_is_better: bool
     prefix: str = ""
     delimiter: str = " "
+    categories: tuple[str, ...] = ()
 
     def delimiter_before_answer(self, *, has_template: bool) -> str:
         """The text that lm-eval puts between a prompt and its answer: the delimiter, or "" after a chat template.
@@ -145,11 +147,15 @@ class BuiltTask:
     @property
     def info(self) -> TaskInfo:
         groups = {subtask.name: subtask.num_samples for subtask in self.subtasks} if len(self.subtasks) > 1 else {}
+        categories: dict[str, tuple[str, ...]] = {}
+        for subtask in self.subtasks:
+            categories |= {name: (*categories.get(name, ()), subtask.name) for name in subtask.categories}
         return TaskInfo(
             len(self.order),
             self.higher_is_better,
             self.output_type,
             groups=groups,
+            categories=categories,
             confined_by=self.code.enforced if self.code is not None else "",
         )
 

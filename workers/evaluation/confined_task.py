@@ -256,6 +256,7 @@ def _subtask(facts: Mapping[str, Any]) -> Subtask:
         task=None,
         num_samples=int(facts["num_samples"]),
         higher_is_better=bool(facts["higher_is_better"]),
+        categories=tuple(map(_text, facts.get("categories", ()))),
         **texts,
     )
 

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from workers.models.remote import local_file
 from workers.object_store import is_object_url
 from workers.types import TaskSpec
 
-__all__ = ["MAX_TOKENS", "Prepared", "build", "content_hash", "inline_rows", "prepare"]
+__all__ = ["MAX_TOKENS", "LoadedTasks", "Prepared", "build", "content_hash", "inline_rows", "prepare"]
 
 FEWSHOT_SEED = 1234  # lm-eval's default, so that few-shot prompts are those of its command line
 EXACT_MATCH, PASS_AT_1 = "exact_match", "pass@1"  # the metrics of inline tasks, without and with a program
@@ -55,6 +55,14 @@ class Prepared:
     index: Mapping[str, Any] | None
 
 
+class LoadedTasks(dict[str, Any]):
+    """lm-eval's tasks by name. `categories` has the names of the tasks of each group within a loaded group."""
+
+    def __init__(self, tasks: Mapping[str, Any]) -> None:
+        super().__init__(tasks)
+        self.categories: dict[str, tuple[str, ...]] = {}
+
+
 def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
@@ -72,7 +80,11 @@ def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
         tasks = _load(spec, lambda directory, _: confined_loading(directory, prepared.datasets), index=prepared.index)
     if not tasks:
         raise InvalidTask(f"task {_label(spec)!r}: a group without tasks")
-    subtasks = tuple(_subtask(name, task, spec) for name, task in tasks.items())
+    categories = tasks.categories if isinstance(tasks, LoadedTasks) else {}
+    subtasks = tuple(
+        replace(_subtask(name, task, spec), categories=tuple(c for c, members in categories.items() if name in members))
+        for name, task in tasks.items()
+    )
     directions = {subtask.higher_is_better for subtask in subtasks}
     types = {subtask.output_type for subtask in subtasks}
     if len(directions) > 1:
@@ -271,7 +283,7 @@ def _load_yaml(file: Path) -> dict[str, Any]:
 
 def _loaded(manager: Any, name: str, *, label: str) -> dict[str, Any]:
     try:
-        tasks: dict[str, Any] = manager.load([name])["tasks"]
+        found = manager.load([name])
     except OwnCode:
         raise
     except InvalidTask as error:
@@ -284,6 +296,10 @@ def _loaded(manager: Any, name: str, *, label: str) -> dict[str, Any]:
                 "YAML file or an inline JSONL task over local files, or fill the Hugging Face cache beforehand"
             ) from error
         raise InvalidTask(f"task {label!r}: cannot be built: {reason}") from error
+    tasks = LoadedTasks(found["tasks"])
+    for group in found["groups"].values():
+        for inner in group.get_all_groups():
+            tasks.categories |= {inner.name: tuple(task.task_name for task in inner.get_all_tasks())}
     return tasks
 
 

@@ -6,6 +6,7 @@ merges.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -73,6 +74,9 @@ class Bank:
     together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
     saves memory for a single merge, which needs each statistic once.
 
+    `room_bytes` is the memory of `device` for merging one tensor, or None for no limit. A tensor that needs more is
+    merged on the CPU (`workers.merging.devices`).
+
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
     have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content.
     The results are in the cache in the directory `cache`, or in the default one if `cache` is None. Raises InvalidModel
@@ -89,6 +93,7 @@ class Bank:
         cache: str | Path | None = None,
     ) -> None:
         self.device = torch.device(device)
+        self.room_bytes: int | None = None
         accepted = [each for each in Placement if each is not Placement.GPU or self.device.type != "cpu"]
         if placement not in accepted:
             raise ValueError(f"bank: placement {placement!r}; expected one of {', '.join(accepted)}")
@@ -110,6 +115,7 @@ class Bank:
         self._whole: OrderedDict[Hashable, WholeTaskVector] = OrderedDict()
         self._majorities: dict[Hashable, int] = {}
         self._of_model: dict[bool, tuple[list[str], int]] = {}
+        self._on: dict[torch.device, Bank] = {}  # the same sources for merges on another device
         self._recent = Recent(recent_bytes(self.sources) if keeps_statistics else 0)
         self.num_bytes = self.sources.stored_bytes
         self.placement = Placement(placement)
@@ -388,17 +394,26 @@ class Bank:
             order = self._orders[key] = TieOrder(mask_key(ORDER_SEED, self.sources.fingerprints[alias], name))
         return order
 
-    def merge_on(self, device: torch.device | str) -> None:
-        """Compute merges on `device` from now on; the sources are not moved.
+    def on(self, device: torch.device | str) -> Bank:
+        """A bank of the same sources, in the same memory, whose merges are computed on `device`.
 
-        Cached statistics that are stored on a device, or whose bits depend on it, are dropped.
+        It is this bank if this is its device, and the same object at every call otherwise. The two share those cached
+        statistics that are in host memory and have the same bits on every device. The tensors of adapters are products
+        of matrices, whose bits depend on the device, so statistics of a family with adapters are not shared.
         """
-        if self.device != torch.device(device):
-            self.device = torch.device(device)
-            for known in (self._magnitudes, self._norms, self._recent, self._ranks, self._at_hand):
-                known.clear()
-            self._whole.clear()
-            self._majorities.clear()
+        target = torch.device(device)
+        if target == self.device:
+            return self
+        found = self._on.get(target)
+        if found is None:
+            found = self._on[target] = copy.copy(self)
+            found.device, found._on, found.room_bytes = target, {self.device: self}, None
+            found._at_hand, found._majorities = {}, {}
+            found._recent = Recent(self._recent.max_bytes)
+            if any(view.base is not None for view in self._checkpoints.values()):
+                found._magnitudes, found._products, found._norms, found._ranks = {}, {}, {}, {}
+                found._whole = OrderedDict()
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Placement and size of the sources, as a document for the statistics of engines.
@@ -439,9 +454,12 @@ class Bank:
         self._keeps_ranks = True
 
     def _statistics_bytes(self) -> int:
-        tables, ranks = self._magnitudes.values(), self._ranks.values()
-        of_one_source = sum(table.num_bytes for table in tables) + sum(tensor.nbytes for tensor in ranks)
-        return of_one_source + sum(whole.num_bytes for whole in self._whole.values()) + self._recent.num_bytes
+        banks = (self, *self._on.values())
+        tables = {id(table): table.num_bytes for bank in banks for table in bank._magnitudes.values()}
+        ranks = {id(tensor): tensor.nbytes for bank in banks for tensor in bank._ranks.values()}
+        whole = {id(vector): vector.num_bytes for bank in banks for vector in bank._whole.values()}
+        of_one_source = sum(tables.values()) + sum(ranks.values()) + sum(whole.values())
+        return of_one_source + sum(bank._recent.num_bytes for bank in banks)
 
     def _source(self, alias: str, name: str) -> SourceTensor:
         checkpoint = self._checkpoints.get(alias)
@@ -453,7 +471,10 @@ class Bank:
 
     def _read(self, info: TensorInfo) -> torch.Tensor:
         stored = self._stored[info]
-        return stored if stored.device == self.device else stored.to(self.device, non_blocking=True)
+        if stored.device == self.device:
+            return stored
+        # Work that is queued on a GPU waits for a copy to it. The CPU does not wait for a copy from a GPU.
+        return stored.to(self.device, non_blocking=self.device.type != "cpu")
 
     def _on_cpu(self, key: Key) -> torch.Tensor:
         """A source's tensor, given as (alias, name), on the CPU, where it is sorted for statistics.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from search_spaces.methods import METHODS
 from search_spaces.recipe import Recipe, Source
 from workers.merging.bank import Bank, Key, Mask
+from workers.merging.devices import bank_for
 from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored
 from workers.merging.masks import mask_key
 from workers.merging.merged_tensor import MergedTensor
@@ -68,9 +70,10 @@ def merged_tensors(
     computed.
 
     Each tensor is computed in float32 and rounded once, to `dtype`. Recipes with equal digests give equal bits. A
-    tensor may share memory with the bank and must not be written to. `into` may be a function that returns the memory
-    for a tensor of a name and shape: contiguous, of `dtype`, on the bank's device. This saves time, because allocating
-    memory takes longer than filling it. If the destinations exist already, `merge_into` is faster.
+    tensor may share memory with the bank and must not be written to. It is on the bank's device, or on the CPU if that
+    device has too little memory for it (`devices`). `into` may be a function that returns the memory for a tensor of a
+    name and shape: contiguous, of `dtype`, on the bank's device. This saves time, because allocating memory takes
+    longer than filling it. If the destinations exist already, `merge_into` is faster.
 
     With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
     but do not load Numba, which saves time for small merges (`is_small`). Raises the errors of `plan_tensors`, before
@@ -81,8 +84,9 @@ def merged_tensors(
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for tensor in plan.tensors:
             if names is None or any(name in names for name in tensor.shapes()):
-                computation = _Computation.of(tensor, plan, bank, compiles=compiles)
-                merged = computation.result(bank, dtype, None if tensor.pieces else into)
+                own = bank_for(tensor, plan, bank, dtype)
+                computation = _Computation.of(tensor, plan, own, compiles=compiles)
+                merged = computation.result(own, dtype, None if tensor.pieces or own is not bank else into)
                 yield from ((name, part) for name, part in tensor.split(merged) if names is None or name in names)
 
     return tensors()
@@ -105,12 +109,13 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
     """Compute the merged tensors named in `destinations`, and write them to the memory given there.
 
     This is the fastest way to merge, because several tensors are computed at a time. The memory is contiguous, of one
-    dtype, and on the same device as the source weights (`bank`). Raises the errors of `plan_tensors`.
+    dtype, and on the device of `bank`. A tensor for which this device has too little memory is computed on the CPU and
+    copied (`devices`). Raises the errors of `plan_tensors`.
     """
     plan = plan_tensors(recipe, bank)
-    together = []
+    together: dict[Bank, list[tuple[int, _Computation]]] = {}
 
-    def write(computation: _Computation) -> None:
+    def write(bank: Bank, computation: _Computation) -> None:
         if computation.tensor.pieces:
             merged = computation.result(bank, next(iter(destinations.values())).dtype, None)
             for name, part in computation.tensor.split(merged):
@@ -118,18 +123,21 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
                     destinations[name].copy_(part)
             return
         destination = destinations[computation.tensor.name]
-        merged = computation.result(bank, destination.dtype, lambda name, shape: destination)
+        is_there = destination.device == bank.device
+        merged = computation.result(bank, destination.dtype, (lambda name, shape: destination) if is_there else None)
         if merged is not destination:
             destination.copy_(merged)
 
     for tensor in plan.tensors:
         if destinations.keys() & tensor.shapes():
-            computation = _Computation.of(tensor, plan, bank)
+            own = bank_for(tensor, plan, bank, next(iter(destinations.values())).dtype)
+            computation = _Computation.of(tensor, plan, own)
             if tensor.merge.method in FUSED:
-                together.append((math.prod(tensor.shape), computation))
+                together.setdefault(own, []).append((math.prod(tensor.shape), computation))
             else:  # in torch, which has threads of its own
-                write(computation)
-    for_each(write, together, bank.device)
+                write(own, computation)
+    for own, computations in together.items():
+        for_each(partial(write, own), computations, own.device)
 
 
 def sources_of(

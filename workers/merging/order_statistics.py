@@ -46,6 +46,8 @@ __all__ = [
 # The table holds one element in SPACING, 8 bytes for 128 elements. It leaves a rank undecided among at most 127
 # elements.
 SPACING = 128
+# Marks of equal elements are computed for this many at a time: a mark takes ten times the memory of an element.
+TIES_AT_ONCE = 1 << 20
 # The most elements with magnitudes from one entry of a table to the next, if the entries before and after these two
 # have other magnitudes.
 MOST_LEFT = 3 * SPACING
@@ -78,8 +80,9 @@ class Threshold:
         """
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
-        at = equal.nonzero().flatten()
-        reached[at] = order.marks_at(at) >= self.mark
+        for start in range(0, equal.numel(), TIES_AT_ONCE):
+            at = equal[start : start + TIES_AT_ONCE].nonzero().flatten().add_(start)
+            reached[at] = order.marks_at(at) >= self.mark
         return reached.view(magnitudes.shape)
 
 

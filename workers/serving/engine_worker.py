@@ -78,6 +78,7 @@ class EngineWorker:
                 replica=self.name,
                 swap_count=swap.swap_count,
                 engine=f"vllm, {self.engine.dtype}, {self.engine.sources}"
+                + (f", {swap.off_device}" if swap.off_device else "")
                 + (f", code of tasks confined by {confined_by}" if confined_by else ""),
                 canaries=canaries,
             ),

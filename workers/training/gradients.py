@@ -51,8 +51,9 @@ class CoefficientGradients:
     Merges are written, one at a time, into a transformers model, which is replaced if a merge has other layers. `tasks`
     has the task of each objective; all tasks must have right answers (`references.lack_of_references`). `options` are
     the options of the study's engines, which define prompts and dtype. float32 replaces float16, in which gradients
-    vanish. Sums over tensors are in float32 or finer.
-    `placement` is the place where the source weights are kept. `recomputes` saves the memory of activations, and takes
+    vanish. Sums over tensors are in float32 or finer. `placement` is the place where the source weights are kept.
+    `device` computes; it is not looked for, because a GPU that this process sees may be an engine's. `recomputes` saves
+    the memory of activations, and takes
     a third more time. Equal calls give equal bits on the same device with the same number of threads, independent of
     earlier calls. All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be
     used.
@@ -65,12 +66,12 @@ class CoefficientGradients:
         tasks: Mapping[str, TaskSpec],
         *,
         placement: Placement | str = Placement.MAPPED,
-        device: str | None = None,
+        device: str = "cpu",
         recomputes: bool = False,
         max_tokens: int = MAX_TOKENS,
         cache: str | Path | None = None,
     ) -> None:
-        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        target = torch.device(device)
         if target.type == "cpu":
             keep_freed_memory()
         if target.type == "cuda":  # cuBLAS reads this at its first use, and needs it for deterministic products

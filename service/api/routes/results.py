@@ -7,33 +7,49 @@ from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from search_spaces.preferences import parse_preference
+from search_spaces.study.file import parse_benchmarks
+from search_spaces.study.yaml import parse_document
 from service.api.conditional import NOT_MODIFIED, answer
-from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Services, Study, TrialNumber
+from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Sender, Services, Study, TrialNumber
 from service.api.prefix import below_root
+from service.api.presenters import job_document
 from service.api.problems import Json, Refusal, refusals
+from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
 from service.errors import NotFound
 from service.jobs.search.kind import SEARCH
 from service.resolved_study import ResolvedStudy
-from service.results.documents import has_directions, pareto, trial_document
+from service.results.documents import benchmarks_document, has_directions, pareto, trial_document
 from service.results.feasibility import has_constraints
 from service.results.preference import choices
 from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.series import CHARTS
 from service.results.summary import summary
-from service.schemas.api import PlotsDocument, TrialsDocument
-from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
+from service.schemas.api import PlotsDocument, StudyDocument, TrialsDocument
+from service.schemas.files import BenchmarksDocument, ParetoDocument, SummaryDocument, TrialDocument
 from service.schemas.recipe import RecipeDocument
-from service.types import JobRecord, TrialRecord, TrialState
+from service.studies.benchmarks import study_with
+from service.types import JobRecord, JobState, TrialRecord, TrialState
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["results"])
 
 MAX_PAGE = 1000
+
+# OpenAPI description of the body that adds benchmarks.
+BENCHMARKS_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "description": "The keys `benchmarks` and `contamination` of a study file. Its paths must be absolute: the "
+        "server reads them.",
+        "content": {media: {"schema": {"type": "object"}} for media in (*JSON_TYPES, *YAML_TYPES)},
+    }
+}
 # Both are derived from the declared charts.
 PlotName: Any = Literal[*CHARTS]
 PlotDocument: Any = Union[*(chart.series_type for chart in CHARTS.values())]
@@ -156,6 +172,54 @@ async def get_plot(
 ) -> Response:
     """The data series of a plot of a study, as numbers."""
     return await answer(request, services.records, study.id, CHARTS[name].json)
+
+
+@router.get(
+    "/studies/{study_id:segment}/benchmarks",
+    response_model=None,
+    responses={200: {"model": BenchmarksDocument}, **NOT_MODIFIED, **refusals(404)},
+)
+async def get_benchmarks(study: Study, services: Context, request: Request) -> Response:
+    """The results of a study on its benchmarks so far, as in its summary."""
+    return await answer(request, services.records, study.id, _benchmarks)
+
+
+@router.post(
+    "/studies/{study_id:segment}/benchmarks",
+    status_code=202,
+    response_model=None,
+    responses={
+        202: {"model": StudyDocument, "description": "The study continues with the benchmark stage."},
+        **refusals(404, 409, 413, 415, 422, 503),
+    },
+    openapi_extra=BENCHMARKS_BODY,
+)
+async def add_benchmarks(study: Study, services: Context, request: Request, sender: Sender) -> Response:
+    """Add benchmarks to a study that is COMPLETE, and score what is not scored yet.
+
+    A benchmark of the study may be named again, with the same task and metric: it is then scored on more trials, or
+    again on trials that failed. Stored samples are not scored again. A study that is not COMPLETE is refused (409).
+    """
+    is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
+    added = parse_benchmarks(parse_document(await read_body(request), "the request's body", is_json=is_json))
+    if study.state is not JobState.COMPLETE:
+        raise Refusal(
+            409,
+            f"study {study.name!r} is {study.state.value}; benchmarks can be added to a study that is COMPLETE, or are "
+            "written into its study file",
+        )
+    trials = await run_in_threadpool(services.store.trial_numbers, study.id)
+    document = study_with(study, added, trials=trials).canonical()
+    await services.preflight.check_benchmarks(document, study, client=sender.name)
+    names = [spec.name for spec in added.benchmarks]
+    record = await run_in_threadpool(services.store.add_benchmarks, study, document, names=names)
+    services.cluster.wake()
+    (view,) = await run_in_threadpool(SEARCH.view, [record], services.store, services.artifacts)
+    return Json(job_document(record, SEARCH, view, cluster=services.cluster), status_code=202)
+
+
+def _benchmarks(run: RunRecord) -> bytes:
+    return Json.encode(benchmarks_document(run.benchmarks))
 
 
 def _pareto(run: RunRecord) -> bytes:

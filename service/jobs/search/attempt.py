@@ -1,4 +1,4 @@
-"""One attempt at a study, from its stored state to its end: alignments, search, held-out stage, verification.
+"""One attempt at a study, from its stored state to its end: alignments, search, the stages after it, verification.
 
 Callers connect to Ray and open the scorer.
 """
@@ -23,25 +23,30 @@ from service.jobs.heartbeat import ENGINE, SCORING_PATIENCE_S, VERIFYING_PATIENC
 from service.jobs.search.progress import ProgressReporter, ProgressSnapshot
 from service.jobs.search.verification import verify_trials
 from service.resolved_study import ResolvedStudy
-from service.results.selection import best_trial, held_out
+from service.results.selection import best_trial, chosen_trials, held_out
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.store.documents import (
     ALIGNMENT_COST,
+    BENCHMARKS,
     CANARIES,
+    CONTAMINATION,
     VERIFICATION,
     AlignmentCost,
     Canaries,
     read_alignment_cost,
+    read_benchmarks,
+    read_contamination,
     read_verification,
 )
 from service.studies.preflight.algorithm import GRADIENT
+from service.studies.preflight.contamination import overlaps_of, unsearched_names
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
 from service.tune.coordinator import Coordinator
-from service.tune.plan import Baseline, baselines_of
+from service.tune.plan import Baseline, Benchmark, baselines_of
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.completions import SourceCompletions
 from service.tune.searchers import get_searcher
@@ -180,6 +185,8 @@ def execute(
     writer.set_state(JobState.RUNNING)
     try:
         plan = preflight.plan(study_id, resolved, baselines=_baselines(store, study_id, preflight))
+        _keep_facts(store, writer, plan.benchmarks)
+        _keep_overlaps(store, writer, preflight)
         algorithm = resolved.algorithm or preflight.study.search.algorithm
         setting = preflight.search_setting(
             num_baselines=len(plan.baselines), batch=plan.batch, version=resolved.searcher_version
@@ -206,7 +213,7 @@ def execute(
         )
         expected = preflight.expected_samples()
         refined = 0 if plan.refinement is None else plan.refinement.options.paths * sum(plan.rung_samples[-1].values())
-        planned = preflight.within_limit(expected.search + refined) + expected.holdout
+        planned = preflight.within_limit(expected.search + refined) + expected.holdout + expected.benchmarks
         snapshots = _Snapshots(coordinator, preflight, planned, _planned_steps(algorithm, setting))
         watch = _EngineWatch(scorer, writer, heartbeat)
 
@@ -246,7 +253,8 @@ def execute(
             is_closed = _is_closed(coordinator, close)
         heartbeat.send()
         if not preflight.study.limits.keep_responses:
-            writer.delete_texts(keep=described_recipes(store, study_id, coordinator.trials, preflight.tasks.objectives))
+            trials, objectives = coordinator.trials, preflight.tasks.objectives
+            writer.delete_texts(keep=described_recipes(store, study_id, trials, objectives, benchmarks=plan.benchmarks))
         reasons = [reason for reason in (coordinator.end_of_search, not_verified) if reason]
         writer.set_state(JobState.COMPLETE, "; ".join(reasons) or None)
         observer("complete")
@@ -270,15 +278,48 @@ def _checkpoints(
 
 
 def described_recipes(
-    store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
+    store: Store,
+    study_id: str,
+    trials: Sequence[TrialRecord],
+    objectives: Sequence[Objective],
+    *,
+    benchmarks: Sequence[Benchmark] = (),
 ) -> list[str]:
     """Digests, sorted, of the recipes whose responses are never removed from a complete study.
 
-    They are the recipes of trials that are scored on holdout data, and of trials that were verified. A response is the
-    text that a merge generated for a sample.
+    They are the recipes of trials that are scored on holdout data or benchmarks, and of trials that were
+    verified. A response is the text that a merge generated for a sample.
     """
     verified = {report.recipe_digest for report in read_verification(store.document(study_id, VERIFICATION)).reports}
-    return sorted(verified | {trial.recipe.digest for trial in held_out(trials, objectives)})
+    scored = {trial.recipe.digest for b in benchmarks for trial in chosen_trials(b.trials, trials, objectives)}
+    return sorted(verified | scored | {trial.recipe.digest for trial in held_out(trials, objectives)})
+
+
+def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]) -> None:
+    """Store what the samples of each benchmark are of.
+
+    Raises StudyFailed if samples of a benchmark with the same name but another task or other data are stored.
+    """
+    stored = {facts.name: facts for facts in read_benchmarks(store.document(writer.job_id, BENCHMARKS))}
+    for benchmark in benchmarks:
+        known = stored.get(benchmark.name, benchmark.facts)
+        if known.task_digest != benchmark.facts.task_digest:
+            raise StudyFailed(
+                f"benchmark {benchmark.name}: its task or data have changed since it was first scored; restore "
+                "them, or add a benchmark of another name"
+            )
+    now = stored | {benchmark.name: benchmark.facts for benchmark in benchmarks}
+    if now != stored:
+        writer.set_document_named(BENCHMARKS, [asdict(facts) for facts in now.values()])
+
+
+def _keep_overlaps(store: Store, writer: JobWriter, preflight: PreflightResult) -> None:
+    """Store how much of each holdout entry and benchmark overlaps with the search data, unless it is stored."""
+    study, tasks = preflight.study, preflight.tasks
+    stored = read_contamination(store.document(writer.job_id, CONTAMINATION))
+    if {f"{overlap.section}.{overlap.name}" for overlap in stored} != unsearched_names(study):
+        found = overlaps_of(study, tasks.search, tasks.unsearched)
+        writer.set_document_named(CONTAMINATION, [asdict(overlap) for overlap in found])
 
 
 def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple[Baseline, ...]:
@@ -354,7 +395,7 @@ class _Snapshots:
             study=study.name,
             stage=self._coordinator.stage,
             trials={state: sum(trial.state is state for trial in trials) for state in TrialState},
-            max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.max_trials,
+            max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.num_proposals,
             bracket=position[0] if position else None,
             rung=position[1] if position else None,
             rungs=tuple(max(samples.values()) for samples in self._preflight.budget.rung_samples),

@@ -13,8 +13,10 @@ from search_spaces.study.file import Study
 from service.disk import free_bytes, gib
 from service.errors import NotFound
 from service.jobs.search.local_run import prepared_in, read_run
+from service.store.documents import Overlap
 from service.store.steps import GradientRequest
 from service.studies.preflight.algorithm import GRADIENT
+from service.studies.preflight.contamination import overlaps_of
 from service.studies.preflight.durations import expected_time
 from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.result import ExpectedSamples, PreflightResult, refinement_of
@@ -47,6 +49,7 @@ class CheckedPlan:
     - `hours`, `most_hours`: rough estimates of the running time for these two numbers of tokens
     - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available; the bytes available are left out for
       machines whose memory is not known
+    - `overlaps`: for each holdout entry and benchmark, how much of it is in the search data
     - `absent_models`: models whose weights must be downloaded first
     """
 
@@ -73,6 +76,7 @@ class CheckedPlan:
     disk_bytes: dict[str, int]
     absent_models: tuple[str, ...]
     engine_remark: str
+    overlaps: tuple[Overlap, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,7 +98,9 @@ class CheckedPlan:
                 f"samples   {least}{search:,} in the search{saved}, "
                 + (f"about {holdout:,}" if holdout else "none")
                 + " held out"
+                + (f", about {self.samples.benchmarks:,} on benchmarks" if self.samples.benchmarks else "")
                 + (f", gradients charged as up to {self.step_samples:,}" if self.step_samples else ""),
+                *self._overlap(),
                 *self._limit(),
                 f"time      very roughly {_range(_duration(self.hours), _duration(self.most_hours))}, by "
                 f"this machine's arithmetic speed and "
@@ -107,6 +113,21 @@ class CheckedPlan:
                 *([f"engine    {self.engine_remark}"] if self.engine_remark else []),
                 *self._download(),
             )
+        )
+
+    def _overlap(self) -> tuple[str, ...]:
+        """Lines of the printed plan about items of held-out data and benchmarks that are also in the search data."""
+        if not self.overlaps:
+            return ()
+        found = [overlap for overlap in self.overlaps if overlap.num_ngrams]
+        if not found:
+            return ("overlap   none of the items of held-out data and benchmarks are in the search data",)
+        return tuple(
+            f"overlap   {each.num_ngrams:,} of {each.num_items:,} items of {each.section} {each.name} "
+            f"({each.share:.1%}) are in the search data, {each.num_exact:,} of them whole"
+            + ", allowed"
+            * each.is_allowed
+            for each in found
         )
 
     def _limit(self) -> tuple[str, ...]:
@@ -185,7 +206,7 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
         step_samples=step_samples,
         scheduler=study.fidelity.scheduler,
         rungs=tuple(dict(rung) for rung in preflight.budget.rung_samples),
-        trials={"extras": len(preflight.baselines()), "search": study.search.max_trials},
+        trials={"extras": len(preflight.baselines()), "search": study.search.num_proposals},
         samples=samples,
         max_samples=study.limits.max_samples,
         samples_used=_samples_used(directory),
@@ -207,6 +228,7 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
         },
         absent_models=tuple(sorted({named(place) for place in places if is_metadata_only(Path(place))})),
         engine_remark=preflight.models.engine_note,
+        overlaps=overlaps_of(study, preflight.tasks.search, preflight.tasks.unsearched),
     )
 
 

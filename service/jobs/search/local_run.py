@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from search_spaces.study.file import Study, same_but_limits
+from search_spaces.study.benchmarks import AddedBenchmarks
+from search_spaces.study.file import Study, same_but_limits, with_benchmarks
 from search_spaces.study.models import AnotherStudy
 from service.cluster.session import check_reachable
 from service.disk import artifacts_dir, locked
@@ -29,6 +30,7 @@ from service.results.record import RunRecord
 from service.results.report import render_report
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.studies.benchmarks import study_with
 from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
@@ -37,7 +39,7 @@ from service.tune.searchers.hm3 import FIRST_GAMMA
 from service.types import JobRecord, JobState
 from workers.errors import EngineUnavailable
 
-__all__ = ["DATABASE", "open_run", "prepared_in", "read_run", "run_study"]
+__all__ = ["DATABASE", "evaluate_run", "open_run", "prepared_in", "read_run", "run_study"]
 
 DATABASE = "study.db"
 
@@ -50,6 +52,7 @@ def run_study(
     exports: bool = False,
     resources: Resources,
     observer: Callable[[str], None] = lambda _: None,
+    continues: bool = False,
 ) -> RunRecord:
     """Run `study` in `directory` to its end, or resume it there, write its result files and return its record.
 
@@ -60,6 +63,7 @@ def run_study(
         exports: Check also that the best merge can be exported to `directory`/export. Nothing is exported.
         resources: Functions that connect to Ray and open scoring replicas.
         observer: Called as soon as something is stored, with a word for it, such as "chunk", "rung" or "complete".
+        continues: Whether a COMPLETE study continues, so that benchmarks that failed are scored.
 
     Raises:
         InvalidStudy: The study has problems; nothing was started.
@@ -71,11 +75,12 @@ def run_study(
     if not (directory / DATABASE).exists():  # an existing study may be finished and need no Ray
         check_reachable()
     export_dir = directory / EXPORT if exports else None
+    study = _with_stored_benchmarks(directory, study)
     preflight = prepared_in(directory, study, export_dir=export_dir, note=view.note)
     with locked(directory):
         store = Store(f"sqlite:///{directory / DATABASE}")
         try:
-            record = _created_or_resumed(store, study, preflight, directory)
+            record = _created_or_resumed(store, study, preflight, directory, continues=continues)
             try:
                 if record.state is not JobState.COMPLETE:
                     _continue(store, record, preflight, directory, resources=resources, view=view, observer=observer)
@@ -85,6 +90,25 @@ def run_study(
             return result
         finally:
             store.close()
+
+
+def evaluate_run(
+    directory: Path,
+    added: AddedBenchmarks,
+    *,
+    view: ProgressReporter,
+    resources: Resources,
+    observer: Callable[[str], None] = lambda _: None,
+) -> RunRecord:
+    """Add benchmarks to the study in `directory`, score what is not scored yet, and return the study's record.
+
+    The study continues from where it is, so an unfinished one also finishes its search. The other arguments and errors
+    are those of `run_study`. Also raises NotFound if there is no study in `directory`, and InvalidStudy if a benchmark
+    does not fit the study.
+    """
+    with read_run(directory) as (store, record):
+        study = study_with(record, added, trials=store.trial_numbers(record.id))
+    return run_study(study, directory, view=view, resources=resources, observer=observer, continues=True)
 
 
 def _continue(
@@ -118,14 +142,16 @@ def prepared_in(
     `service.studies.preflight.examine.examine`. Raises InvalidStudy with every problem.
     """
     before: ResolvedStudy | None = None
+    accepted: Study | None = None
     with suppress(NotFound), read_run(directory) as (_, record):
-        before = ResolvedStudy.of(record)
+        before, accepted = ResolvedStudy.of(record), Study.model_validate(record.document)
     return prepared(
         study,
         open_study=open_run,
         directory=sources_in or directory,
         artifacts_in=artifacts_dir(directory),
         before=before,
+        accepted=accepted,
         note=note,
         **options,
     )
@@ -157,7 +183,21 @@ def open_run(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
         yield found
 
 
-def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, directory: Path) -> JobRecord:
+def _with_stored_benchmarks(directory: Path, study: Study) -> Study:
+    """The study with the benchmarks that were added to the one in `directory`, if there is one.
+
+    Benchmarks of the study file itself come first, and replace stored ones of the same name.
+    """
+    with suppress(NotFound), read_run(directory) as (_, record):
+        named = {spec.name for spec in study.benchmarks}
+        stored = [spec for spec in Study.model_validate(record.document).benchmarks if spec.name not in named]
+        return with_benchmarks(study, AddedBenchmarks(benchmarks=tuple(stored))) if stored else study
+    return study
+
+
+def _created_or_resumed(
+    store: Store, study: Study, preflight: PreflightResult, directory: Path, *, continues: bool
+) -> JobRecord:
     resolved = preflight.resolved()
     studies = store.jobs()
     if not studies:
@@ -169,7 +209,7 @@ def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, 
     if differing := same_but_limits(before, study):
         raise Conflict(
             f"{directory}: holds another study ({before.name!r}); these fields differ: {', '.join(differing)}; "
-            "only limits and a larger search.max_trials may change; give another directory"
+            "only limits, a larger search.max_trials and more benchmarks may change; give another directory"
         )
     check_unchanged(record, resolved)
     if study.search.max_trials > before.search.max_trials and has_begun(store.steps(record.id)):
@@ -178,11 +218,11 @@ def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, 
             f"{before.search.max_trials} trials, because its front is refined (search.refinement); give another "
             "directory"
         )
-    if before != study:
+    if before != study or (continues and record.state is JobState.COMPLETE):
         writer = store.open_attempt(record.id)
         writer.set_document(study.canonical())
         if record.state is JobState.COMPLETE:
-            writer.set_state(JobState.STOPPED, "limits or max_trials were raised")
+            writer.set_state(JobState.STOPPED, "limits were raised, or trials or benchmarks were added")
         record = store.job(record.id)
     return record
 

@@ -16,6 +16,7 @@ from service.disk import artifacts_dir
 from service.resolved_study import ResolvedStudy
 from service.studies.chains import OpenStudy, with_exported_sources
 from service.studies.policies.start import check_start
+from service.studies.preflight.contamination import check_overlaps, unsearched_names
 from service.studies.preflight.examine import examine
 from service.studies.preflight.models import with_revisions
 from service.studies.preflight.result import PreflightResult
@@ -34,6 +35,7 @@ def prepared(
     directory: Path,
     artifacts_in: str | Path | None = None,
     before: ResolvedStudy | None = None,
+    accepted: Study | None = None,
     access: FileAccess | None = None,
     note: Callable[[str], None] = logger.info,
     **options: Any,
@@ -48,6 +50,8 @@ def prepared(
             below `directory`. If it is an object store, merges of other studies are stored there.
         before: For a study that continues, the resolved study that was stored when the study was created, with the
             commits of its hub models. None for a new study.
+        accepted: The study file that was accepted before, for a study that continues; its held-out data and benchmarks
+            are not compared with search data again.
         access: The files that may be read besides the exported merges; None means all files.
         note: Called with messages about the progress.
         **options: Further arguments of `service.studies.preflight.examine.examine`.
@@ -64,6 +68,12 @@ def prepared(
     if before is not None:
         exported = with_revisions(exported, replace(before, chained={}))
     preflight = examine(exported, chained=chained, access=access, note=note, **options)
+    check_overlaps(
+        study,
+        preflight.tasks.search,
+        preflight.tasks.unsearched,
+        accepted=() if accepted is None else unsearched_names(accepted),
+    )
     if before is None:
         check_start(preflight, open_study=open_study, artifacts_in=artifacts_in)
         check_warm_start(preflight, open_study=open_study)

@@ -53,6 +53,8 @@ def verify_trials(
         return None
     known = {report.trial: report for report in read_verification(document).reports}
     spans = _spans(preflight, options.samples)
+    if not spans:
+        return "not verified: no objective has samples"
     chosen = _chosen(preflight, options, trials, known)
     reports = {trial.number: known[trial.number] for trial in chosen if trial.number in known}
     for trial in chosen:

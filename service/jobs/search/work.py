@@ -30,14 +30,15 @@ def work(attempt: Attempt) -> None:
     since it was created, and the errors of the function `continue_study`.
     """
     job = attempt.job
-    before = ResolvedStudy.of(job)
+    before, study = ResolvedStudy.of(job), Study.model_validate(job.document)
     open_study = on_server(attempt.store)
     preflight = prepared(
-        Study.model_validate(job.document),
+        study,
         open_study=open_study,
         directory=data_dir_of(attempt.work_dir),
         artifacts_in=attempt.artifacts.location,
         before=before,
+        accepted=study,
         access=before.access,
         available_bytes=sys.maxsize,  # no engine runs in this process; the request's check compared memory
         note=attempt.progressed,

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from service.results.format import duration, sample_count, search_sentences
 from service.results.record import RunRecord
+from service.results.report.benchmarks import benchmarks_section
 from service.results.report.charts import Bar, stacked_bar
 from service.results.report.coefficients import coefficients_picture
 from service.results.report.descents import descents_section
@@ -56,6 +57,7 @@ def render_report(run: RunRecord) -> str:
         settings=_settings(run, document["constraints"]),
         search=search_sentences(document["search"]),
         holdout=holdout_section(run, best=best.number if best else None),
+        benchmarks=benchmarks_section(run, best=best.number if best else None),
         history=history_section(run),
         descents=descents_section(run),
         policies=policies_section(run),

@@ -6,7 +6,7 @@ from service.results.format import duration, violation_text
 from service.results.record import RunRecord
 from service.results.series.front import FrontPoint
 from service.results.series.history import HistoryPoint
-from service.schemas.files import EstimateDocument, HoldoutDocument, SummaryDocument
+from service.schemas.files import BenchmarkRowDocument, EstimateDocument, HoldoutDocument, SummaryDocument
 from service.types import Origin, TrialResult
 
 __all__ = ["headline", "interval_text", "key_figures", "number_text", "point_name", "row_name", "trial_name"]
@@ -36,8 +36,8 @@ def point_name(point: HistoryPoint | FrontPoint) -> str:
     return f"trial {point.trial}" if point.origin == Origin.SEARCH else point.label
 
 
-def row_name(row: HoldoutDocument) -> str:
-    """Name of a row of the held-out table in the report: the trial's number, or the label of a baseline."""
+def row_name(row: HoldoutDocument | BenchmarkRowDocument) -> str:
+    """Name of a row of held-out data or benchmarks in the report: the trial's number, or the label of a baseline."""
     return f"trial {row['trial']}" if row["origin"] == Origin.SEARCH else row["label"]
 
 

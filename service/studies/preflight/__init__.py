@@ -5,7 +5,10 @@
 - `files`: the files that a study may name when it was sent over HTTP
 - `models`: models, weights and engine support; that a study's models are unchanged
 - `algorithm`: the choice of a study's searcher
+- `recipes`: recipes that a study scores in place of a search
 - `tasks`: tasks, objectives and prompts
+- `contamination`: search data that are also in held-out data or benchmarks
+- `gradients`: where gradients are computed
 - `resources`: GPUs and memory
 - `dtype`: the dtype of a study's engine
 - `durations`: the expected duration of a study

@@ -32,14 +32,20 @@ def algorithm_of(
     space: SearchSpace,
     tasks: Mapping[str, TaskSpec],
     problems: list[Problem],
+    *,
+    lack_of_room: str = "",
 ) -> Algorithm:
     """Choose a study's searcher, and add a problem to `problems` for each part of the study that it does not support.
+
+    `lack_of_room` says why no device has room for gradients; it is "" if one has, and for a space without gradients.
 
     The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have reference
     answers, because that is best in tests/benchmarks/bench_search.py; otherwise it means the searcher that the
     declaration of `auto` names. Preference vectors need a searcher or a space that uses them.
     """
-    found = _algorithm_of(study, space, tasks, problems)
+    if study.search.recipes:
+        return Algorithm("random", "the study scores given recipes and searches nothing")
+    found = _algorithm_of(study, space, tasks, problems, lack_of_room)
     declared = SEARCHERS[found.name]
     why = f", and auto is {found.name} here as {found.reason}" if study.search.algorithm == AUTO else ""
     paths = space.parameters.structure
@@ -164,7 +170,7 @@ def iterations_ahead(num_policies: int) -> int:
 
 
 def _algorithm_of(
-    study: Study, space: SearchSpace, tasks: Mapping[str, TaskSpec], problems: list[Problem]
+    study: Study, space: SearchSpace, tasks: Mapping[str, TaskSpec], problems: list[Problem], lack_of_room: str
 ) -> Algorithm:
     named = study.search.algorithm
     problems += unsupported(
@@ -175,7 +181,7 @@ def _algorithm_of(
     )
     if named not in (AUTO, GRADIENT):
         return Algorithm(named, "the study names it")
-    lack = _lack_of_gradients(study, space, tasks)
+    lack = _lack_of_gradients(study, space, tasks) or lack_of_room or None
     if lack is None:
         reason = "merges in this space have gradients, and all objectives have reference answers"
         return Algorithm(GRADIENT, "the study names it" if named == GRADIENT else reason)
@@ -194,10 +200,20 @@ def _lack_of_gradients(study: Study, space: SearchSpace, tasks: Mapping[str, Tas
     return _lack_of_references(tasks)
 
 
-def check_refinement(study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem]) -> None:
-    """Add a problem to `problems` if the front is to be refined, and an objective has no reference answers."""
-    if study.search.refinement is not None and (lack := _lack_of_references(tasks)) is not None:
+def check_refinement(
+    study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem], *, lack_of_room: str = ""
+) -> None:
+    """Add a problem to `problems` if the front is to be refined, and gradients cannot be computed.
+
+    Every objective must have reference answers. `lack_of_room` is the reason if no device has room for gradients.
+    """
+    if study.search.refinement is None:
+        return
+    lack = _lack_of_references(tasks)
+    if lack is not None:
         problems.append(Problem("search.refinement", f"{lack}; gradients need them; leave it out"))
+    elif lack_of_room:
+        problems.append(Problem("search.refinement", f"there is no room for gradients: {lack_of_room}; leave it out"))
 
 
 def _lack_of_references(tasks: Mapping[str, TaskSpec]) -> str | None:

@@ -8,8 +8,9 @@ from service.engine_machines import runs_on_gpus
 
 if TYPE_CHECKING:
     from search_spaces.study.file import Study
+    from workers.models.family import ResolvedFamily
 
-__all__ = ["DTYPE_BYTES", "engine_dtype"]
+__all__ = ["DTYPE_BYTES", "dtype_note", "engine_dtype"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,3 +24,23 @@ def engine_dtype(study: Study) -> str:
     if study.engine.dtype != "auto":
         return study.engine.dtype
     return "bfloat16" if runs_on_gpus() else "float32"
+
+
+def dtype_note(study: Study, sources: ResolvedFamily | None) -> str:
+    """A message if `dtype: auto` makes engines compute in bfloat16 while models are stored in float16, else "".
+
+    bfloat16 has 8 significant bits, float16 has 11.
+    """
+    if sources is None or study.engine.dtype != "auto" or engine_dtype(study) != "bfloat16":
+        return ""
+    finer = [
+        alias
+        for alias, checkpoint in sources.checkpoints.items()
+        if any(info.dtype == "F16" for info in checkpoint.own)
+    ]
+    if not finer:
+        return ""
+    return (
+        f"dtype: auto is bfloat16 on GPUs, and {', '.join(finer)} are stored in float16: merges are rounded to 8 "
+        "significant bits in place of 11; write engine: {dtype: float16} to keep them"
+    )

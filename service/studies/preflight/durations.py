@@ -47,7 +47,7 @@ class ExpectedTime:
 
 
 def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedTime:
-    """Estimate the hours for the search, the held-out stage and the start of engines, and the tokens of a sample.
+    """Estimate the hours for the search, the stages after it and the start of engines, and the tokens of a sample.
 
     Gradients are counted as `step_samples` samples in total. The first samples of each task are tokenized to find the
     lengths of prompts and answers. Raises InvalidStudy with every task whose prompts cannot be built.
@@ -58,8 +58,16 @@ def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedT
     held_out = _mean(
         lengths["holdout"], {name: info.num_samples for name, info in preflight.tasks.holdout_infos.items()}
     )
-    parts = ((preflight.within_limit(samples.search + step_samples), searched), (samples.holdout, held_out))
-    num_samples = sum(number for number, _ in parts)
+    benchmarks = preflight.tasks.benchmarks
+    scored = _mean(
+        lengths["benchmarks"], {b.name: preflight.num_scored_on(b) * b.facts.num_samples for b in benchmarks}
+    )
+    parts = (
+        (preflight.within_limit(samples.search + step_samples), searched),
+        (samples.holdout, held_out),
+        (samples.benchmarks, scored),
+    )
+    num_samples = sum(number for number, _ in parts) or 1
     least_tokens = sum(number * (lengths.read + lengths.answered) for number, lengths in parts)
     most_tokens = sum(number * (lengths.read + lengths.limit) for number, lengths in parts)
     deepest = (
@@ -100,9 +108,13 @@ def operations_per_s(threads: int) -> float:
 
 
 def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
-    """Mean length of a sample of each task, in tokens, by section of the study file and objective."""
+    """Mean length of a sample of each task, in tokens, by section of the study file and name."""
     prompts = Prompts(open_sources(preflight.models.family).result_dir, preflight.engine_options)
-    specs = {"objectives": preflight.tasks.search, "holdout": preflight.tasks.holdout}
+    specs = {
+        "objectives": preflight.tasks.search,
+        "holdout": preflight.tasks.holdout,
+        "benchmarks": {benchmark.name: benchmark.task for benchmark in preflight.tasks.benchmarks},
+    }
     found: dict[str, dict[str, Lengths]] = {section: {} for section in specs}
     problems = []
     for place, objective in preflight.study.with_tasks():
@@ -121,7 +133,7 @@ def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Len
 
     `lengths` and `num_samples` are by the objective's name.
     """
-    total = sum(num_samples[name] for name in lengths)
+    total = sum(num_samples[name] for name in lengths) or 1
     shares = {name: num_samples[name] / total for name in lengths}
     return Lengths(
         sum(share * lengths[name].read for name, share in shares.items()),
@@ -131,13 +143,14 @@ def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Len
 
 
 def _num_evaluations(preflight: PreflightResult) -> int:
-    """Number of evaluations that a study is expected to make, at all rungs and on holdout data.
+    """Number of evaluations that a study is expected to make, at all rungs, on holdout data and on benchmarks.
 
-    An evaluation scores one trial at one rung, or on the holdout data. It is assumed, as in
+    An evaluation scores one trial at one rung, on the holdout data, or on one benchmark. It is assumed, as in
     `PreflightResult.expected_samples`, that no trial fails and no two recipes are equal. On holdout data, four
     finalists are assumed besides the baselines.
     """
     num_baselines = len(preflight.baselines())
-    brackets = bracket_plan(preflight.budget.cycle, preflight.study.search.max_trials)
+    brackets = bracket_plan(preflight.budget.cycle, preflight.study.search.num_proposals)
     search = num_baselines + sum(sum(bracket.sizes) for bracket in brackets)
-    return search + (num_baselines + 4 if preflight.tasks.holdout else 0)
+    benchmarks = sum(map(preflight.num_scored_on, preflight.tasks.benchmarks))
+    return search + (num_baselines + preflight.num_finalists if preflight.tasks.holdout else 0) + benchmarks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +17,15 @@ from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.preferences import equal_preference
-from search_spaces.spaces.base import AlignedSpace, LayeredSpace, SearchSpace
+from search_spaces.spaces.base import AlignedSpace, DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.file import Study
 from service.disk import gib, lack_of_space
 from service.engine_machines import VARIABLE, EngineMachines
 from service.resolved_study import ChainedSource
 from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of, check_refinement
-from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from service.studies.preflight.dtype import DTYPE_BYTES, dtype_note, engine_dtype
 from service.studies.preflight.files import check_files
+from service.studies.preflight.gradients import GradientPlace, gradient_place
 from service.studies.preflight.models import (
     check_engine,
     check_layers,
@@ -33,9 +35,10 @@ from service.studies.preflight.models import (
     searched_models,
     start_probe,
 )
+from service.studies.preflight.recipes import given_recipes
 from service.studies.preflight.resources import check_devices, check_memory, machines_for, plan_memory
 from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks, refinement_of
-from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
+from service.studies.preflight.tasks import benchmarks_of, check_prompts, check_tasks, objectives_of
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
 from workers.types import TaskInfo
@@ -85,10 +88,14 @@ def examine(
     tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, access=access)
     holdout = dict(enumerate(study.holdout))
     holdout_tasks, holdout_infos = check_tasks(holdout, "holdout", study, problems, access=access)
+    specs = dict(enumerate(study.benchmarks))
+    benchmark_tasks, benchmark_infos = check_tasks(specs, "benchmarks", study, problems, access=access)
+    benchmarks = benchmarks_of(study, benchmark_tasks, benchmark_infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     check_devices(study, sources, problems)
     algorithm: Algorithm | None = None
     size: ModelSize | None = None
+    gradients: GradientPlace | None = None
     if sources is not None:
         # Reading the weights takes minutes and gives the fingerprints that the space's recipes need. So the space is
         # built before, with aliases in place of fingerprints, to report its problems and to choose the searcher, and
@@ -98,25 +105,34 @@ def examine(
         if isinstance(unread, LayeredSpace):
             max_layers = unread.max_layers
             size = model_size(sources, max_layers)
+        elif len(study.scored_objectives) < len(study.objectives):
+            size = model_size(sources, sources.layout.num_layers)
         largest = sources.num_parameters if size is None else int(size.most("parameters"))
         export_bytes = largest * DTYPE_BYTES[engine_dtype(study)]
         check_layers(study, sources, problems)
         aligns = isinstance(unread, AlignedSpace) and unread.alignment != "none"
         if aligns:
             _check_alignments(infos, problems)
+        for_engines = machines_for(study, known=machines, available_bytes=available_bytes)
+        plan = partial(plan_memory, study, sources, for_engines, aligns=aligns)
+        lack_of_room = ""
+        if isinstance(unread, DifferentiableSpace) or study.search.refinement is not None:
+            gradients, lack_of_room = gradient_place(
+                study,
+                sources,
+                for_engines,
+                plan=lambda place: plan(max_layers=max_layers, gradients_on=place.device if place else None),
+            )
         if unread is not None:
-            algorithm = algorithm_of(study, unread, tasks, problems)
-        check_refinement(study, tasks, problems)
-        computes_gradients = algorithm is not None and algorithm.name == GRADIENT
-        computes_gradients |= study.search.refinement is not None
-        plan = partial(
-            plan_memory,
-            study,
-            sources,
-            machines_for(study, known=machines, available_bytes=available_bytes),
-            computes_gradients=computes_gradients,
-            aligns=aligns,
-        )
+            algorithm = algorithm_of(study, unread, tasks, problems, lack_of_room=lack_of_room)
+        is_refined = study.search.refinement is not None
+        check_refinement(study, tasks, problems, lack_of_room=lack_of_room)
+        is_needed = is_refined or (algorithm is not None and algorithm.name == GRADIENT)
+        if not is_needed:
+            gradients = None
+        elif algorithm is not None and gradients is not None and gradients.reason:
+            algorithm = replace(algorithm, reason=f"{algorithm.reason}; {gradients.reason}")
+        plan = partial(plan, gradients_on=gradients.device if gradients else None)
         memory = plan(max_layers=max_layers)
         check_prompts(study, sources.result_dir, problems)
         shorter = range(sources.layout.num_layers, max_layers)
@@ -131,12 +147,13 @@ def examine(
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):
             problems.append(Problem("", f"--export: {lack}"))
     objectives = objectives_of(study, infos, size, problems)
-    engine_note = check_engine(study, probe, problems)
+    engine_note = "; ".join(filter(None, (check_engine(study, probe, problems), dtype_note(study, sources))))
     if problems or sources is None:
         raise InvalidStudy(tuple(problems))
     before_weights()
     sources = check_weights(sources, problems, downloads=downloads, note=note)
     space = _examine_space(study, sources, sources.fingerprints, problems)
+    recipes = given_recipes(study, sources, problems, max_layers=max_layers, note=note)
     if problems or space is None or algorithm is None:
         raise InvalidStudy(tuple(problems))
     models = StudyModels(
@@ -153,12 +170,14 @@ def examine(
     return PreflightResult(
         study=study,
         models=models,
-        tasks=StudyTasks(objectives, tasks, infos, holdout_tasks, holdout_infos),
+        tasks=StudyTasks(objectives, tasks, infos, holdout_tasks, holdout_infos, benchmarks),
         budget=StudyBudget(rung_samples, cycle),
         space=space,
         algorithm=algorithm,
         memory=memory,
+        gradients=gradients,
         access=access,
+        recipes=recipes,
     )
 
 
@@ -182,7 +201,7 @@ def _examine_fidelity(
             has = f"{size}" if rest == size else f"{size}, of which search.fit_share={share:g} leaves {rest} to score"
             message = f"{full} samples requested, objective {spec.name!r} has {has}; use at most {rest}"
             problems.append(Problem(f"objectives.{index}.rungs" if spec.rungs else place, message))
-    num_rungs = len(next(iter(counts.values())))
+    num_rungs = len(next(iter(counts.values()), (None,)))  # costs alone need no samples, and have one rung
     samples = tuple({name: counts[name][rung] or scored[name] for name in infos} for rung in range(num_rungs))
     cycle = bracket_cycle(
         fidelity.scheduler,
@@ -219,6 +238,8 @@ def _check_sample_limit(
         chosen=study.search.baselines,
     )
     totals = [sum(samples.values()) for samples in rung_samples]
+    if study.search.recipes:
+        return
     first, *_ = bracket_plan(cycle, study.search.max_trials)
     is_whole = study.fidelity.scheduler == "hyperband" and first.first_rung < len(totals) - 1
     least = len(baselines) * totals[-1] + (first.samples(totals) if is_whole else totals[-1])
@@ -246,6 +267,8 @@ def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
     Without preference vectors in the study file, the result is a single vector of equal weights.
     """
     names = tuple(spec.name for spec in study.scored_objectives.values())
+    if not names:
+        return ()
     given = study.search.preferences
     vectors = (equal_preference(len(names)),) if given is None else given.weights(names, seed=study.search.seed)
     return tuple(dict(zip(names, vector, strict=True)) for vector in vectors)

@@ -34,14 +34,15 @@ class FilesRefused(InvalidStudy):
     """
 
 
-def check_files(study: Study, access: FileAccess | None) -> None:
-    """Check that a study names only files, directories and hub models that `access` allows.
+def check_files(study: Study, access: FileAccess | None, *, section: str = "") -> None:
+    """Check that a study, or one `section` of its file, names only files and models that `access` allows.
 
     If `access` is None, all files are allowed. Raises FilesRefused with each file, directory and hub model that is not
     allowed. Files that task files refer to, such as included files, are checked when they are read
     (`workers.evaluation`).
     """
-    if access is not None and (problems := tuple(_problems(study, access))):
+    found = () if access is None else _problems(study, access)
+    if problems := tuple(problem for problem in found if problem.field.startswith(section)):
         raise FilesRefused(problems)
 
 
@@ -49,6 +50,9 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
     for place, model in (("base", study.models.base), *((f"experts.{a}", m) for a, m in study.models.named.items())):
         if reason := model_refusal(model, access):
             yield Problem(f"models.{place}", reason)
+    for place, file in _recipe_files(study):
+        if reason := access.refusal(file):
+            yield Problem(place, reason)
     for place, spec in study.with_tasks():
         is_inline = isinstance(spec.task, InlineTask)
         file = spec.task.file if isinstance(spec.task, InlineTask) else spec.task
@@ -67,7 +71,7 @@ def model_refusal(model: str, access: FileAccess) -> str | None:
 
 
 def task_files(study: Study) -> Iterator[tuple[str, str]]:
-    """The files that a study names as tasks, each as (place in the study file, path of the file).
+    """The files that a study names as tasks and recipes, each as (place in the study file, path of the file).
 
     A place is a dotted path of keys, such as "objectives.0.task".
     """
@@ -76,6 +80,13 @@ def task_files(study: Study) -> Iterator[tuple[str, str]]:
             yield f"{place}.task.file", spec.task.file
         elif spec.task.endswith((".yaml", ".yml")):
             yield f"{place}.task", spec.task
+    yield from _recipe_files(study)
+
+
+def _recipe_files(study: Study) -> Iterator[tuple[str, str]]:
+    for index, given in enumerate(study.search.recipes):
+        if given.file is not None:
+            yield f"search.recipes.{index}.file", given.file
 
 
 def model_path_problem(model: str) -> str | None:

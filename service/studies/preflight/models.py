@@ -71,7 +71,7 @@ def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
             f"study {record.name!r}: was created with version {stored.searcher_version} of the searcher "
             f"{stored.algorithm}, this program has versions up to {known}; continue it with the program that created it"
         )
-    for key in ("fingerprints", "tasks", "holdout_tasks"):
+    for key in ("fingerprints", "tasks", "holdout_tasks", "recipes"):
         before: Mapping[str, str] = getattr(stored, key)
         now: Mapping[str, str] = getattr(resolved, key)
         if before != now:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from search_spaces.errors import Problem
 from search_spaces.study.file import Study
@@ -28,6 +29,8 @@ __all__ = [
     "MemoryPlan",
     "check_devices",
     "check_memory",
+    "gradient_model_bytes",
+    "gradient_value_bytes",
     "machines_for",
     "plan_memory",
 ]
@@ -55,7 +58,7 @@ class MemoryPlan:
     available_bytes: int | None
     """None if it is not known."""
     gradient_bytes: int = 0
-    """Bytes of the gradient actor; 0 if there is none."""
+    """Bytes of host memory of the gradient actor; 0 if there is none."""
     gpu_weight_bytes: int = 0
     """Bytes of one merge's weights on each GPU; 0 if the engine has no GPU, or merges have any number of layers."""
     gpu_bytes: int | None = None
@@ -142,7 +145,7 @@ def plan_memory(
     sources: ResolvedFamily,
     machines: Sequence[EngineMachines],
     *,
-    computes_gradients: bool = False,
+    gradients_on: Literal["cuda", "cpu"] | None = None,
     max_layers: int = 0,
     aligns: bool = False,
 ) -> MemoryPlan:
@@ -151,7 +154,8 @@ def plan_memory(
     The plan is for one machine; if there are several, this machine has only a part of the replicas. `machines` are the
     groups of machines that can run engines: the plan is for the first machine that the study fits on, or for the
     machine with most memory if it fits on none. `max_layers` is the number of layers of the longest merge if merges
-    have any number of layers, else 0. With `aligns`, merges may have alignments between layers.
+    have any number of layers, else 0. With `aligns`, merges may have alignments between layers. `gradients_on` is the
+    device of the gradient actor; None if there is none.
     """
     replicas = math.ceil(study.engine.replicas / sum(group.most for group in machines))
     plans = [
@@ -160,7 +164,7 @@ def plan_memory(
             study,
             sources,
             replicas=replicas,
-            computes_gradients=computes_gradients,
+            gradients_on=gradients_on,
             max_layers=max_layers,
             aligns=aligns,
         )
@@ -176,7 +180,7 @@ def _plan_on(
     sources: ResolvedFamily,
     *,
     replicas: int,
-    computes_gradients: bool,
+    gradients_on: Literal["cuda", "cpu"] | None,
     max_layers: int,
     aligns: bool,
 ) -> MemoryPlan:
@@ -198,19 +202,31 @@ def _plan_on(
     weights = held * copies * element_bytes + sources.num_parameters * ranks
     keeps_recent = any(PLAIN[method].uses & OF_SEVERAL for method in study.search_space.merge_methods)
     statistics = recent_bytes(sources) if keeps_recent else 0
-    # One merged model, and the gradient of its largest tensor.
-    largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
-    model = 0 if machines.num_gpus else (sources.num_parameters + largest) * element_bytes
+    model = gradient_model_bytes(sources, gradient_value_bytes(study, "cpu")) if gradients_on == "cpu" else 0
     on_gpu = sources.num_parameters * element_bytes // study.engine.tensor_parallel_size
     return MemoryPlan(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
         engine_bytes=weights + statistics + ENGINE_OVERHEAD_BYTES,
         replicas=replicas,
         available_bytes=machines.memory_bytes,
-        gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if computes_gradients else 0,
+        gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if gradients_on else 0,
         gpu_weight_bytes=on_gpu if machines.num_gpus and not max_layers else 0,
         gpu_bytes=machines.gpu_bytes,
     )
+
+
+def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
+    """Bytes of one merged model and of the gradient of its largest tensor, each value of `value_bytes` bytes."""
+    largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
+    return (sources.num_parameters + largest) * value_bytes
+
+
+def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:
+    """Bytes of a value where gradients are computed on `device`: 2 in bfloat16, else 4.
+
+    float32 replaces float16, and `dtype: auto` is bfloat16 on a GPU only.
+    """
+    return 2 if study.engine.dtype == "bfloat16" or (study.engine.dtype == "auto" and device == "cuda") else 4
 
 
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:

@@ -11,14 +11,16 @@ from search_spaces.costs import ModelSize
 from search_spaces.fidelity import Bracket, bracket_plan, open_brackets
 from search_spaces.objectives import Objective
 from search_spaces.preferences import equal_preference
+from search_spaces.recipe import Recipe
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import Study
 from service.resolved_study import ChainedSource, ResolvedStudy
 from service.studies.preflight.algorithm import Algorithm, iterations_ahead, num_policies_of
+from service.studies.preflight.gradients import GradientPlace
 from service.studies.preflight.resources import MemoryPlan
-from service.tune.plan import Baseline, Plan, RefinementPlan
+from service.tune.plan import Baseline, Benchmark, Plan, RefinementPlan
 from service.tune.proposing.gradient_actor import GradientInputs
 from service.tune.searchers.base import Observation, SearchSetting
 from service.types import Origin
@@ -46,14 +48,19 @@ STALENESS_PER_REPLICA = 6
 BATCHES_AHEAD = 8
 
 
+# Trials on the front besides the baselines that estimates of cost assume.
+ASSUMED_FINALISTS = 4
+
+
 @dataclass(frozen=True)
 class ExpectedSamples:
     """Numbers of samples that a study is expected to score.
 
     `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
     at full budget. All of them include baselines, which take `baselines` samples in the search and `holdout_baselines`
-    in the held-out stage. With the scheduler asha, `search` is a lower bound: asha decides early, so it also promotes
-    trials that later turn out not to be among the best of their rung.
+    in the held-out stage. `benchmarks` is for the benchmark stage. With the scheduler asha, `search` is a lower
+    bound: asha decides early, so it also promotes trials that later turn out not to be among the best of their
+    rung.
     """
 
     search: int
@@ -61,6 +68,7 @@ class ExpectedSamples:
     full_budget: int
     baselines: int
     holdout_baselines: int
+    benchmarks: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,8 @@ class StudyModels:
 class StudyTasks:
     """The objectives of a study, with their tasks on search data and on holdout data by the objective's name.
 
-    `search_infos` and `holdout_infos` have facts about each task, such as its number of samples.
+    `benchmarks` are the study's benchmarks, whose tasks are scored after the search. `search_infos` and
+    `holdout_infos` have facts about each task, such as its number of samples.
     """
 
     objectives: tuple[Objective, ...]
@@ -104,6 +113,12 @@ class StudyTasks:
     search_infos: Mapping[str, TaskInfo]
     holdout: Mapping[str, TaskSpec]
     holdout_infos: Mapping[str, TaskInfo]
+    benchmarks: tuple[Benchmark, ...] = ()
+
+    @property
+    def unsearched(self) -> dict[str, Mapping[str, TaskSpec]]:
+        """The tasks that the search must not see, by section of the study file and name."""
+        return {"holdout": self.holdout, "benchmarks": {each.name: each.task for each in self.benchmarks}}
 
 
 @dataclass(frozen=True)
@@ -144,9 +159,11 @@ class PreflightResult:
         space: Search space of the study.
         algorithm: Searcher of the study, and why it was chosen.
         memory: Memory that the study needs.
+        gradients: Where gradients are computed; None if the searcher needs none.
         access: Files that the study may read; None for all.
         start: Checkpoints from which the policies start (`service.studies.policies.start`).
         observed: Results of an earlier study that the searcher begins with (`service.studies.warm_start`).
+        recipes: Given recipes, which are scored in place of a search, with their names.
     """
 
     study: Study
@@ -156,9 +173,11 @@ class PreflightResult:
     space: SearchSpace
     algorithm: Algorithm
     memory: MemoryPlan
+    gradients: GradientPlace | None = None
     access: FileAccess | None = None
     start: tuple[bytes, ...] = ()
     observed: tuple[Observation, ...] = ()
+    recipes: tuple[tuple[str, Recipe], ...] = ()
 
     @property
     def concurrency(self) -> int:
@@ -190,6 +209,7 @@ class PreflightResult:
             algorithm_reason=self.algorithm.reason,
             searcher_version=SEARCHERS[self.algorithm.name].version,
             chained=self.models.chained,
+            recipes={name: recipe.digest for name, recipe in self.recipes},
         )
 
     @property
@@ -240,7 +260,15 @@ class PreflightResult:
         space = self.space if isinstance(self.space, DifferentiableSpace) else None
         if space is None and self.study.search.refinement is None:
             return None
-        return GradientInputs(self.models.family, self.engine_options, dict(self.tasks.search), space)
+        place = self.gradients or GradientPlace("cpu")
+        return GradientInputs(
+            self.models.family,
+            self.engine_options,
+            dict(self.tasks.search),
+            space,
+            device=place.device,
+            recomputes=place.recomputes,
+        )
 
     @property
     def _num_repeated(self) -> int:
@@ -269,10 +297,11 @@ class PreflightResult:
             holdout_tasks=self.tasks.holdout,
             rung_samples=self.budget.rung_samples,
             holdout_samples={name: info.num_samples for name, info in self.tasks.holdout_infos.items()},
+            benchmarks=self.tasks.benchmarks,
             scheduler=self.study.fidelity.scheduler,
             cycle=self.budget.cycle,
             eta=self.study.fidelity.reduction_factor,
-            max_trials=self.study.search.max_trials,
+            max_trials=self.study.search.num_proposals,
             max_staleness=resolved.max_staleness,
             open_brackets=resolved.open_brackets,
             batch=resolved.batch,
@@ -288,7 +317,10 @@ class PreflightResult:
         )
 
     def baselines(self) -> tuple[Baseline, ...]:
-        """The baselines of a new study, scored before the search."""
+        """The merges of a new study that are scored before the search: baselines, and given recipes.
+
+        A given recipe that is also a baseline is scored once, as the baseline.
+        """
         aliases = tuple(expert.alias for expert in self.models.family.experts)
         found = all_baselines(
             base=self.models.family.base.alias,
@@ -298,7 +330,25 @@ class PreflightResult:
             tokenizer=self.models.family.tokenizer,
             chosen=self.study.search.baselines,
         )
-        return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
+        baselines = tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
+        known = {recipe.digest for _, _, recipe in baselines}
+        return baselines + tuple((Origin.USER, name, own) for name, own in self.recipes if own.digest not in known)
+
+    @property
+    def num_finalists(self) -> int:
+        """Number of trials on the front, besides baselines, that estimates of cost assume."""
+        return 0 if self.recipes else ASSUMED_FINALISTS
+
+    def num_scored_on(self, benchmark: Benchmark) -> int:
+        """Number of trials that are expected to be scored on a benchmark."""
+        origins = [origin for origin, _, _ in self.baselines()]
+        numbers = {
+            "finalists": self.num_finalists,
+            "sources": origins.count(Origin.SOURCE),
+            "published": origins.count(Origin.PUBLISHED),
+            "recipes": origins.count(Origin.USER),
+        }
+        return sum(numbers.get(choice, 1) if isinstance(choice, str) else 1 for choice in benchmark.trials)
 
     def within_limit(self, num_samples: int) -> int:
         """`num_samples`, or the study's limit of samples if that is smaller."""
@@ -311,14 +361,15 @@ class PreflightResult:
         The whole plan is counted, even if `limits.max_samples` may end the search earlier (`within_limit`).
         """
         totals = [sum(samples.values()) for samples in self.budget.rung_samples]
-        brackets = bracket_plan(self.budget.cycle, self.study.search.max_trials)
+        brackets = bracket_plan(self.budget.cycle, self.study.search.num_proposals)
         num_baselines = len(self.baselines())
         baselines = num_baselines * totals[-1]
         per_row = sum(info.num_samples for info in self.tasks.holdout_infos.values())
         return ExpectedSamples(
             search=baselines + sum(bracket.samples(totals) for bracket in brackets),
-            holdout=per_row * (num_baselines + 4),  # assumes four trials on the front besides the baselines
-            full_budget=baselines + self.study.search.max_trials * totals[-1],
+            holdout=per_row * (num_baselines + self.num_finalists),
+            full_budget=baselines + self.study.search.num_proposals * totals[-1],
             baselines=baselines,
             holdout_baselines=per_row * num_baselines,
+            benchmarks=sum(self.num_scored_on(b) * b.facts.num_samples for b in self.tasks.benchmarks),
         )

@@ -12,7 +12,9 @@ from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
-from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec
+from search_spaces.study.objectives import CostSpec, InlineTask, ScoredTask
+from service.store.documents import BenchmarkFacts
+from service.tune.plan import Benchmark
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
@@ -21,20 +23,20 @@ from workers.file_access import FileAccess
 from workers.models.tokenizers import check_tokenizer
 from workers.types import TaskInfo, TaskSpec
 
-__all__ = ["check_prompts", "check_tasks", "objectives_of"]
+__all__ = ["benchmarks_of", "check_prompts", "check_tasks", "objectives_of", "task_spec"]
 
 
 def check_tasks(
-    specs: Mapping[int, ObjectiveSpec],
+    specs: Mapping[int, ScoredTask],
     section: str,
     study: Study,
     problems: list[Problem],
     *,
     access: FileAccess | None = None,
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
-    """Check the tasks in a section of the study file, "objectives" or "holdout".
+    """Check the tasks in a section of the study file, "objectives", "holdout" or "benchmarks".
 
-    `specs` are the section's entries by position. Returns two mappings by the objective's name: the tasks in the form
+    `specs` are the section's entries by position. Returns two mappings by the entry's name: the tasks in the form
     from which replicas build them, and facts about their data. `access` limits the files that task files may refer to;
     None is no limit.
     """
@@ -42,30 +44,83 @@ def check_tasks(
     infos: dict[str, TaskInfo] = {}
     for index, spec in specs.items():
         try:
-            content = None
-            task: str | dict[str, Any]
-            if isinstance(spec.task, InlineTask):
-                task = spec.task.description()
-                content = content_hash(spec.task.file)
-            else:
-                task = spec.task
-                if Path(task).suffix in (".yaml", ".yml"):
-                    content = content_hash(task)
-            tasks[spec.name] = TaskSpec(
-                task=task,
-                metric=spec.metric,
-                filter=spec.filter,
-                split=spec.split,
-                num_fewshot=spec.num_fewshot,
-                max_tokens=spec.max_tokens,
-                content=content,
-                permutation_seed=study.search.seed,
-                access=access,
-            )
+            tasks[spec.name] = task_spec(spec, seed=study.search.seed, access=access)
             infos[spec.name] = check_task(tasks[spec.name])
         except InvalidTask as error:
             problems.append(Problem(f"{section}.{index}.{error.field}", str(error)))
     return tasks, infos
+
+
+def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> TaskSpec:
+    """The task of an entry of the study file, in the form from which replicas build it, with all that its prompts are.
+
+    `seed` fixes the order of its samples. Raises InvalidTask if its file cannot be read.
+    """
+    content = None
+    task: str | dict[str, Any]
+    if isinstance(spec.task, InlineTask):
+        task = spec.task.description()
+        content = content_hash(spec.task.file)
+    else:
+        task = spec.task
+        if Path(task).suffix in (".yaml", ".yml"):
+            content = content_hash(task)
+    return TaskSpec(
+        task=task,
+        metric=spec.metric,
+        filter=spec.filter,
+        split=spec.split,
+        num_fewshot=spec.num_fewshot,
+        max_tokens=spec.max_tokens,
+        content=content,
+        permutation_seed=seed,
+        access=access,
+    )
+
+
+def benchmarks_of(
+    study: Study, tasks: Mapping[str, TaskSpec], infos: Mapping[str, TaskInfo], problems: list[Problem]
+) -> tuple[Benchmark, ...]:
+    """The benchmarks of a study, each with its direction and range.
+
+    A benchmark whose task could not be built is left out. Benchmarks of a group must have equal directions and ranges,
+    because their values are averaged.
+    """
+    found: list[Benchmark] = []
+    groups: dict[str, Objective] = {}
+    for index, spec in enumerate(study.benchmarks):
+        if spec.name not in infos:
+            continue
+        info, task = infos[spec.name], tasks[spec.name]
+        facts = BenchmarkFacts(
+            name=spec.name,
+            metric=spec.metric,
+            direction=spec.direction or ("maximize" if info.higher_is_better else "minimize"),
+            range=spec.range,
+            task_digest=task.digest,
+            num_samples=info.num_samples,
+            subtasks=tuple(info.groups.items()),
+            categories=info.categories,
+            seed=study.search.seed,
+        )
+        try:
+            objective = facts.objective
+        except InvalidStudy as error:
+            problems.extend(Problem(f"benchmarks.{index}", problem.message) for problem in error.problems)
+            continue
+        found.append(Benchmark(facts, task, spec.trials))
+        if spec.group is None:
+            continue
+        first = groups.setdefault(spec.group, objective)
+        if (objective.direction, objective.bounds) != (first.direction, first.bounds):
+            problems.append(
+                Problem(
+                    f"benchmarks.{index}.group",
+                    f"{spec.group}: {spec.name} ({objective.direction}, {list(objective.bounds)}) and {first.name} "
+                    f"({first.direction}, {list(first.bounds)}) have no common average; give one of them another group",
+                )
+            )
+    return tuple(found)
 
 
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:

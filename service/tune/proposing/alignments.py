@@ -108,6 +108,7 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
     """
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
+    device = "cuda" if num_gpus else "cpu"
     read: Any = ray.remote(num_cpus=TASK_CPUS, num_gpus=num_gpus)(_read)
     fit: Any = ray.remote(num_cpus=TASK_CPUS)(_fit)
     needed: dict[str, set[int]] = {}
@@ -120,7 +121,7 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
     is_held_out: dict[str, Any] = {}
     for alias in sorted(needed):
         before = sorted(needed[alias])
-        *found, is_held_out[alias] = read.options(num_returns=len(before) + 1).remote(inputs, alias, before)
+        *found, is_held_out[alias] = read.options(num_returns=len(before) + 1).remote(inputs, alias, before, device)
         rows |= zip([(alias, layer) for layer in before], found, strict=True)
     return {
         ((first, layer), (second, after)): fit.remote(
@@ -130,10 +131,11 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
     }
 
 
-def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[Any]:
-    """Read the activations before certain layers of one model of the pool, as a Ray task.
+def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int], device: str) -> list[Any]:
+    """Read the activations before certain layers of one model of the pool, as a Ray task on `device`.
 
-    `alias` names the model, `before` has the indices of the layers. Returns a pair of NumPy arrays for each of these
+    `alias` names the model, `before` has the indices of the layers. GPUs are visible to tasks that reserved none, so
+    the device is not looked for. Returns a pair of NumPy arrays for each of these
     layers: the activations of all tokens except the first of each text, and the activations of the first tokens. The
     last element of the list is a boolean array that is True for the rows of the pairs' first arrays that are held out
     from fitting.
@@ -142,9 +144,8 @@ def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int]) -> list[An
     family = on_this_machine(inputs.family)
     sources = open_sources(family)  # its directory may be temporary
     prompts = prompts_of(sources.result_dir, inputs.options, inputs.tasks, inputs.positions)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bank = Bank(family, Placement.MAPPED, device=device)
-    model = TrainableModel(bank, torch.float32, device=device)
+    model = TrainableModel(bank, torch.float32, device=torch.device(device))
     with torch.no_grad():
         merge_into(inputs.pool[alias], bank, model.memory)
     activations = read_activations(model.module, prompts)

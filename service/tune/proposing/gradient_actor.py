@@ -27,13 +27,16 @@ class GradientInputs:
     """The input of a gradient actor: models, engine options, the objectives' tasks by name, and the coefficients.
 
     `space` has the coefficients of the merges, which requests name by their values; None if `use_coefficients` sets
-    them before each request.
+    them before each request. `device` is the device on which the actor computes ("cpu" or "cuda"), and `recomputes`
+    says whether it computes activations twice to save their memory.
     """
 
     family: Family
     options: EngineOptions
     tasks: dict[str, TaskSpec]
     space: Coefficients | None = None
+    device: str = "cpu"
+    recomputes: bool = False
 
 
 class GradientActor:
@@ -116,7 +119,13 @@ class GradientActor:
             inputs = self._inputs
             if inputs.options.threads:
                 torch.set_num_threads(inputs.options.threads)
-            self._opened = CoefficientGradients(on_this_machine(inputs.family), inputs.options, inputs.tasks)
+            self._opened = CoefficientGradients(
+                on_this_machine(inputs.family),
+                inputs.options,
+                inputs.tasks,
+                device=inputs.device,
+                recomputes=inputs.recomputes,
+            )
         if self._completions is not None:
             self._opened.set_completions(self._completions)
             self._completions = None

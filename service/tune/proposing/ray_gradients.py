@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -16,7 +17,7 @@ from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 from workers.types import Completions
 
-__all__ = ["ACTOR_DEATH", "MAX_DEATHS", "RayGradients"]
+__all__ = ["ACTOR_DEATH", "MAX_DEATHS", "RayGradients", "on_free_device"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ ACTOR_CPUS = 0.1
 class RayGradients:
     """Computes losses and gradients of merges, one request at a time, in a gradient actor on Ray.
 
-    The actor has a GPU if one is free when it starts. `inputs` is the actor's input. `pending` is the call whose result
-    is awaited, for `ray.wait`.
+    The actor computes on the device of its `inputs`, or on the CPU if this is a GPU and engines have all of them.
+    `pending` is the call whose result is awaited, for `ray.wait`.
     """
 
     def __init__(self, inputs: GradientInputs) -> None:
@@ -100,11 +101,21 @@ class RayGradients:
 
     def _start(self) -> None:
         """Start the actor. It runs its calls in order, so later requests have its coefficients and completions."""
-        # Where engines have all GPUs, the actor computes on the CPU: it would wait for a GPU forever.
-        num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
+        inputs = on_free_device(self._inputs, ray.available_resources())
         kind: Any = ray.remote(GradientActor)
-        self.actor = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(self._inputs)
+        self.actor = kind.options(num_cpus=ACTOR_CPUS, num_gpus=int(inputs.device == "cuda")).remote(inputs)
         if self._completions is not None:
             self.actor.use_completions.remote(self._completions())
         if self._coefficients is not None:
             self.actor.use_coefficients.remote(self._coefficients)
+
+
+def on_free_device(inputs: GradientInputs, resources: Mapping[str, float]) -> GradientInputs:
+    """The inputs of a gradient actor with a device that is free; `resources` are Ray's free resources.
+
+    An actor that is planned for a GPU computes on the CPU if no GPU is free, because it would wait for one forever.
+    """
+    if inputs.device != "cuda" or resources.get("GPU", 0) >= 1:
+        return inputs
+    logger.warning("no GPU is free for gradients, so the CPU computes them")
+    return replace(inputs, device="cpu")

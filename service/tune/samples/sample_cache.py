@@ -24,7 +24,8 @@ __all__ = ["SampleCache"]
 class SampleCache:
     """The stored sample values of one study, in memory, by recipe.
 
-    Trials with equal recipes share their samples. Holdout data have a single rung, which has all samples.
+    Trials with equal recipes share their samples. Holdout data have a single rung, which has all samples. A rung of
+    benchmark data is the benchmark of this position in `Plan.benchmarks`, with all its samples.
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
@@ -68,7 +69,7 @@ class SampleCache:
         Chunks are stored whole, so gaps between stored samples exist only where an attempt was interrupted or void
         samples were removed.
         """
-        samples, tasks = self._targets(rung, split)
+        samples, tasks = self._num_samples(rung, split), self._tasks(split)
         known = self._values[split].get(digest, {})
         missing = {
             name: np.flatnonzero(np.isnan(with_room(known.get(name), stop)[:stop])).tolist()
@@ -85,7 +86,7 @@ class SampleCache:
 
         `positions` has sample positions by objective, in ascending order.
         """
-        return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
+        return _chunks(_spans(positions, self._tasks(split)), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe | StoredRecipe, rung: int) -> RungRecord:
         """Estimates of a recipe's values at a rung of the search; all samples of the rung must be stored.
@@ -93,7 +94,7 @@ class SampleCache:
         The result also has the values of objectives that are costs of the recipe, which need no samples.
         """
         samples = self._plan.rung_samples[rung]
-        known = self._values[Split.SEARCH][recipe.digest]
+        known = self._values[Split.SEARCH].get(recipe.digest, {})  # costs alone have no samples
         values: dict[str, float] = {}
         standard_errors: dict[str, float | None] = {}
         for objective, stop in samples.items():
@@ -141,10 +142,24 @@ class SampleCache:
 
         return tuple(difference(objective) for objective in self._plan.objectives)
 
-    def _targets(self, rung: int, split: Split) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
-        if split == Split.HOLDOUT:
-            return self._plan.holdout_samples, self._plan.holdout_tasks
-        return self._plan.rung_samples[rung], self._plan.tasks
+    def _num_samples(self, rung: int, split: Split) -> Mapping[str, int]:
+        match split:
+            case Split.SEARCH:
+                return self._plan.rung_samples[rung]
+            case Split.HOLDOUT:
+                return self._plan.holdout_samples
+            case Split.BENCHMARK:
+                benchmark = self._plan.benchmarks[rung]
+                return {benchmark.name: benchmark.facts.num_samples}
+
+    def _tasks(self, split: Split) -> Mapping[str, TaskSpec]:
+        match split:
+            case Split.SEARCH:
+                return self._plan.tasks
+            case Split.HOLDOUT:
+                return self._plan.holdout_tasks
+            case Split.BENCHMARK:
+                return {benchmark.name: benchmark.task for benchmark in self._plan.benchmarks}
 
 
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:

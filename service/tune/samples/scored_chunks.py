@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from search_spaces.objectives import Objective
 from service.results.ranges import out_of_range
 from service.store import JobWriter, Store
 from service.tune.evaluation import Evaluation
@@ -89,7 +90,7 @@ class ScoredChunks:
         if self._rescoring.is_void(result.evidence.replica, result.evidence.canaries):
             return False
         result = self._provenance.check(evaluation, result)
-        for warning in out_of_range(trial, self._plan.objectives, split, result.values):
+        for warning in out_of_range(trial, self._objectives(split), split, result.values):
             self._writer.add_event(EventKind.OUT_OF_RANGE, warning.to_json())
         again, changed = self._rescoring.compare(evaluation, result, self._trials.values())
         known = tuple(s for s in result.samples if (s.objective, s.position) not in changed)
@@ -103,6 +104,11 @@ class ScoredChunks:
         num_scored = len(known) - len(again) if split is Split.SEARCH else None
         self._trials.count_chunk(trial, result.timings_s, num_scored=num_scored)
         return True
+
+    def _objectives(self, split: Split) -> tuple[Objective, ...]:
+        if split is Split.BENCHMARK:
+            return tuple(benchmark.objective for benchmark in self._plan.benchmarks)
+        return self._plan.objectives
 
     def are_complete(self, evaluation: Evaluation) -> bool:
         """Whether all samples of the evaluation are stored, and none of them is to be scored again."""

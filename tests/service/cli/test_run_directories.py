@@ -23,7 +23,7 @@ def test_other_study_names_differing_fields(place: Workplace) -> None:
     message = place.refused("run", place.write(search__seed=7, search__max_trials=5), "--out", place.run_dir)
     assert message == (
         f"{place.run_dir}: holds another study ('small'); these fields differ: search.max_trials, search.seed; "
-        "only limits and a larger search.max_trials may change; give another directory"
+        "only limits, a larger search.max_trials and more benchmarks may change; give another directory"
     )
 
 

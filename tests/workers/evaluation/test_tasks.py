@@ -236,6 +236,20 @@ def test_group_is_one_task_stratified_by_its_subtasks(tmp_path: Path) -> None:
     assert task.document(0).split("/")[0] in ("first", "second")
 
 
+def test_groups_within_a_group_are_its_categories(tmp_path: Path) -> None:
+    """As those of MMLU: each group within the task has the names of its subtasks, by lm-eval's name of the group."""
+    for name in ("first", "second", "third"):
+        write_choices(tmp_path, name=name)
+    (tmp_path / "inner.yaml").write_text("group: inner\ntask: [first, second]\n")
+    (tmp_path / "outer.yaml").write_text("group: outer\ntask:\n  - inner\n  - {group: other, task: [third]}\n")
+    task = build_task(TaskSpec(str(tmp_path / "outer.yaml"), "acc"))
+    assert task.info.groups.keys() == {"first", "second", "third"}
+    assert {name: set(members) for name, members in task.info.categories.items()} == {
+        "inner": {"first", "second"},
+        "outer::other": {"third"},
+    }
+
+
 @pytest.mark.slow
 def test_unknown_task_names_the_nearest() -> None:
     """The message names the nearest task for an unknown name, and the remedy for missing data."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.builders import tiny_family
+from tests.builders import lora_adapter, tiny_family
 from tests.conftest import HIDDEN
 from tests.workers.recipes import arithmetic
 from workers.errors import EvidenceMismatch, InvalidModel
@@ -57,8 +57,8 @@ def test_tensors_follow_the_bank(untied_family: Family, tmp_path: Path) -> None:
     bank = Bank(untied_family, cache=tmp_path)
     alias = untied_family.experts[0].alias
     assert bank.get(alias, NAME) is bank.get(alias, NAME)
-    bank.merge_on("meta")
-    assert bank.get(alias, NAME).device.type == "meta"
+    assert bank.on("meta").get(alias, NAME).device.type == "meta"
+    assert bank.get(alias, NAME).device.type == "cpu"
 
 
 def test_the_bank_gives_the_stored_tensors_in_their_stored_dtype(untied_family: Family, tmp_path: Path) -> None:
@@ -331,18 +331,27 @@ def test_products_of_all_subsets_of_experts_are_those_of_pairs(tmp_path: Path) -
     assert len(bank._products) == 2 * (5 + 10)
 
 
-def test_what_was_computed_on_another_device_is_computed_again(untied_family: Family, tmp_path: Path) -> None:
+def test_banks_of_two_devices_share_statistics(untied_family: Family, tmp_path: Path) -> None:
+    """A bank for merges on another device shares sources and statistics, without those that are on a device."""
     bank = Bank(untied_family, cache=tmp_path)
-    first = bank.magnitudes([("math", NAME)], ("base", NAME))
-    bank.merge_on("cpu")
-    assert bank.magnitudes([("math", NAME)], ("base", NAME))[0] is first[0]
-    bank.merge_on("meta")
-    assert bank.summary()["statistics_bytes"] == 0
-    assert bank.get("math", NAME).device.type == "meta"
+    other = bank.on("meta")
+    assert (bank.on("cpu"), bank.on("meta"), other.on("cpu")) == (bank, other, bank)
+    assert other._stored is bank._stored
     # Sorting is the CPU's, wherever merges are computed: a GPU has no memory left for it.
-    (table,) = bank.magnitudes([("math", NAME)], ("base", NAME))
+    (table,) = other.magnitudes([("math", NAME)], ("base", NAME))
+    assert bank.magnitudes([("math", NAME)], ("base", NAME)) == (table,)
     assert table is not None
-    assert table is not first[0]
+    assert bank.summary()["statistics_bytes"] == other.summary()["statistics_bytes"] == table.num_bytes
+
+
+def test_adapters_statistics_are_those_of_a_device(untied_family: Family, tmp_path: Path) -> None:
+    """Statistics of an adapter's tensors are computed again for another device, where its tensors have other bits."""
+    base = untied_family.base.directory
+    lora_adapter(base, tmp_path / "lora")
+    bank = Bank(open_family(base, {"lora": tmp_path / "lora"}, cache=tmp_path), cache=tmp_path)
+    bank.magnitudes([("lora", NAME)], ("base", NAME))
+    assert len(bank._magnitudes) == 1
+    assert len(bank.on("meta")._magnitudes) == 0
 
 
 def test_a_base_alone_can_be_held(untied_family: Family, tmp_path: Path) -> None:

@@ -235,6 +235,15 @@ def test_memory_is_saved_without_changing_the_result(
         assert found.shared[name] == pytest.approx(each, rel=1e-3, abs=1e-6)
 
 
+def test_device_is_given_and_not_looked_for(
+    tied_family: Family, tasks: Mapping[str, TaskSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are computed on the CPU unless a device is given: a visible GPU may be an engine's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path)
+    assert found.bank.device == found.model.device == torch.device("cpu")
+
+
 def test_bfloat16_is_near_float32(tied: CoefficientGradients, tasks: Mapping[str, TaskSpec], tmp_path: Path) -> None:
     coarse = CoefficientGradients(
         tied.bank.family, OPTIONS.model_copy(update={"dtype": "bfloat16"}), tasks, cache=tmp_path

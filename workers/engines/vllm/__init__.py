@@ -1,6 +1,7 @@
 """The vLLM engine that holds one merge after another. Only this package imports vLLM.
 
 - `engine`: start vLLM, swap merges, generate, read log-probabilities
+- `readings`: the prompts that an engine reads for the log-probabilities of continuations
 - `engine_errors`: errors that end an engine, and the reason why an engine did not start
 - `canary`: regular comparison of an engine's log-probabilities with those of transformers
 - `environment`: environment variables, and a fix for llvmlite, for a process that starts an engine

@@ -31,6 +31,7 @@ from workers.engines.vllm.engine_errors import engine_errors, not_started
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
 from workers.engines.vllm.memory import MAX_NUM_SEQS
 from workers.engines.vllm.paths.contents import PathContents
+from workers.engines.vllm.readings import Read, Reading, ReadingPlan, Scored, neighbours
 from workers.engines.vllm.startup.contents import WeightContents
 from workers.errors import (
     EngineCrashed,
@@ -59,7 +60,8 @@ class SwapReport:
     `digest` is the recipe's digest. `materialise_s` is the number of seconds for computing the merge. `swap_s` is the
     number of seconds for writing it, including `repack_s`, the seconds for packing weights for vLLM's CPU kernels.
     `is_new` is false if the engine already held the recipe and nothing was done. `canary` is the report of the
-    comparison with transformers after the swap; None if no comparison was due.
+    comparison with transformers after the swap; None if no comparison was due. `off_device` says in words which part of
+    the merge was computed on another device than the engine's; "" if none was.
     """
 
     digest: str
@@ -70,6 +72,7 @@ class SwapReport:
     repack_s: float
     is_new: bool
     canary: CanaryReport | None = None
+    off_device: str = ""
 
 
 class _SourcesChanged(EvidenceMismatch):
@@ -97,7 +100,7 @@ class Engine:
         self._is_checked = False  # nothing was scored since the last canary that passed
         self._held: Recipe | None = None
         self._fault: EngineFault | None = None
-        self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "bank": {}}
+        self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "off_device": "", "bank": {}}
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
         started = time.perf_counter()
         try:
@@ -276,7 +279,13 @@ class Engine:
         if check or (is_new and self.canary.is_due(self.swap_count)):
             canary = self._make_canary(recipe)
         return SwapReport(
-            recipe.digest, self.swap_count, self.weights_checksum, **timings, is_new=is_new, canary=canary
+            recipe.digest,
+            self.swap_count,
+            self.weights_checksum,
+            **timings,
+            is_new=is_new,
+            canary=canary,
+            off_device=str(self._state["off_device"]),
         )
 
     def check(self) -> CanaryReport:
@@ -333,40 +342,71 @@ class Engine:
                 )
             return known[key]
 
-        outputs = self._run([request.tokens for request in requests], [parameters(request) for request in requests])
-        return [Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids)) for output in outputs]
+        distinct = list(dict.fromkeys(requests))  # a task may repeat a greedy request
+        ordered = [distinct[index] for index in neighbours([request.tokens for request in distinct])]
+        outputs = self._run([request.tokens for request in ordered], [parameters(request) for request in ordered])
+        completions = {
+            request: Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids))
+            for request, output in zip(ordered, outputs, strict=True)
+        }
+        return [completions[request] for request in requests]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """Score one batch of continuations.
 
         Raises TrialFailed if the model's logits were NaN or infinite at any step.
         """
-        results = []
-        for request, scored in zip(requests, self._read([request.tokens for request in requests]), strict=True):
-            tail = scored[request.num_context - 1 :]
-            results.append((sum(logprob for logprob, _ in tail), all(rank == 1 for _, rank in tail)))
-        return results
+        return [
+            (sum(logprob for logprob, _ in tokens), all(is_likeliest for _, is_likeliest in tokens))
+            for tokens in self._scored(requests)
+        ]
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probabilities of each prompt's tokens except the first, given the tokens before each."""
-        return [[logprob for logprob, _ in scored] for scored in self._read(prompts)]
+        scored = self._scored([Continuation(tuple(prompt), 1) for prompt in prompts])
+        return [[logprob for logprob, _ in tokens] for tokens in scored]
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> list[list[tuple[float, int]]]:
-        """The (log-probability, rank) of each token of each prompt except its first, given the tokens before.
+    def _scored(self, continuations: Sequence[Continuation]) -> list[list[Scored]]:
+        """The scored tokens of each continuation. Raises TrialFailed if the model's logits were NaN or infinite."""
+        plan = ReadingPlan(continuations, block=self._cache_block)
+        outputs = self._read(plan.readings)
+        # vLLM computes no row for a token of a cached block. Where a needed one is missing, the cache is left out.
+        missing = [
+            index
+            for index, (reading, output) in enumerate(zip(plan.readings, outputs, strict=True))
+            if reading.num_rows and (output.num_cached_tokens or 0) >= reading.start
+        ]
+        if missing:
+            again = self._read([plan.readings[index] for index in missing], uses_cache=False)
+            for index, output in zip(missing, again, strict=True):
+                outputs[index] = output
+        return plan.scores([_result(*pair) for pair in zip(plan.readings, outputs, strict=True)])
 
-        Rank 1 is the most likely token. Raises TrialFailed if the model's logits were NaN or infinite.
-        """
+    @property
+    def _cache_block(self) -> int:
+        """The number of tokens in a block of the prefix cache; 0 if the engine has none."""
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return int(cache.block_size) if cache.enable_prefix_caching else 0
+
+    def _read(self, readings: Sequence[Reading], *, uses_cache: bool = True) -> list[Any]:
+        """Let vLLM read `readings`, and return its outputs. Prompts without rows always use the prefix cache."""
         from vllm import SamplingParams
 
-        parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self._run(prompts, [parameters] * len(prompts))
-        return [
-            [
-                (float(position[token].logprob), int(position[token].rank))
-                for token, position in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
-            ]
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+        block = self._cache_block
+
+        def parameters(reading: Reading) -> Any:
+            return SamplingParams(
+                temperature=0,
+                max_tokens=1,
+                logprob_token_ids=list(reading.choices),
+                prompt_logprobs=0 if reading.num_rows else None,
+                # A cached block before a row ends before the row's token: there is none in the first block.
+                skip_reading_prefix_cache=reading.num_rows > 0 and not (uses_cache and reading.start > block),
+                flat_logprobs=True,
+                detokenize=False,
+            )
+
+        return self._run([reading.tokens for reading in readings], list(map(parameters, readings)))
 
     def _run(self, prompts: Sequence[Sequence[int]], parameters: list[Any]) -> list[Any]:
         from vllm import TokensPrompt
@@ -387,7 +427,7 @@ class Engine:
         """Call a method of the worker extension (`MergeExtension`) in every process of the engine.
 
         Returns the result. With tensor parallelism, the results of several processes (ranks) are combined: the result
-        has the maximum of counts, and checksums joined by "+". Raises EvidenceMismatch if the ranks differ in the
+        has the maximum of counts, and different texts joined by "+". Raises EvidenceMismatch if the ranks differ in the
         recipe digest or the number of swaps.
         """
         with engine_errors():
@@ -397,7 +437,12 @@ class Engine:
         if isinstance(results[0], dict):
             if len({(result["digest"], result["swaps"]) for result in results}) > 1:
                 raise EvidenceMismatch(f"the engine's ranks hold different weights: {results}")
-            return {**results[0], "checksum": "+".join(result["checksum"] for result in results)}
+            off_device = sorted({text for result in results if (text := result.get("off_device"))})
+            joined = {
+                "checksum": "+".join(result["checksum"] for result in results),
+                "off_device": "+".join(off_device),
+            }
+            return {**results[0], **joined}
         return results[0] if len(set(results)) == 1 else "+".join(map(str, results))
 
     def close(self) -> None:
@@ -416,3 +461,17 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _result(reading: Reading, output: Any) -> Read:
+    """The result of a reading in vLLM's `output`. A token is the likeliest if no other is as likely (rank 1)."""
+    rows: tuple[Scored, ...] = ()
+    if reading.num_rows:  # the last ones: vLLM may also give those of other tokens of the prompt
+        found = output.prompt_logprobs
+        values, ranks = found.logprobs[-reading.num_rows :], found.ranks[-reading.num_rows :]
+        rows = tuple((value, rank == 1) for value, rank in zip(values, ranks, strict=True))
+    after = output.outputs[0].logprobs
+    # The first is the token that was generated, the only one whose rank vLLM computes.
+    likeliest = after.token_ids[0] if after.ranks[0] == 1 else None
+    logprobs = dict(zip(after.token_ids, after.logprobs, strict=True))
+    return Read(rows, {token: (logprobs[token], token == likeliest) for token in reading.choices})

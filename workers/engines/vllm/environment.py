@@ -35,7 +35,12 @@ def engine_environment(options: EngineOptions, environment: Mapping[str, str] | 
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
     }
-    required = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", KEEP_WEIGHTS: "1", "VLLM_NO_USAGE_STATS": "1"}
+    required = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(options.model_runner == "v2")),
+        KEEP_WEIGHTS: "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     known = environment or {}
     return {name: value for name, value in defaults.items() if name not in known} | required
 

@@ -61,6 +61,7 @@ class HeldWeights:
         # How each tensor was computed, and the sum of each parameter; empty if not known.
         self._computations: dict[str, Hashable] = {}
         self._sums: dict[str, int] = {}
+        self._devices: dict[str, str] = {}  # the type of device that each tensor was computed on
         # Where a merge of each tensor can be written directly; None if only vLLM's loader can write it.
         self.destinations: dict[str, Destination | None] = {}
         self._packed = _packed_modules(model)
@@ -72,10 +73,16 @@ class HeldWeights:
         """Whether a cheap check finds that the model still computes with the weights that were written last."""
         return True
 
+    @property
+    def computed_on(self) -> Mapping[str, str]:
+        """For each tensor of the held merge, by name, the type of device that computed it, such as "cuda"."""
+        return self._devices
+
     def forget(self) -> None:
         """Make the next write cover every tensor, even those that would otherwise not be written again."""
         self._computations = {}
         self._sums = {}
+        self._devices = {}
 
     def fill(self, bank: Bank, into: Into) -> None:
         """Write weights in advance, before the first merge is known.
@@ -115,15 +122,16 @@ class HeldWeights:
         return set(parameters)
 
     def _write(self, plan: TensorPlan, bank: Bank, into: Into) -> Writing:
+        from workers.merging.devices import devices_of
         from workers.merging.plan import computations
 
         wanted = computations(plan, bank)
-        held, sums = self._computations, self._sums
+        held, sums, devices = self._computations, self._sums, self._devices
         changed = {name for name, computation in wanted.items() if held.get(name) != computation}
         if not changed:
             bank.sources.check_unchanged()
             return Writing()
-        self._computations, self._sums = {}, {}
+        self._computations, self._sums, self._devices = {}, {}, {}
         parameters = self._parameters()
         with torch.inference_mode():
             written, materialise_s = self._merge(changed, parameters, plan, bank, into)
@@ -140,6 +148,8 @@ class HeldWeights:
             sums |= {name: word_sum(parameter) for name, parameter in rewritten.items()}
         bank.sources.check_unchanged()  # a file may have changed while it was read
         self._computations, self._sums = held | wanted, sums
+        computed_on = devices_of(plan, bank, self.dtype)
+        self._devices = devices | {name: computed_on[name] for name in changed}
         return Writing(len(changed), materialise_s, repack_s)
 
     def _merge(

@@ -8,24 +8,27 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from workers.engines.logits import bad_rows
-from workers.engines.vllm.held import HeldWeights, NotPacked
+from workers.engines.vllm.held import HeldWeights, Into, NotPacked
 from workers.errors import EvidenceMismatch
 from workers.types import Family, ModelSource, Placement
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
+    from workers.merging.materialize import Scratch
 
 __all__ = ["MergeExtension", "family_from_json", "family_to_json", "open_bank"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 IN_WORDS = {
     Placement.MAPPED: "in mapped files",
@@ -42,6 +45,9 @@ class MergeExtension:
     _mergesearch_bank: Bank
     _mergesearch_weights: HeldWeights
     _mergesearch_digest: str | None
+    _mergesearch_scratch: dict[torch.device, Scratch]
+    # Why the GPU has too little memory to merge in; "" if it has enough, or the engine has no GPU.
+    _mergesearch_lack: str
 
     def mergesearch_open(
         self,
@@ -59,20 +65,24 @@ class MergeExtension:
         the method DELLA needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
         """
         device = next(self.model_runner.get_model().parameters()).device
-        self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes)
+        self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes).on(device)
         if keeps_ranks:
             self._mergesearch_bank.keep_ranks()
         if self._mergesearch_bank.placement != placements[0]:
             reason += f"; {IN_WORDS[placements[0]]} there was too little left once the engine ran"
         self._mergesearch_reason = reason
-        self._mergesearch_merge_on(device)
+        self._mergesearch_scratch_bytes = scratch_bytes
+        if device.type == "cuda":
+            self._mergesearch_bank.room_bytes = _room(device)
+        self._mergesearch_scratch = {}
+        self._mergesearch_lack = ""
         self._mergesearch_digest = None
         self._mergesearch_swaps = 0
         model = self.model_runner.get_model()
         # The model of path engines names its class of held weights.
         held = getattr(model, "held_by", HeldWeights)
         self._mergesearch_weights = held(model, self.model_runner.model_config.dtype)
-        self._mergesearch_weights.fill(self._mergesearch_bank, self._mergesearch_scratch.tensor)
+        self._mergesearch_merged(self._mergesearch_weights.fill)
         self._mergesearch_bad_rows = torch.zeros(2, dtype=torch.int64, device=device)
         compute_logits, total = model.compute_logits, self._mergesearch_bad_rows
 
@@ -85,11 +95,33 @@ class MergeExtension:
         model.compute_logits = watched
         return str(self._mergesearch_bank.fingerprint)
 
-    def _mergesearch_merge_on(self, device: torch.device) -> None:
+    def _mergesearch_merged(self, write: Callable[[Bank, Into], T]) -> T:
+        """Call `write` with the bank and with memory for merging, and return its result.
+
+        The bank merges on the engine's device, or on the CPU if a GPU has too little memory for merging. After a GPU
+        had too little memory, it merges again once it has as much free as was planned for merging.
+        """
+        bank = self._mergesearch_bank
+        if self._mergesearch_lack and _room(bank.device) >= self._mergesearch_scratch_bytes:
+            self._mergesearch_lack = ""
+        if not self._mergesearch_lack:
+            try:
+                return write(bank, self._mergesearch_into(bank))
+            except torch.OutOfMemoryError as error:
+                if bank.device.type == "cpu":
+                    raise
+                self._mergesearch_lack = str(error)
+            self._mergesearch_scratch.clear()
+            torch.cuda.empty_cache()
+        log.warning("the GPU has too little memory left to merge in, so the CPU merges: %s", self._mergesearch_lack)
+        return write(bank.on("cpu"), self._mergesearch_into(bank.on("cpu")))
+
+    def _mergesearch_into(self, bank: Bank) -> Into:
         from workers.merging.materialize import Scratch
 
-        self._mergesearch_bank.merge_on(device)
-        self._mergesearch_scratch = Scratch(self._mergesearch_bank, self.model_runner.model_config.dtype)
+        if bank.device not in self._mergesearch_scratch:
+            self._mergesearch_scratch[bank.device] = Scratch(bank, self.model_runner.model_config.dtype)
+        return self._mergesearch_scratch[bank.device].tensor
 
     def mergesearch_sources(self) -> str:
         """The size and placement of the source weights, in words."""
@@ -99,10 +131,11 @@ class MergeExtension:
     def mergesearch_apply(self, recipe_json: str) -> dict[str, Any]:
         """Write the merge of a recipe over the engine's weights in place; addresses and captured graphs stay valid.
 
-        A tensor that the held merge computes in the same way is not written again. If the GPU has too little memory for
-        merging, this and all later merges are computed on the CPU. Returns {digest, swaps, checksum, tensors_written,
-        materialise_s, repack_s, swap_s (packing included), bank (its summary)}. While weights are written, and if this
-        fails, the engine holds no digest.
+        A tensor that the held merge computes in the same way is not written again. If a GPU has too little memory for
+        merging, the merge is computed on the CPU. Returns {digest, swaps, checksum, tensors_written, materialise_s,
+        repack_s, swap_s (packing included), off_device, bank (its summary)}. `off_device` says in words which part of
+        the held merge was not computed on the engine's device; it is "" if all of it was. While weights are written,
+        and if this fails, the engine holds no digest.
 
         Expected failures are returned, because with several ranks an exception would lose its class:
 
@@ -111,16 +144,7 @@ class MergeExtension:
         - {mismatch}: copies of weights for vLLM's CPU kernels differ from the merge
         """
         try:
-            recipe = Recipe.from_json(json.loads(recipe_json))
-            try:
-                return self._mergesearch_write(recipe)
-            except torch.OutOfMemoryError as error:
-                if self._mergesearch_bank.device.type == "cpu":
-                    raise
-                log.warning("the GPU has too little memory left to merge in; from now on the CPU merges: %s", error)
-            self._mergesearch_merge_on(torch.device("cpu"))
-            torch.cuda.empty_cache()
-            return self._mergesearch_write(recipe)
+            return self._mergesearch_write(Recipe.from_json(json.loads(recipe_json)))
         except InvalidRecipe as error:
             return {**self.mergesearch_held(), "refused": str(error)}
         except EvidenceMismatch as error:
@@ -131,7 +155,7 @@ class MergeExtension:
         self._mergesearch_digest = None
         weights = self._mergesearch_weights
         try:
-            done = weights.hold(recipe, self._mergesearch_bank, self._mergesearch_scratch.tensor)
+            done = self._mergesearch_merged(partial(weights.hold, recipe))
         except NotPacked as error:
             return {**self.mergesearch_held(), "mismatch": str(error)}
         self._mergesearch_checksum = weights.checksum()
@@ -143,8 +167,16 @@ class MergeExtension:
             "materialise_s": done.materialise_s,
             "repack_s": done.repack_s,
             "swap_s": time.perf_counter() - started - done.materialise_s,
+            "off_device": self._mergesearch_off_device(),
             "bank": {**self._mergesearch_bank.summary(), "reason": self._mergesearch_reason},
         }
+
+    def _mergesearch_off_device(self) -> str:
+        own, on = self._mergesearch_bank.device.type, self._mergesearch_weights.computed_on
+        others = [device for device in on.values() if device != own]
+        if not others:
+            return ""
+        return f"the CPU merged {len(others)} of {len(on)} tensors, for which the GPU had too little memory"
 
     def mergesearch_forget(self) -> None:
         """Make the next swap write every tensor, even tensors that the engine holds already."""
@@ -182,6 +214,12 @@ class MergeExtension:
                     for part in cache if isinstance(cache, list | tuple) else (cache,):
                         part.zero_()
         return counts
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of a GPU's memory that this process can allocate now: free memory, and memory that torch keeps unused."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 _opened: dict[str, Bank] = {}  # only the latest

@@ -7,6 +7,7 @@ without dimensions get gradients, at fixed masks, if the method's declaration sa
 `search_spaces.methods` and has one function here, registered by `@merges(NAME)`. Import names from their modules.
 
 - `registry`: the decorator that registers a function
+- `peaks`: the memory that each function takes
 - `plain`: `PLAIN`, the methods with their functions, and the `Operands` they are called with
 - `averages`: averages and interpolations of whole models
 - `fusions`: fusions of two models, element by element

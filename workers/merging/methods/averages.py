@@ -22,6 +22,7 @@ from workers.merging.methods.arithmetic import (
     row_cosines,
     weighted_sum,
 )
+from workers.merging.methods.peaks import Peak
 from workers.merging.methods.registry import merges
 
 __all__ = [
@@ -58,14 +59,14 @@ SINGULAR = 1e-6
 STOCK_ROUNDING = 1e-6
 
 
-@merges("passthrough")
+@merges("passthrough", peak=Peak(0, 4))
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
     """Copy the only source, or scale it: scale * theta, with theta its tensor (mergekit's passthrough with `scale`)."""
     is_copy = scale == 1 and not isinstance(scale, torch.Tensor)
     return tensors[0] if is_copy else tensors[0] * scale
 
 
-@merges("linear")
+@merges("linear", peak=Peak(0, 8))
 def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Weighted average of models: sum_t w_t theta_t with sum_t w_t = 1 (model soups, arXiv:2203.05482).
 
@@ -76,7 +77,7 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
     return weighted_sum(tensors, linear_weights(weights))
 
 
-@merges("weighted_sum")
+@merges("weighted_sum", peak=Peak(0, 8))
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Weighted sum of models, with weights used as given: sum_t w_t theta_t (mergekit's linear, `normalize: false`).
 
@@ -93,7 +94,7 @@ def linear_weights(weights: Sequence[float]) -> list[float]:
     return shares_of("linear", weights)
 
 
-@merges("slerp")
+@merges("slerp", peak=Peak(0, 8))
 def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None) -> torch.Tensor:
     """Spherical interpolation of two tensors (Shoemake 1985); t = 0 gives the first, t = 1 the second.
 
@@ -115,7 +116,7 @@ def slerp_weights(t: float, cos: float) -> tuple[float, float]:
     return _circle_weights(t, cos, COLLINEAR)
 
 
-@merges("nuslerp")
+@merges("nuslerp", peak=Peak(0, 8))
 def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: float | None = None) -> torch.Tensor:
     """Spherical interpolation of two tensors with t = w_2 / (w_1 + w_2) (mergekit's NuSLERP with `nuslerp_flatten`).
 
@@ -133,7 +134,7 @@ def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]
     return _circle_weights(_t(weights), cos, NUSLERP_COLLINEAR)
 
 
-@merges("nuslerp_rows")
+@merges("nuslerp_rows", peak=Peak(0, 25))
 def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each row by its own angle (mergekit: `nuslerp_flatten: false`).
 
@@ -152,7 +153,7 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
     return first * shares[0] + second * shares[1]
 
 
-@merges("nuslerp_columns")
+@merges("nuslerp_columns", peak=Peak(0, 25))
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each vector along the first index by its own angle.
 
@@ -163,7 +164,7 @@ def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]
     return turned.transpose(0, -1).contiguous()
 
 
-@merges("nuslerp_task_vectors")
+@merges("nuslerp_task_vectors", peak=Peak(4, 8))
 def nuslerp_task_vectors(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -180,7 +181,7 @@ def nuslerp_task_vectors(
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
 
 
-@merges("nuslerp_rows_task_vectors")
+@merges("nuslerp_rows_task_vectors", peak=Peak(4, 25))
 def nuslerp_rows_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
@@ -192,7 +193,7 @@ def nuslerp_rows_task_vectors(
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
 
-@merges("nuslerp_columns_task_vectors")
+@merges("nuslerp_columns_task_vectors", peak=Peak(4, 25))
 def nuslerp_columns_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
@@ -204,7 +205,7 @@ def nuslerp_columns_task_vectors(
     return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 
 
-@merges("model_stock")
+@merges("model_stock", peak=Peak(4, 8))
 def model_stock(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -239,7 +240,7 @@ def model_stock_weights(products: Products, *, unbounded: bool = False, name: st
     return [float(ratio) / count] * count
 
 
-@merges("model_stock_rows")
+@merges("model_stock_rows", peak=Peak(4, 25))
 def model_stock_rows(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, unbounded: bool = False, name: str = ""
 ) -> torch.Tensor:

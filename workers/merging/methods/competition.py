@@ -9,6 +9,7 @@ import torch
 
 from workers.merging.methods import consensus
 from workers.merging.methods.arithmetic import dot, num_kept, share_of, total
+from workers.merging.methods.peaks import Peak
 from workers.merging.methods.registry import merges
 from workers.merging.methods.trimming import Magnitudes, Orders, each_order, trimmed_task_vectors
 from workers.merging.order_statistics import Ranked, TieOrder, threshold_of_rank
@@ -39,7 +40,7 @@ NO_SQUARES = 1e-6
 ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
 
 
-@merges("sce")
+@merges("sce", peak=Peak(8, 12))
 def sce(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -74,7 +75,7 @@ def sce(
     return merged.mul_(elected).div_(divisor.masked_fill_(divisor == 0, 1)).add_(base)
 
 
-@merges("sce_mergekit")
+@merges("sce_mergekit", peak=Peak(8, 12))
 def sce_mergekit(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -125,7 +126,7 @@ def sce_weights(squares: Sequence[float]) -> list[float]:
     return [square / whole if whole else 0.0 for square in squares]
 
 
-@merges("ram")
+@merges("ram", peak=Peak(5, 21))
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
     """RAM (arXiv:2601.13572): add changes of single models, and average changes that several models made to an element.
 
@@ -136,7 +137,7 @@ def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) 
     return _ram([tensor - base for tensor in tensors], base, epsilon, None)
 
 
-@merges("ramplus_tl")
+@merges("ramplus_tl", peak=Peak(5, 21))
 def ramplus_tl(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, r: float, alpha: float, epsilon: float
 ) -> torch.Tensor:
@@ -150,7 +151,7 @@ def ramplus_tl(
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
 
-@merges("pcb")
+@merges("pcb", peak=Peak(8, 16))
 def pcb(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float, orders: Orders = None
 ) -> torch.Tensor:
@@ -175,7 +176,7 @@ def pcb(
     return _balanced(taus, betas, lambda_, base)
 
 
-@merges("pcb_tanh")
+@merges("pcb_tanh", peak=Peak(12, 24))
 def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
     """PCB-Merging as its authors' code computes it, with clipped magnitudes and a tanh.
 
@@ -204,7 +205,7 @@ def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: fl
     return _balanced(clipped, betas, lambda_, base)
 
 
-@merges("consensus_ta")
+@merges("consensus_ta", peak=Peak(4, 17))
 def consensus_ta(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -226,7 +227,7 @@ def consensus_ta(
     return _agreed(merged, taus, mask_lambdas, agreement).mul_(lambda_).add_(base)
 
 
-@merges("consensus_ties")
+@merges("consensus_ties", peak=Peak(4, 17))
 def consensus_ties(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -251,7 +252,7 @@ def consensus_ties(
     return _agreed(merged, taus, mask_lambdas, agreement).mul_(lambda_).add_(base)
 
 
-@merges("wudi")
+@merges("wudi", peak=Peak(4, 36, 12))
 def wudi(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, steps: int, learning_rate: float
 ) -> torch.Tensor:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from workers.merging.methods.arithmetic import CHUNK
+from workers.merging.methods.peaks import Peak
 from workers.merging.methods.registry import merges
 
 __all__ = ["Importance", "ImportancesAt", "arcee_fusion", "importance_of", "importances_at", "nearswap"]
 
 
-@merges("nearswap")
+@merges("nearswap", peak=Peak(0, 16))
 def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
     """The first model, with each element moved towards the second's by at most t (mergekit's NearSwap).
 
@@ -41,7 +42,7 @@ class Importance:
 ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 
 
-@merges("arcee_fusion")
+@merges("arcee_fusion", peak=Peak(0, 9))
 def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
     """The first model with the second's most important changes (mergekit's Arcee Fusion).
 

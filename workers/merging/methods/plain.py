@@ -29,7 +29,8 @@ from search_spaces.recipe import Merge
 from workers.merging import methods
 from workers.merging.methods.arithmetic import Products
 from workers.merging.methods.fusions import Importance
-from workers.merging.methods.registry import FUNCTIONS
+from workers.merging.methods.peaks import Peak
+from workers.merging.methods.registry import FUNCTIONS, PEAKS
 from workers.merging.order_statistics import Ranked, TieOrder
 
 __all__ = ["PLAIN", "Operands", "PlainMethod", "Statistic", "merge_tensors"]
@@ -90,7 +91,7 @@ class PlainMethod:
 
     `uses` are the statistics of the sources that the function has parameters for. `is_told_name` says whether the
     function has a parameter for the tensor's name. `order_parameter` is the name of the function's parameter for the
-    order of equal elements, or None if it has none.
+    order of equal elements, or None if it has none. `peak` is the memory that the function takes at most.
     """
 
     declared: MergeMethod
@@ -98,6 +99,7 @@ class PlainMethod:
     uses: frozenset[Statistic]
     is_told_name: bool
     order_parameter: Literal["orders", "order"] | None
+    peak: Peak
 
     @property
     def name(self) -> str:
@@ -173,7 +175,7 @@ def _plain_methods() -> Iterator[PlainMethod]:
             order = "orders"
         elif "order" in parameters:
             order = "order"
-        yield PlainMethod(declared, FUNCTIONS[name], frozenset(uses), "name" in parameters, order)
+        yield PlainMethod(declared, FUNCTIONS[name], frozenset(uses), "name" in parameters, order, PEAKS[name])
 
 
 PLAIN: Mapping[str, PlainMethod] = {method.name: method for method in _plain_methods()}

@@ -8,19 +8,22 @@ from typing import TypeVar
 import torch
 
 from search_spaces.methods import METHODS
+from workers.merging.methods.peaks import UNKNOWN, Peak
 
-__all__ = ["FUNCTIONS", "merges"]
+__all__ = ["FUNCTIONS", "PEAKS", "merges"]
 
 Function = TypeVar("Function", bound=Callable[..., torch.Tensor])
 
 # Complete once all modules of this package are imported: see `plain`.
 FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
+PEAKS: dict[str, Peak] = {}  # of the same methods
 
 
-def merges(name: str) -> Callable[[Function], Function]:
+def merges(name: str, *, peak: Peak = UNKNOWN) -> Callable[[Function], Function]:
     """Decorator that registers a function as the one that computes the merge method `name`.
 
-    Raises ValueError if `search_spaces.methods` does not declare the method, or if the method already has a function.
+    `peak` is the memory that the function takes at most. Raises ValueError if `search_spaces.methods` does not declare
+    the method, or if the method already has a function.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
@@ -28,7 +31,7 @@ def merges(name: str) -> Callable[[Function], Function]:
         raise ValueError(f"{name} is computed by {FUNCTIONS[name].__module__} already; a method has one function")
 
     def register(function: Function) -> Function:
-        FUNCTIONS[name] = function
+        FUNCTIONS[name], PEAKS[name] = function, peak
         return function
 
     return register

@@ -14,6 +14,7 @@ from search_spaces.errors import InvalidRecipe
 from workers.merging.methods import scalars
 from workers.merging.methods.arithmetic import Products, inner_products, weighted_sum
 from workers.merging.methods.averages import shares_of
+from workers.merging.methods.peaks import Peak
 from workers.merging.methods.registry import merges
 
 __all__ = [
@@ -36,7 +37,7 @@ KARCHER_STEPS, KARCHER_TOLERANCE = 10, 1e-5
 SMALLEST_ANGLE = 1e-7
 
 
-@merges("multislerp")
+@merges("multislerp", peak=Peak(0, 8))
 def multislerp(
     tensors: Sequence[torch.Tensor],
     *,
@@ -60,7 +61,7 @@ def multislerp(
     return weighted_sum(tensors, multislerp_weights(weights, products or inner_products(tensors), eps=eps))
 
 
-@merges("multislerp_unscaled")
+@merges("multislerp_unscaled", peak=Peak(0, 8))
 def multislerp_unscaled(
     tensors: Sequence[torch.Tensor],
     *,
@@ -106,7 +107,7 @@ def multislerp_weights(
     return [unit * length / size * math.cos(eps) for unit in units]
 
 
-@merges("multislerp_task_vectors")
+@merges("multislerp_task_vectors", peak=Peak(4, 8))
 def multislerp_task_vectors(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -125,7 +126,7 @@ def multislerp_task_vectors(
     return multislerp([tensor - base for tensor in tensors], weights=weights, eps=eps, products=products).add_(base)
 
 
-@merges("multislerp_unscaled_task_vectors")
+@merges("multislerp_unscaled_task_vectors", peak=Peak(4, 8))
 def multislerp_unscaled_task_vectors(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -145,7 +146,7 @@ def multislerp_unscaled_task_vectors(
     return multislerp_unscaled(taus, weights=weights, eps=eps, products=products).add_(base)
 
 
-@merges("karcher")
+@merges("karcher", peak=Peak(0, 8))
 def karcher(
     tensors: Sequence[torch.Tensor],
     *,

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from workers.merging.methods import consensus
+from workers.merging.methods.peaks import Peak
 from workers.merging.methods.registry import merges
 from workers.merging.methods.scalars import fsum
 from workers.merging.methods.sparsify import dropped, magnitude_sampled, masked_task_vectors, match_l1_norm, trimmed
@@ -49,7 +50,7 @@ Ranks = Sequence[torch.Tensor] | None
 Norms = Sequence[float] | None
 
 
-@merges("task_arithmetic")
+@merges("task_arithmetic", peak=Peak(0, 8))
 def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas: Sequence[float]) -> torch.Tensor:
     """Task arithmetic (arXiv:2212.04089): theta_pre + sum_t lambda_t (theta_t - theta_pre).
 
@@ -62,7 +63,7 @@ def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas
     return merged
 
 
-@merges("ties")
+@merges("ties", peak=Peak(4, 12))
 def ties(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -84,7 +85,7 @@ def ties(
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
 
 
-@merges("ties_majority")
+@merges("ties_majority", peak=Peak(4, 13))
 def ties_majority(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -107,7 +108,7 @@ def ties_majority(
     return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)
 
 
-@merges("ties_sum")
+@merges("ties_sum", peak=Peak(4, 8))
 def ties_sum(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -127,7 +128,7 @@ def ties_sum(
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
 
 
-@merges("ties_weighted")
+@merges("ties_weighted", peak=Peak(4, 14))
 def ties_weighted(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -153,10 +154,10 @@ def ties_weighted(
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
-merges("ties_weighted_l1")(partial(ties_weighted, rescale=True))
+merges("ties_weighted_l1", peak=Peak(8, 6))(partial(ties_weighted, rescale=True))
 
 
-@merges("ties_peft")
+@merges("ties_peft", peak=Peak(4, 14))
 def ties_peft(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -177,7 +178,7 @@ def ties_peft(
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
 
 
-@merges("m3_ties")
+@merges("m3_ties", peak=Peak(4, 29))
 def m3_ties(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -203,7 +204,7 @@ def m3_ties(
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
 
 
-@merges("m3_ties_majority")
+@merges("m3_ties_majority", peak=Peak(4, 32))
 def m3_ties_majority(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -231,7 +232,7 @@ def m3_ties_majority(
     return consensus.disjoint_majority_interpolation(taus, weights, majority).mul_(lambda_).add_(base)
 
 
-@merges("m3_dare_ties")
+@merges("m3_dare_ties", peak=Peak(4, 32))
 def m3_dare_ties(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -264,7 +265,7 @@ def m3_dare_ties(
     return consensus.disjoint_majority_interpolation(taus, weights, majority).mul_(lambda_).add_(base)
 
 
-@merges("dare_linear")
+@merges("dare_linear", peak=Peak(0, 10))
 def dare_linear(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -285,7 +286,7 @@ def dare_linear(
     return merged
 
 
-@merges("dare_linear_l1")
+@merges("dare_linear_l1", peak=Peak(0, 16))
 def dare_linear_l1(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -309,7 +310,7 @@ def dare_linear_l1(
     return merged
 
 
-@merges("dare_ties")
+@merges("dare_ties", peak=Peak(4, 12))
 def dare_ties(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -327,7 +328,7 @@ def dare_ties(
     return consensus.disjoint_mean(masked_task_vectors(tensors, base, densities, keys)).mul_(lambda_).add_(base)
 
 
-@merges("dare_ties_l1")
+@merges("dare_ties_l1", peak=Peak(4, 13))
 def dare_ties_l1(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -354,7 +355,7 @@ def dare_ties_l1(
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
-@merges("m3_dare")
+@merges("m3_dare", peak=Peak(0, 10))
 def m3_dare(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -383,7 +384,7 @@ def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
     return [lambda_ * weight / total for weight in weights]
 
 
-@merges("della")
+@merges("della", peak=Peak(4, 21))
 def della(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -413,7 +414,7 @@ def della(
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)
 
 
-@merges("della_l1")
+@merges("della_l1", peak=Peak(4, 20))
 def della_l1(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -446,7 +447,7 @@ def della_l1(
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
-@merges("della_linear")
+@merges("della_linear", peak=Peak(0, 29))
 def della_linear(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -472,7 +473,7 @@ def della_linear(
     return merged
 
 
-@merges("della_linear_l1")
+@merges("della_linear_l1", peak=Peak(0, 28))
 def della_linear_l1(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -499,7 +500,7 @@ def della_linear_l1(
     return merged
 
 
-@merges("breadcrumbs")
+@merges("breadcrumbs", peak=Peak(4, 11))
 def breadcrumbs(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -526,10 +527,10 @@ def breadcrumbs(
     return merged
 
 
-merges("breadcrumbs_l1")(partial(breadcrumbs, rescale=True))
+merges("breadcrumbs_l1", peak=Peak(8, 8))(partial(breadcrumbs, rescale=True))
 
 
-@merges("breadcrumbs_ties")
+@merges("breadcrumbs_ties", peak=Peak(4, 14))
 def breadcrumbs_ties(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -555,7 +556,7 @@ def breadcrumbs_ties(
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
-merges("breadcrumbs_ties_l1")(partial(breadcrumbs_ties, rescale=True))
+merges("breadcrumbs_ties_l1", peak=Peak(8, 5))(partial(breadcrumbs_ties, rescale=True))
 
 
 def _dropped_l1(tau: torch.Tensor, density: float, key: int, norm: float | None, *, rescale: bool) -> torch.Tensor:

@@ -86,6 +86,18 @@ def test_auto_takes_smac_elsewhere(tasks: Any, tmp_path: Path) -> None:
     assert "use auto or another searcher" in problems[0].message
 
 
+def test_auto_takes_smac_without_room_for_gradients(tasks: Any) -> None:
+    """Where no device has room for gradients, `auto` takes SMAC and says why, and `gradient` is refused."""
+    lack = "they need 32.6 GiB of memory beside the engines"
+    for named, expected in (("auto", "smac"), ("gradient", "smac")):
+        problems: list[Problem] = []
+        found = algorithm_of(study(named), LAYERWISE, tasks, problems, lack_of_room=lack)
+        assert found == Algorithm(expected, f"gradients cannot be used: {lack}")
+        assert [problem.message for problem in problems] == (
+            [f"gradient cannot be used: {lack}; use auto or another searcher"] if named == "gradient" else []
+        )
+
+
 def test_auto_takes_smac_for_a_warm_start(tasks: Any) -> None:
     """With the results of an earlier study `auto` is SMAC even where merges have gradients, and says why."""
     found, problems = chosen("auto", LAYERWISE, tasks, warm_start={"dir": "/runs/first"})

@@ -450,6 +450,31 @@ def test_memory_of_gradients(root: Path) -> None:
         examine(study_of(root, search_space={}), available_bytes=2**31)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the model is in the GPU's memory")
+def test_auto_searches_without_gradients_for_lack_of_memory(root: Path) -> None:
+    """A study that fits into memory only without gradients is searched without them, and says so before its start."""
+    found = examine(study_of(root, search_space={}), available_bytes=5 * 2**29)
+    assert (found.algorithm.name, found.gradients, found.memory.gradient_bytes) == ("smac", None, 0)
+    assert found.algorithm.reason.startswith("gradients cannot be used: they need 1.0 GiB of memory beside the engines")
+    with pytest.raises(InvalidStudy, match=r"search.algorithm: gradient cannot be used: they need 1.0 GiB"):
+        examine(study_of(root, search_space={}, search={"algorithm": "gradient"}), available_bytes=5 * 2**29)
+
+
+def test_gradients_are_planned_for_the_machines(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient actor gets a GPU where engines leave one, else the CPU; the study says which."""
+    for nodes, device, said in (
+        ("gpus=2,memory=8GiB,gpu_memory=80GB", "cuda", "; a GPU without an engine computes them in "),
+        ("gpus=1,memory=8GiB,gpu_memory=80GB", "cpu", "; the CPU computes them, as engines use all 1 GPUs"),
+    ):
+        monkeypatch.setenv(VARIABLE, nodes)
+        found = examine(study_of(root, search_space={}))
+        inputs = found.gradient_inputs()
+        assert inputs is not None
+        assert (found.algorithm.name, inputs.device, inputs.recomputes) == ("gradient", device, False)
+        assert said in found.algorithm.reason
+        assert (found.memory.gradient_bytes == GRADIENT_OVERHEAD_BYTES) == (device == "cuda")
+
+
 @pytest.mark.parametrize("method", ["sce", "sce_mergekit", "arcee_fusion"])
 def test_tables_of_several_experts_take_an_eighth_of_the_sources(root: Path, method: str) -> None:
     plain, tables = (

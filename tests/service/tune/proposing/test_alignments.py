@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from search_spaces.spaces.base import LayerPair
 from service.errors import StudyFailed
-from service.tune.proposing.alignments import alignments_in, learn_alignments
+from service.tune.proposing.alignments import _read, alignments_in, learn_alignments
 from tests.conftest import OPTIONS
 from tests.workers.recipes import whole_model
 from workers.alignments.activations import read_activations
@@ -24,6 +24,18 @@ from workers.errors import InvalidTask
 from workers.types import Family, TaskSpec
 
 PAIRS: tuple[LayerPair, ...] = ((("math", 1), ("text", 2)), (("text", 4), ("math", 0)))
+
+
+def test_activations_are_read_on_the_given_device(
+    untied_family: Family, sums: TaskSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that reserved no GPU reads activations on the CPU, also where a GPU is visible: it may be an engine's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    pool = {"math": whole_model(untied_family, "math")}
+    inputs = AlignmentInputs(untied_family, pool, OPTIONS, {"sums": sums}, {"sums": range(6)}, "moments")
+    (rows, first), is_held_out = _read(inputs, "math", [1], "cpu")
+    assert len(rows) == len(is_held_out) > 0
+    assert len(first) == 6
 
 
 def test_pairs_are_learned_in_parallel_and_only_once(

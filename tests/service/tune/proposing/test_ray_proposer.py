@@ -278,6 +278,16 @@ def test_coefficients_survive_the_actor(ray_cluster: None, inputs: GradientInput
     assert result() == first
 
 
+def test_actor_has_the_planned_device_if_it_is_free(inputs: GradientInputs) -> None:
+    """An actor planned for a GPU gets one that is free, else the CPU; one planned for the CPU gets no GPU."""
+    from service.tune.proposing.ray_gradients import on_free_device
+
+    on_gpu = replace(inputs, device="cuda")
+    assert on_free_device(on_gpu, {"GPU": 1.0}) is on_gpu
+    assert on_free_device(on_gpu, {"CPU": 8.0, "GPU": 0.5}) == inputs
+    assert on_free_device(inputs, {"GPU": 8.0}) is inputs
+
+
 def test_actor_reads_requested_completions(inputs: GradientInputs) -> None:
     """An actor reads completions only where a step asks for them."""
     from service.tune.proposing.gradient_actor import GradientActor

@@ -1,7 +1,8 @@
 import itertools
 import json
+import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from workers.engines.vllm.plugin import PACK
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, TrialFailed
 from workers.evaluation.lm_eval import TaskEvaluator
-from workers.evaluation.prompts import Generation
+from workers.evaluation.prompts import Continuation, Generation
 from workers.export.checkpoint import export
 from workers.types import CanaryReport, Family, Span, TaskSpec
 
@@ -97,6 +98,67 @@ def test_cached_prefixes_do_not_outlive_a_swap(engine: Engine, untied_family: Fa
         completions.append(engine.generate([request])[0])
     assert [completions[1]] == Reference(exported(engine, recipe, tmp_path / "b"), OPTIONS).generate([request])
     assert completions[0].text != completions[1].text
+
+
+def options_of_questions(engine: Engine) -> list[Continuation]:
+    """Options of one and of several tokens, some the likeliest, after prompts below and beyond a block of the cache."""
+    draw = random.Random(7)
+    shots = (1, *draw.choices(range(4, 99), k=150))
+    contexts = [(*shots, *draw.choices(range(4, 99), k=9), question) for question in (3, 4)] + [shots[:20]]
+    likeliest = [c.tokens for c in engine.generate([Generation(context, 3) for context in contexts])]
+    tails = [(30,), (31,), (32,), (33,), (40, 41, 42, 43), (40, 41, 42, 44, 45), (40, 41), (46,) * 40]
+    return [Continuation(c + t, len(c)) for c, best in zip(contexts, likeliest, strict=True) for t in (*tails, best)]
+
+
+def test_options_have_the_scores_of_transformers(engine: Engine, untied_family: Family, tmp_path: Path) -> None:
+    """The log-likelihood of every option is that of plain transformers, after a swap and when the cache has it all."""
+    for number, recipe in enumerate((arithmetic(untied_family, 0.7, 0.2), slerp(untied_family, 0.6))):
+        engine.swap(recipe)
+        options = options_of_questions(engine)
+        expected = Reference(exported(engine, recipe, tmp_path / str(number)), OPTIONS).loglikelihoods(options)
+        assert {is_likeliest for _, is_likeliest in expected} == {True, False}
+        for _ in range(2):
+            found = engine.loglikelihoods(options)
+            assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+            assert [likeliest for _, likeliest in found] == [likeliest for _, likeliest in expected]
+
+
+def test_a_question_with_letters_is_one_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four options of one token take one prompt, whose beginning the cache has from the question before."""
+    read: list[Any] = []
+    run = engine._run
+
+    def watched(prompts: Sequence[Sequence[int]], parameters: list[Any]) -> list[Any]:
+        outputs = run(prompts, parameters)
+        read.extend(zip(prompts, parameters, outputs, strict=True))
+        return outputs
+
+    monkeypatch.setattr(engine, "_run", watched)
+    assert engine._llm.reset_prefix_cache()
+    shots = tuple(range(4, 99)) + tuple(range(4, 99))
+    questions = [(*shots, question) for question in range(10, 14)]
+    engine.loglikelihoods([Continuation((*q, letter), len(q)) for q in questions for letter in (30, 31, 32, 33)])
+    assert sorted(prompt for prompt, _, _ in read) == questions
+    assert all(parameters.prompt_logprobs is None for _, parameters, _ in read)
+    assert [output.num_cached_tokens for _, _, output in read] == [0, 128, 128, 128]
+
+
+def test_rows_of_logits_are_bounded(engine: Engine, untied_family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probabilities of a long text come from few rows of logits at a time."""
+    engine.swap(base_recipe(untied_family))
+    text = tuple(random.Random(3).choices(range(4, 99), k=250))
+    (expected,) = engine.logprobs([text])
+    rows: list[int] = []
+    (model,) = engine._llm.apply_model(lambda model: model)
+    compute_logits = model.compute_logits
+    monkeypatch.setattr(model, "compute_logits", lambda hidden: rows.append(len(hidden)) or compute_logits(hidden))
+    engine.logprobs([text])
+    assert max(rows) == 248
+    monkeypatch.setattr("workers.engines.vllm.readings.MAX_ROWS", 16)
+    rows.clear()
+    (found,) = engine.logprobs([text])
+    assert max(rows) <= 128 + 16
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_samples_agree_with_export(

@@ -9,3 +9,10 @@ def test_environment_keeps_a_core_free() -> None:
     assert "VLLM_LOGGING_LEVEL" not in environment
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert engine_environment(EngineOptions(threads=3))["OMP_NUM_THREADS"] == "3"
+
+
+def test_model_runner_is_pinned() -> None:
+    """The model runner is the one that the study names, V1 by default, whatever the environment says."""
+    for given in ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}):
+        assert engine_environment(EngineOptions(), given)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert engine_environment(EngineOptions(model_runner="v2"))["VLLM_USE_V2_MODEL_RUNNER"] == "1"

@@ -18,6 +18,7 @@ import torch
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.builders import opposed_family
 from tests.conftest import OPTIONS
+from tests.workers.delayed_copies import GPU, DelayedCopies
 from tests.workers.recipes import arithmetic, model_stock, slerp
 from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.checksum import checksum
@@ -28,7 +29,8 @@ from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import Prompts
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
-from workers.types import Family, Placement
+from workers.serving.engine_worker import EngineWorker
+from workers.types import Family, Placement, ScoreRequest
 
 
 class Extension(MergeExtension):
@@ -178,6 +180,7 @@ def engine_of(extension: Extension, family: Family) -> Engine:
     engine._llm = SimpleNamespace(collective_rpc=call, llm_engine=vllm, reset_prefix_cache=lambda: True)
     engine.family, engine.prompts, engine.swap_s = family, Prompts(family.base.directory, OPTIONS), []
     engine.name, engine._fault = "engine", None
+    engine._state = {"checksum": "", "swaps": 0, "off_device": ""}
     engine._contents = SimpleNamespace(refusal=lambda recipe: None)  # type: ignore[assignment]
     engine.canary = SimpleNamespace(is_due=lambda swap_count: False, num_passed=0)  # type: ignore[assignment]
     return engine
@@ -257,28 +260,98 @@ def test_a_copy_that_is_not_packed_again_is_seen_at_the_swap(extension: Extensio
     assert extension.apply(second)["tensors_written"] == len(extension.parameters)
 
 
-def test_where_the_gpu_is_full_the_cpu_merges(
-    extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The weights are on the CPU here, and the bank is set to merge on a GPU, which has no memory left."""
+@pytest.fixture
+def gpu(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Moves the bank of `extension` into the memory of a GPU that is a stand-in on the CPU.
+
+    The weights stay on the CPU. `is_full` says whether merging on the GPU fails, `free` is the GPU's free memory, and
+    `devices` has the devices on which merges began.
+    """
     import workers.merging.materialize
 
-    write, devices = workers.merging.materialize.merged_tensors, []
+    write, stream = workers.merging.materialize.merged_tensors, DelayedCopies()
+    found = SimpleNamespace(is_full=False, free=0, devices=[], stream=stream)
 
-    def full(recipe: Recipe, bank: Bank, *rest: Any, **names: Any) -> Any:
-        devices.append(bank.device.type)
-        if bank.device.type == "cuda":
+    def merged_tensors(recipe: Recipe, bank: Bank, *rest: Any, **names: Any) -> Any:
+        found.devices.append(bank.device.type)
+        if bank.device.type == "cuda" and found.is_full:
             raise torch.OutOfMemoryError("CUDA out of memory")
+        if bank.device.type == "cuda":
+            return write(recipe, own, torch.float32, names=names["names"])
         return write(recipe, bank, *rest, **names)
 
-    monkeypatch.setattr(workers.merging.materialize, "merged_tensors", full)
-    first, second = arithmetic(tied_family, 0.3, 0.5), arithmetic(tied_family, 0.4, 0.5)
-    extension._mergesearch_bank.device = torch.device("cuda", 0)
-    assert extension.apply(first)["digest"] == first.digest
-    assert extension.apply(second)["digest"] == second.digest
+    own, bank = (Bank(extension._mergesearch_bank.family) for _ in range(2))
+    extension._mergesearch_bank = bank
+    bank.device, bank.placement = GPU, Placement.GPU
+    bank._stored = {info: stream.on_gpu(tensor) for info, tensor in bank._stored.items()}
+    monkeypatch.setattr(workers.merging.materialize, "merged_tensors", merged_tensors)
+    monkeypatch.setattr(workers.merging.materialize, "Scratch", lambda bank, dtype: SimpleNamespace(tensor=None))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (found.free, 80 * 10**9))
+    extension._mergesearch_scratch_bytes = 10**9
+    return found
+
+
+def test_cpu_merges_what_a_full_gpu_holds(extension: Extension, tied_family: Family, gpu: SimpleNamespace) -> None:
+    """A merge that moved to the CPU reads sources only once they have arrived there, and its evidence says so."""
+    first, second = arithmetic(tied_family, 0.3, 0.5), slerp(tied_family, 0.4)
+    gpu.is_full = True
+    answer = extension.apply(first)
+    assert answer["digest"] == first.digest
+    assert holds(extension, first, tied_family)
+    count = len(extension.parameters)
+    said = f"the CPU merged {count} of {count} tensors, for which the GPU had too little memory"
+    assert answer["off_device"] == said
+    assert extension.apply(second)["off_device"] == said
     assert holds(extension, second, tied_family)
-    assert devices[:2] == ["cuda", "cpu"]
-    assert "cuda" not in devices[2:]
+    assert (gpu.devices[0], set(gpu.devices[1:])) == ("cuda", {"cpu"}), "while it is full the GPU is not tried again"
+    assert gpu.stream.num_delayed == 0
+
+
+def test_gpu_merges_again_once_it_has_room(extension: Extension, tied_family: Family, gpu: SimpleNamespace) -> None:
+    """After a merge on the CPU, the GPU merges again when it has the planned memory; older tensors are still named."""
+    first, second = arithmetic(tied_family, 0.3, 0.5), arithmetic(tied_family, 0.4, 0.5)
+    layers = (replace(first.layers[0], mlp=second.layers[0].mlp), *first.layers[1:])
+    gpu.is_full = True
+    extension.apply(first)
+    gpu.is_full, gpu.free = False, 10**9
+    answer = extension.apply(replace(first, layers=layers))
+    assert gpu.devices[-1] == "cuda"
+    count = len(extension.parameters)
+    assert answer["tensors_written"] == 3
+    assert answer["off_device"].startswith(f"the CPU merged {count - 3} of {count} tensors")
+    assert extension.apply(second)["off_device"].startswith("the CPU merged 3 of") is False
+    assert holds(extension, second, tied_family)
+
+
+def test_tensors_without_room_are_merged_on_the_cpu(
+    extension: Extension, tied_family: Family, gpu: SimpleNamespace
+) -> None:
+    """A tensor that needs more memory than the GPU has is not tried there, and the evidence counts it."""
+    extension._mergesearch_bank.room_bytes = 0
+    answer = extension.apply(arithmetic(tied_family, 0.3, 0.5))
+    count = len(extension.parameters)
+    assert answer["off_device"] == f"the CPU merged {count} of {count} tensors, for which the GPU had too little memory"
+    assert holds(extension, arithmetic(tied_family, 0.3, 0.5), tied_family)
+
+
+def test_evidence_names_what_the_cpu_merged(extension: Extension, tied_family: Family, gpu: SimpleNamespace) -> None:
+    """The evidence of samples says that the CPU merged, also while the engine holds the merge for later chunks."""
+    engine = engine_of(extension, tied_family)
+    recipe = arithmetic(tied_family, 0.3, 0.5)
+    gpu.is_full = True
+    worker = object.__new__(EngineWorker)
+    worker.engine, worker.name, worker.busy_s = engine, "replica", 0.0
+    engine.dtype, engine.sources, engine.bank_fingerprint = "bfloat16", "1.00 GB of sources", tied_family.fingerprint
+    worker.evaluator = SimpleNamespace(  # type: ignore[assignment]
+        score=lambda spans: SimpleNamespace(samples=(), prompts={}), confined_by=lambda spans: ""
+    )
+    for _ in range(2):
+        evidence = worker.score(ScoreRequest("study", recipe, ())).evidence
+        assert evidence.engine.startswith("vllm, bfloat16, 1.00 GB of sources, the CPU merged ")
+    gpu.is_full, gpu.free = False, 10**9
+    extension.mergesearch_forget()
+    evidence = worker.score(ScoreRequest("study", base_recipe(tied_family), ())).evidence
+    assert evidence.engine == "vllm, bfloat16, 1.00 GB of sources"
 
 
 def test_sources_go_where_there_is_room_and_the_summary_says_why(

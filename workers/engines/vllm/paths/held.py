@@ -63,6 +63,15 @@ class HeldPath(HeldWeights):
     def is_as_written(self) -> bool:
         return bool(self.model.model.path == self._path)
 
+    @property
+    def computed_on(self) -> Mapping[str, str]:
+        layers = {hop.layer for hop in self._path}
+        return {
+            name: device
+            for name, device in self._devices.items()
+            if not name.startswith(LAYERS) or int(name.split(".")[2]) in layers
+        }
+
     def forget(self) -> None:
         super().forget()
         self._pool.clear()

@@ -1,0 +1,73 @@
+"""Sections `benchmarks` and `contamination` of a study file: tasks that are scored once, after the search."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, Tag
+
+from search_spaces.section import Line, Name, Section, one_of
+from search_spaces.study.engine import Engine
+from search_spaces.study.objectives import ScoredTask
+
+__all__ = ["EVERY_TRIAL", "AddedBenchmarks", "BenchmarkSpec", "Contamination", "TrialChoice"]
+
+
+def _tag_of_choice(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<word>"
+    return "<number>" if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+TrialWord = Literal["finalists", "sources", "published", "recipes", "best"]
+
+if TYPE_CHECKING:
+    TrialChoice = str | int
+else:
+    TrialChoice = Annotated[
+        Annotated[TrialWord, Tag("<word>")] | Annotated[int, Field(ge=0), Tag("<number>")],
+        one_of(_tag_of_choice, "finalists, sources, published, recipes, best or the number of a trial"),
+    ]
+
+EVERY_TRIAL: tuple[TrialChoice, ...] = ("finalists", "sources", "published", "recipes")
+
+
+class BenchmarkSpec(ScoredTask):
+    """A task that is scored once, after the search, for the report. It selects nothing and belongs to no objective."""
+
+    group: Line | None = None
+    """The name of a group of benchmarks, whose unweighted mean is reported too."""
+    trials: Annotated[tuple[TrialChoice, ...], Field(min_length=1)] = EVERY_TRIAL
+    """The trials that are scored: finalists, sources (the base and the experts), published (baselines), recipes (those
+    of search.recipes), best, and trials by number.
+    """
+
+    def is_same_task(self, other: BenchmarkSpec) -> bool:
+        """Whether both are scored on the same samples by the same metric, so that stored samples hold for both."""
+        fields = set(BenchmarkSpec.model_fields) - {"name", "direction", "range", "group", "trials"}
+        return all(getattr(self, name) == getattr(other, name) for name in fields)
+
+
+class Contamination(Section):
+    """What a study does about search data that are also in its held-out data or benchmarks."""
+
+    max_share: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """The largest accepted share of the items of a holdout entry or benchmark that overlap with search data."""
+    allowed: tuple[Name, ...] = ()
+    """Names of holdout entries and benchmarks that are accepted with a larger share."""
+
+
+class AddedBenchmarks(Section):
+    """Benchmarks that are added to a study: the content of a file of its own, with these keys of the study file."""
+
+    benchmarks: Annotated[tuple[BenchmarkSpec, ...], Field(min_length=1)]
+    contamination: Contamination = Contamination()
+    engine: Engine | None = None
+    """Options of the engine, where a single model is scored that is no study's."""
+
+    def on_trial(self, trial: int | str | None) -> AddedBenchmarks:
+        """The benchmarks, to be scored on one trial: its number, or "best". None leaves the choice to each of them."""
+        if trial is None:
+            return self
+        specs = tuple(spec.model_copy(update={"trials": (trial,)}) for spec in self.benchmarks)
+        return self.model_copy(update={"benchmarks": specs})

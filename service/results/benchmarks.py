@@ -1,0 +1,284 @@
+"""Tables of the benchmark stage: values of trials, averages of groups, and comparisons with the best baselines.
+
+Comparisons are those of the held-out stage (`finding`), for each benchmark and each average: the merges that are no
+baselines against the best source model and the best published recipe. There are several merges and several values, so
+all intervals against one rival hold jointly (Bonferroni). Nothing here selects a trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.objectives import Objective
+from service.results.finding import RIVALS
+from service.results.holdout import Samples, sample_bounds
+from service.results.statistics import LEVEL, Bounds, correlations, estimate, mean_of, paired_difference
+from service.store.documents import BenchmarkFacts
+from service.types import Estimate, Origin, TrialResult
+from workers.evaluation.built_tasks import permutation
+
+__all__ = ["BenchmarkColumn", "BenchmarkRow", "BenchmarkTable", "BenchmarkTest", "benchmark_table"]
+
+
+@dataclass(frozen=True)
+class BenchmarkColumn:
+    """A benchmark of a study: the facts about its samples, its group, and the name of its data.
+
+    Benchmarks with equal `data` are scored on the same documents, position by position.
+    """
+
+    facts: BenchmarkFacts
+    group: str | None = None
+    data: str = ""
+
+
+@dataclass(frozen=True)
+class BenchmarkRow:
+    """Values of one trial on the benchmarks on which it was scored completely.
+
+    Attributes:
+        trial: Number of the trial.
+        label: Name of the trial.
+        origin: Origin of the trial.
+        values: Estimates by benchmark.
+        averages: Unweighted means of groups, by group; only of groups of which the trial has every benchmark.
+        subtasks: Estimates by benchmark and subtask, of benchmarks that are groups of tasks. Groups within them come
+            after the subtasks.
+        differences: This row minus the reference, paired by sample, by benchmark; only where both were scored.
+        average_differences: The same of the averages, by group.
+    """
+
+    trial: int
+    label: str
+    origin: Origin
+    values: Mapping[str, Estimate] = field(default_factory=dict)
+    averages: Mapping[str, Estimate] = field(default_factory=dict)
+    subtasks: Mapping[str, Mapping[str, Estimate]] = field(default_factory=dict)
+    differences: Mapping[str, Estimate] = field(default_factory=dict)
+    average_differences: Mapping[str, Estimate] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BenchmarkTest:
+    """Comparison of merges with a rival on one benchmark, or on the average of one group.
+
+    Attributes:
+        name: Name of the benchmark or group.
+        is_average: Whether it is the average of a group.
+        origin: Kind of the rival: source model or published recipe.
+        rival: Trial number of the rival, the baseline that is best on these data themselves.
+        label: Name of the rival.
+        differences: Value of each merge minus that of the rival, by trial number. Larger is better. All intervals of
+            one kind of rival, over all benchmarks and averages, together contain the true differences with a
+            probability of 95 %.
+    """
+
+    name: str
+    is_average: bool
+    origin: Origin
+    rival: int
+    label: str
+    differences: Mapping[int, Estimate]
+
+    @property
+    def better(self) -> tuple[int, ...]:
+        """Trial numbers of the merges that are better than the rival."""
+        return tuple(number for number, difference in self.differences.items() if difference.ci95[0] > 0)
+
+
+@dataclass(frozen=True)
+class BenchmarkTable:
+    """Results of the benchmark stage.
+
+    `reference` is the number of the trial that differences are relative to, the best trial on search data; None if it
+    was scored on no benchmark. `failures` has (trial number, benchmark, reason).
+    """
+
+    columns: tuple[BenchmarkColumn, ...] = ()
+    rows: tuple[BenchmarkRow, ...] = ()
+    reference: int | None = None
+    tests: tuple[BenchmarkTest, ...] = ()
+    failures: tuple[tuple[int, str, str], ...] = ()
+
+    @property
+    def groups(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the benchmarks of each group."""
+        return _groups(self.columns)
+
+
+def benchmark_table(
+    trials: Sequence[TrialResult],
+    columns: Sequence[BenchmarkColumn],
+    samples: Mapping[str, Samples],
+    *,
+    reference: int | None,
+    failures: Iterable[tuple[int, str, str]] = (),
+) -> BenchmarkTable:
+    """Compute the results of the benchmark stage.
+
+    Args:
+        trials: Trials of the study.
+        columns: Benchmarks of the study.
+        samples: Values of samples by recipe digest and benchmark; a benchmark with fewer samples than its data have is
+            not scored yet.
+        reference: Number of the trial that differences are relative to; None for no differences.
+        failures: Trials that could not be scored, as (trial number, benchmark, reason).
+    """
+    facts = {column.facts.name: column.facts for column in columns}
+    scored: dict[int, dict[str, NDArray[np.float64]]] = {}
+    for trial in sorted(trials, key=lambda trial: trial.number):
+        of_recipe = samples.get(trial.recipe.digest, {})
+        whole = {n: of_recipe[n] for n, f in facts.items() if n in of_recipe and len(of_recipe[n]) == f.num_samples}
+        if whole:
+            scored[trial.number] = whole
+    by_number = {trial.number: trial for trial in trials}
+    objectives = [column.facts.objective for column in columns]
+    bounds = sample_bounds(objectives, scored.values())
+    reference = reference if reference in scored else None
+    rows = tuple(
+        _row(by_number[number], own, None if reference is None else scored[reference], columns, bounds)
+        for number, own in scored.items()
+    )
+    failed = tuple(
+        (number, name, reason)
+        for number, name, reason in failures
+        if name in facts and name not in scored.get(number, {})
+    )
+    return BenchmarkTable(
+        columns=tuple(columns),
+        rows=rows,
+        reference=reference,
+        tests=_tests(by_number, scored, columns, bounds),
+        failures=tuple(dict.fromkeys(failed)),
+    )
+
+
+def _groups(columns: Iterable[BenchmarkColumn]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for column in columns:
+        if column.group is not None:
+            found[column.group] = (*found.get(column.group, ()), column.facts.name)
+    return found
+
+
+def _row(
+    trial: TrialResult,
+    own: Samples,
+    reference: Samples | None,
+    columns: Sequence[BenchmarkColumn],
+    bounds: Mapping[str, Bounds],
+) -> BenchmarkRow:
+    data = {column.facts.name: column.data or column.facts.name for column in columns}
+    values = {name: estimate(array, bounds=bounds.get(name)) for name, array in own.items()}
+    minus: dict[str, NDArray[np.float64]] = {}
+    differences: dict[str, Estimate] = {}
+    for name, array in own.items():
+        if reference is not None and name in reference:
+            minus[name] = array - reference[name]
+            differences[name] = paired_difference(array, reference[name], bounds=bounds.get(name))
+    return BenchmarkRow(
+        trial=trial.number,
+        label=trial.label,
+        origin=trial.origin,
+        values=values,
+        averages=_averages(columns, values, own, data),
+        subtasks={c.facts.name: _subtasks(c.facts, own[c.facts.name]) for c in columns if _has_parts(c, own)},
+        differences=differences,
+        average_differences=_averages(columns, differences, minus, data),
+    )
+
+
+def _averages(
+    columns: Sequence[BenchmarkColumn], estimates: Mapping[str, Estimate], samples: Samples, data: Mapping[str, str]
+) -> dict[str, Estimate]:
+    return {
+        group: _mean(names, estimates, samples, data)
+        for group, names in _groups(columns).items()
+        if all(name in estimates for name in names)
+    }
+
+
+def _mean(
+    names: Sequence[str], estimates: Mapping[str, Estimate], samples: Samples, data: Mapping[str, str]
+) -> Estimate:
+    correlation = correlations([samples[name] for name in names], [data[name] for name in names])
+    return mean_of([estimates[name] for name in names], correlation=correlation)
+
+
+def _has_parts(column: BenchmarkColumn, own: Samples) -> bool:
+    return column.facts.name in own and len(column.facts.subtasks) > 1
+
+
+def _subtasks(facts: BenchmarkFacts, values: NDArray[np.float64]) -> dict[str, Estimate]:
+    """Estimates of the subtasks of a benchmark, and of the groups of subtasks within it, by name.
+
+    `values` are in the order of the benchmark's samples. The value of a group is the mean over its samples.
+    """
+    names = [name for name, _ in facts.subtasks]
+    places: dict[str, list[int]] = {name: [] for name in names}
+    for position, (index, _) in enumerate(permutation(dict(facts.subtasks), seed=facts.seed)):
+        places[names[index]].append(position)
+    for category, members in facts.categories.items():
+        places[category] = sorted(position for member in members for position in places[member])
+    bounds = sample_bounds([facts.objective], [{facts.name: values[at]} for at in places.values()])
+    return {name: estimate(values[at], bounds=bounds.get(facts.name)) for name, at in places.items()}
+
+
+def _tests(
+    trials: Mapping[int, TrialResult],
+    scored: Mapping[int, Samples],
+    columns: Sequence[BenchmarkColumn],
+    bounds: Mapping[str, Bounds],
+) -> tuple[BenchmarkTest, ...]:
+    """Compare the merges that are no baselines with the best baseline of each kind, on each benchmark and average."""
+    merges = [number for number in scored if trials[number].origin in (Origin.SEARCH, Origin.USER)]
+    objectives = {column.facts.name: column.facts.objective for column in columns}
+    data = {column.facts.name: column.data or column.facts.name for column in columns}
+    compared: list[tuple[str, bool, tuple[str, ...]]] = [(name, False, (name,)) for name in objectives]
+    compared += [(group, True, names) for group, names in _groups(columns).items() if len(names) > 1]
+    found: list[BenchmarkTest] = []
+    for origin in RIVALS:
+        rivals = [number for number in scored if trials[number].origin is origin]
+        level = 1 - (1 - LEVEL) / max(1, len(merges) * len(compared))
+        for name, is_average, names in compared:
+            ours = [number for number in merges if all(n in scored[number] for n in names)]
+            theirs = [number for number in rivals if all(n in scored[number] for n in names)]
+            if not ours or not theirs:
+                continue
+            best = max(theirs, key=lambda number: _merit(scored[number], names, objectives))
+            differences = {
+                number: _difference(scored[number], scored[best], names, objectives, data, bounds, level)
+                for number in ours
+            }
+            found.append(BenchmarkTest(name, is_average, origin, best, trials[best].label, differences))
+    return tuple(found)
+
+
+def _sign(objective: Objective) -> int:
+    return 1 if objective.direction == "maximize" else -1
+
+
+def _merit(samples: Samples, names: Sequence[str], objectives: Mapping[str, Objective]) -> float:
+    return float(np.mean([_sign(objectives[name]) * samples[name].mean() for name in names]))
+
+
+def _difference(
+    first: Samples,
+    second: Samples,
+    names: Sequence[str],
+    objectives: Mapping[str, Objective],
+    data: Mapping[str, str],
+    bounds: Mapping[str, Bounds],
+    level: float,
+) -> Estimate:
+    """Estimate how much better `first` is than `second`, in the mean over the benchmarks `names`."""
+    estimates, minus = {}, {}
+    for name in names:
+        own, other = (first, second) if _sign(objectives[name]) > 0 else (second, first)
+        estimates[name] = paired_difference(own[name], other[name], bounds=bounds.get(name), level=level)
+        minus[name] = own[name] - other[name]
+    return _mean(names, estimates, minus, data)

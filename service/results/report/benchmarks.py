@@ -1,0 +1,95 @@
+"""The section on benchmarks: a forest plot for each average or benchmark, the table, comparisons, and subtasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from service.results.documents import benchmarks_document
+from service.results.format import comparison_text
+from service.results.record import RunRecord
+from service.results.report.charts import Interval, forest
+from service.results.report.scales import nice_scale
+from service.results.report.texts import interval_text, row_name
+from service.schemas.files import BenchmarkColumnDocument, BenchmarkRowDocument, BenchmarksDocument, EstimateDocument
+
+__all__ = ["benchmarks_section"]
+
+
+def benchmarks_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | None:
+    """Build the data from which the report's template draws the benchmark stage; None in a study without benchmarks.
+
+    The trial with number `best` is marked.
+    """
+    document = benchmarks_document(run.benchmarks)
+    if not document["benchmarks"]:
+        return None
+    rows = document["rows"]
+    columns = {column["name"]: column for column in document["benchmarks"]}
+    groups = document["groups"]
+    averages = [group for group, names in groups.items() if len(names) > 1]
+    return {
+        "columns": list(columns.values()),
+        "averages": averages,
+        "rows": [{"name": row_name(row), "is_best": row["trial"] == best, **row} for row in rows],
+        "reference": document["reference"],
+        "charts": [
+            *(_chart(rows, f"average of {g}", "averages", g, columns[groups[g][0]], best) for g in averages),
+            *(_chart(rows, name, "values", name, column, best) for name, column in columns.items()),
+        ],
+        "comparisons": [comparison_text(test) for test in document["tests"]],
+        "subtasks": [_subtasks(document, column) for column in columns.values() if len(column["subtasks"]) > 1],
+        "failures": document["failures"],
+    }
+
+
+def _chart(
+    rows: Sequence[BenchmarkRowDocument],
+    title: str,
+    kind: str,
+    name: str,
+    column: BenchmarkColumnDocument,
+    best: int | None,
+) -> dict[str, Any]:
+    """A forest plot of a benchmark (`kind` is "values") or of a group's average ("averages"), the best value first."""
+    found: list[tuple[BenchmarkRowDocument, EstimateDocument]] = []
+    for row in rows:
+        estimates: Mapping[str, EstimateDocument] = row["averages"] if kind == "averages" else row["values"]
+        if name in estimates:
+            found.append((row, estimates[name]))
+    found.sort(key=lambda each: each[1]["value"], reverse=column["direction"] == "maximize")
+    intervals = [
+        Interval(
+            row_name(row),
+            estimate["value"],
+            low=estimate["ci95"][0],
+            high=estimate["ci95"][1],
+            css="best" if row["trial"] == best else row["origin"],
+            title=f"{row_name(row)}: {interval_text(estimate)}, {estimate['samples']} samples",
+        )
+        for row, estimate in found
+    ]
+    ends = [end for interval in intervals for end in (interval.low, interval.high)]
+    mine = next((estimate["value"] for row, estimate in found if row["trial"] == best), None)
+    label = f"{title} with 95 % intervals, {len(intervals)} rows; values are in the table below"
+    low, high = column["range"]
+    drawn = forest(intervals, nice_scale(ends, bounds=(low, high)), label=label, reference=mine) if intervals else ""
+    return {"name": title, "svg": drawn}
+
+
+def _subtasks(document: BenchmarksDocument, column: BenchmarkColumnDocument) -> dict[str, Any]:
+    """The table of a benchmark's subtasks: the groups within the task first, then the subtasks, by name."""
+    rows = [row for row in document["rows"] if column["name"] in row["subtasks"]]
+    names = [*column["categories"], *sorted(column["subtasks"])]
+    return {
+        "name": column["name"],
+        "trials": [row_name(row) for row in rows],
+        "rows": [
+            {
+                "name": name,
+                "is_category": name in column["categories"],
+                "estimates": [row["subtasks"][column["name"]].get(name) for row in rows],
+            }
+            for name in names
+        ],
+    }

@@ -1,0 +1,104 @@
+"""Benchmarks that are added to a study after it was created: the study file with them, and their checks."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.study.benchmarks import AddedBenchmarks
+from search_spaces.study.file import Study, parse_study, with_benchmarks
+from service.resolved_study import ResolvedStudy
+from service.studies.preflight.contamination import check_overlaps, unsearched_names
+from service.studies.preflight.files import check_files, file_path_problem, no_file_problem, task_files
+from service.studies.preflight.models import with_revisions
+from service.studies.preflight.tasks import benchmarks_of, check_prompts, check_tasks, task_spec
+from service.types import JobRecord
+from workers.file_access import FileAccess
+from workers.models.family import locate_family
+
+__all__ = ["check_added", "model_study", "study_with"]
+
+logger = logging.getLogger(__name__)
+
+
+def study_with(record: JobRecord, added: AddedBenchmarks, *, trials: Collection[int]) -> Study:
+    """The study file of a stored study with more benchmarks.
+
+    `trials` are the numbers of the study's trials. Raises InvalidStudy if a benchmark names another trial, or has the
+    name of one of the study's with another task or metric.
+    """
+    study = with_benchmarks(Study.model_validate(record.document), added)
+    if added.engine is not None:
+        message = f"{record.name!r} keeps its own engine; leave it out, it is for a model that is no study's"
+        raise InvalidStudy((Problem("engine", message),))
+    unknown = [
+        Problem(f"benchmarks.{index}.trials.{place}", f"{choice} is not the number of a trial of {record.name!r}")
+        for index, spec in enumerate(added.benchmarks)
+        for place, choice in enumerate(spec.trials)
+        if isinstance(choice, int) and choice not in trials
+    ]
+    if unknown:
+        raise InvalidStudy(tuple(unknown))
+    return study
+
+
+def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAccess | None) -> None:
+    """Check the benchmarks of a study file that are to be added to a stored study on a server.
+
+    `document` is the study file with them. Files must be allowed by `access`, which the server allows now, and by what
+    was stored with the study. The study's other tasks are not checked again, and of its models only the tokenizer is
+    read. Raises InvalidStudy with every problem; places are those in `document`.
+    """
+    study, before = Study.model_validate(document), ResolvedStudy.of(stored).access
+    of_benchmarks = {place: file for place, file in task_files(study) if place.startswith("benchmarks.")}
+    _refuse({place: file_path_problem(file) for place, file in of_benchmarks.items()})
+    for allowed in (access, before):
+        check_files(study, allowed, section="benchmarks")
+    _refuse({place: no_file_problem(file) for place, file in of_benchmarks.items()})
+    problems: list[Problem] = []
+    try:
+        tasks, infos = check_tasks(dict(enumerate(study.benchmarks)), "benchmarks", study, problems, access=access)
+        benchmarks_of(study, tasks, infos, problems)
+        if not problems:
+            pinned = with_revisions(study, ResolvedStudy.of(stored)).models
+            sources = locate_family(pinned.base, pinned.named).resolve(tokenizer=pinned.tokenizer)
+            check_prompts(study, sources.result_dir, problems)
+        if problems:
+            raise InvalidStudy(tuple(problems))
+        seed, known = study.search.seed, unsearched_names(Study.model_validate(stored.document))
+        search = {s.name: task_spec(s, seed=seed, access=before) for s in study.scored_objectives.values()}
+        check_overlaps(study, search, {"benchmarks": tasks}, accepted=known)
+    except InvalidStudy:
+        raise
+    except Exception as error:  # a task is code and data of any origin, and the driver would fail too
+        logger.exception("benchmarks could not be checked")
+        message = f"the benchmarks could not be checked: {type(error).__name__}: {error}"
+        raise InvalidStudy((Problem("benchmarks", message),)) from error
+
+
+def _refuse(found: Mapping[str, str | None]) -> None:
+    if problems := tuple(Problem(place, text) for place, text in found.items() if text):
+        raise InvalidStudy(problems)
+
+
+def model_study(model: str, added: AddedBenchmarks) -> Study:
+    """The study that scores benchmarks on a single model, a directory or hub id, without a search.
+
+    Its only objective is the model's number of parameters, which needs no samples.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.partition("@")[0]).name).strip("-._")[:63] or "model"
+    whole = {"merge_method": "linear", "models": [{"model": "base", "parameters": {"weight": 1.0}}]}
+    document = {
+        "name": name,
+        "models": {"base": model, "experts": {"model": model}},
+        "search": {"baselines": "none", "recipes": [{"name": name, "recipe": whole}]},
+        "fidelity": {"scheduler": "none"},
+        "objectives": [{"name": "parameters", "cost": "parameters"}],
+        "engine": {"verify": False},
+    }
+    engine = {} if added.engine is None else {"engine": added.engine}
+    return with_benchmarks(parse_study(document, Path.cwd()), added).model_copy(update=engine)

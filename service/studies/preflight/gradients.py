@@ -1,0 +1,106 @@
+"""Where a study's gradients are computed: on a GPU that no engine uses, or on the CPU beside the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from search_spaces.study.file import Study
+from service.disk import gib
+from service.engine_machines import EngineMachines
+from service.studies.preflight.resources import MemoryPlan, gradient_model_bytes, gradient_value_bytes
+from workers.engines.vllm.memory import usable_gpu_bytes
+from workers.models.family import ResolvedFamily
+
+__all__ = ["GradientPlace", "activation_bytes", "gradient_place"]
+
+# Tokens of one forward pass (`workers.training.gradients.MAX_TOKENS`); a longer text is read alone.
+PASS_TOKENS = 16_384
+# Activations beside those of the layers, such as logits and losses, as a share of them.
+OTHER_ACTIVATIONS = 0.25
+
+
+@dataclass(frozen=True)
+class GradientPlace:
+    """The device that computes a study's gradients; the gradient actor gets no other.
+
+    `recomputes` says whether activations are computed twice to save their memory. `reason` says in words why this is
+    the device; it is "" where machines have no GPUs.
+    """
+
+    device: Literal["cuda", "cpu"]
+    recomputes: bool = False
+    reason: str = ""
+
+
+def gradient_place(
+    study: Study,
+    sources: ResolvedFamily,
+    machines: Sequence[EngineMachines],
+    *,
+    plan: Callable[[GradientPlace | None], MemoryPlan],
+) -> tuple[GradientPlace | None, str]:
+    """Choose where a study's gradients are computed; returns the place, and the reason if there is none.
+
+    A GPU that no engine of the study uses comes first, if model, gradients and activations fit into its memory, with
+    recomputed activations if they fit only then. Otherwise it is the CPU, if the host has room beside the engines.
+    Nothing shares a GPU with an engine. `machines` are the groups of machines that can run engines, and `plan`
+    computes the memory of a study with gradients at a place, or without gradients. If the study fits nowhere even
+    without gradients, the place is the CPU.
+    """
+    has_gpus = any(group.num_gpus for group in machines)
+    why = ""
+    if has_gpus:
+        free = sum(group.num_gpus * group.most for group in machines) - study.engine.num_gpus
+        why = f"engines use all {study.engine.num_gpus} GPUs"
+        if free > 0:
+            place, why = _on_gpu(sources, machines, gradient_value_bytes(study, "cuda"))
+            if place is not None and plan(place).fits:
+                return place, ""
+    on_cpu = GradientPlace("cpu", reason=f"the CPU computes them, as {why}" if why else "")
+    with_gradients = plan(on_cpu)
+    if with_gradients.fits or not plan(None).fits:
+        return on_cpu, ""
+    lack = (
+        f"they need {gib(with_gradients.gradient_bytes)} of memory beside the engines, "
+        f"{gib(with_gradients.needed_bytes)} in all, and {gib(with_gradients.available_bytes or 0)} are available"
+    )
+    return None, lack + (f"; {why}" if why else "")
+
+
+def _on_gpu(
+    sources: ResolvedFamily, machines: Sequence[EngineMachines], value_bytes: int
+) -> tuple[GradientPlace | None, str]:
+    """The place on a GPU without an engine, with the reason if gradients do not fit into its memory."""
+    known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
+    if not known:
+        reason = "a GPU without an engine computes them; its memory is not known, so activations are computed twice"
+        return GradientPlace("cuda", recomputes=True, reason=reason), ""
+    total = max(known)
+    room = usable_gpu_bytes(total, total)
+    needed = 0
+    for recomputes in (False, True):
+        activations = activation_bytes(sources.base.settings, PASS_TOKENS, value_bytes, recomputes=recomputes)
+        needed = gradient_model_bytes(sources, value_bytes) + activations
+        if needed <= room:
+            twice = ", with activations computed twice" if recomputes else ""
+            reason = f"a GPU without an engine computes them in {gib(needed)} of its {gib(total)}{twice}"
+            return GradientPlace("cuda", recomputes=recomputes, reason=reason), ""
+    return None, f"they need {gib(needed)} of a GPU, which has {gib(total)}"
+
+
+def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, *, recomputes: bool) -> int:
+    """Bytes of activations that a backward pass over `tokens` tokens keeps, each value of `value_bytes` bytes.
+
+    For each token, a layer of a Llama keeps 8 h + 4 d + 4 f values: h is the size of the residual stream, d the size of
+    all keys of a token, f that of the MLP. This was measured with PyTorch's allocator on CPU. If activations are
+    recomputed, those of one layer and the inputs of all layers are kept.
+    """
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    head_size = int(config.get("head_dim") or hidden // heads)
+    keys = int(config.get("num_key_value_heads") or heads) * head_size
+    layers = int(config["num_hidden_layers"])
+    of_layer = 8 * hidden + 4 * keys + 4 * int(config.get("intermediate_size") or 4 * hidden)
+    kept = of_layer + layers * hidden if recomputes else layers * of_layer
+    return int((1 + OTHER_ACTIVATIONS) * kept * tokens * value_bytes)

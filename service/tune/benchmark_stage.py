@@ -1,0 +1,73 @@
+"""The benchmark stage: after the held-out stage, chosen trials are scored on the study's benchmarks."""
+
+from __future__ import annotations
+
+from service.results.selection import chosen_trials
+from service.store import JobWriter
+from service.tune.plan import Plan
+from service.tune.samples.sample_cache import SampleCache
+from service.tune.trials import Trials
+from service.types import EventKind
+from workers.types import Split
+
+__all__ = ["BenchmarkStage"]
+
+
+class BenchmarkStage:
+    """The benchmark stage: the pairs of trial and benchmark that are still to be scored.
+
+    Only samples that are not stored are scored, so benchmarks that are added to a study that has ended cost nothing for
+    what was scored before. In a study without benchmarks, the stage is finished at once.
+    """
+
+    def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, writer: JobWriter) -> None:
+        self.is_started = False
+        self._plan = plan
+        self._trials = trials
+        self._samples = samples
+        self._writer = writer
+        self._left: list[tuple[int, int]] = []
+
+    @property
+    def is_finished(self) -> bool:
+        return not self._plan.benchmarks or (self.is_started and not self._left)
+
+    @property
+    def left(self) -> tuple[tuple[int, int], ...]:
+        """The evaluations that are left, each as (trial number, position of the benchmark), the next one first."""
+        return tuple(self._left)
+
+    def start(self) -> None:
+        """Choose the trials that are scored on each benchmark.
+
+        The method is called when the search and the held-out stage have finished. A second call changes nothing.
+        """
+        if self.is_started or not self._plan.benchmarks:
+            return
+        self.is_started = True
+        trials = tuple(self._trials.values())
+        self._left = sorted(
+            (trial.number, index)
+            for index, benchmark in enumerate(self._plan.benchmarks)
+            for trial in chosen_trials(benchmark.trials, trials, self._plan.objectives)
+            if self._samples.missing(trial.recipe.digest, index, Split.BENCHMARK)
+        )
+        if self._left:
+            left = [{"trial": number, "benchmark": self._plan.benchmarks[index].name} for number, index in self._left]
+            self._writer.add_event(EventKind.BENCHMARKS_STARTED, {"left": left})
+
+    def finish(self, number: int, index: int) -> None:
+        """Record that all samples of trial `number` on the benchmark at position `index` are stored."""
+        self._left.remove((number, index))
+        self._writer.add_event(EventKind.BENCHMARK_SCORED, self._payload(number, index))
+
+    def fail(self, number: int, index: int, reason: str) -> None:
+        """Record that trial `number` cannot be scored on the benchmark at position `index`.
+
+        The trial keeps its other results, and the other benchmarks are scored.
+        """
+        self._left.remove((number, index))
+        self._writer.add_event(EventKind.BENCHMARK_FAILED, {**self._payload(number, index), "reason": reason})
+
+    def _payload(self, number: int, index: int) -> dict[str, object]:
+        return {"trial": number, "benchmark": self._plan.benchmarks[index].name}

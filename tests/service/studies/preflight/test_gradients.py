@@ -1,0 +1,126 @@
+"""Where gradients are computed, on machines that are only numbers here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from search_spaces.study.file import parse_study
+from service.engine_machines import EngineMachines
+from service.studies.preflight.dtype import dtype_note
+from service.studies.preflight.gradients import GradientPlace, activation_bytes, gradient_place
+from service.studies.preflight.resources import MemoryPlan
+from tests.workers.merging.test_devices import peak_of
+
+GB, TB = 10**9, 10**12
+LLAMA_3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+}
+EIGHT_B: Any = SimpleNamespace(
+    base=SimpleNamespace(settings=LLAMA_3_8B, tensors={"embedding": SimpleNamespace(shape=(128_256, 4_096))}),
+    num_parameters=8_030_000_000,
+)
+
+
+def study(**engine: Any) -> Any:
+    objective = {"name": "a", "task": {"file": "/a.jsonl"}, "metric": "exact_match"}
+    models = {"base": "/b", "experts": {"math": "/m", "code": "/c"}}
+    options = {"name": "s", "models": models, "fidelity": {"scheduler": "none"}, "objectives": [objective]}
+    return parse_study({**options, "engine": engine})
+
+
+def placed(*machines: EngineMachines, replicas: int = 1, host: int = TB) -> tuple[GradientPlace | None, str]:
+    """Where gradients of Llama-3-8B are computed beside engines that need 100 GB of the host's memory."""
+
+    def plan(place: GradientPlace | None) -> MemoryPlan:
+        gradients = 0 if place is None else GB if place.device == "cuda" else 35 * GB
+        return MemoryPlan(0, 100 * GB, 1, host, gradient_bytes=gradients)
+
+    return gradient_place(study(replicas=replicas), EIGHT_B, machines, plan=plan)
+
+
+def test_gradients_take_a_gpu_that_no_engine_uses() -> None:
+    """A GPU of their own computes gradients, twice through the activations if those do not fit otherwise."""
+    place, _ = placed(EngineMachines(8, TB, 80 * GB), replicas=7)
+    assert place is not None
+    assert (place.device, place.recomputes) == ("cuda", True)
+    assert place.reason.startswith("a GPU without an engine computes them in ")
+    place, _ = placed(EngineMachines(8, TB, 192 * GB), replicas=7)
+    assert place is not None
+    assert (place.device, place.recomputes) == ("cuda", False)
+    place, _ = placed(EngineMachines(8, TB), replicas=7)
+    assert place is not None
+    assert (place.device, place.recomputes) == ("cuda", True)
+    assert "its memory is not known" in place.reason
+
+
+def test_gradients_never_share_an_engines_gpu() -> None:
+    """Where engines have all GPUs, or gradients do not fit into one, the CPU computes them and the plan says why."""
+    place, _ = placed(EngineMachines(8, TB, 80 * GB), replicas=8)
+    assert place == GradientPlace("cpu", reason="the CPU computes them, as engines use all 8 GPUs")
+    place, _ = placed(EngineMachines(2, TB, 24 * GB))
+    assert place is not None
+    assert place.device == "cpu"
+    assert "of a GPU, which has 22.4 GiB" in place.reason
+    assert placed(EngineMachines(0, TB)) == (GradientPlace("cpu"), "")
+
+
+def test_lack_of_room_for_gradients_is_said() -> None:
+    """Where neither a GPU nor the host has room beside the engines, there is no place, and the reason has the sizes."""
+    place, lack = placed(EngineMachines(1, 120 * GB, 80 * GB), host=120 * GB)
+    assert place is None
+    assert lack == (
+        "they need 32.6 GiB of memory beside the engines, 125.7 GiB in all, and 111.8 GiB are available; engines use "
+        "all 1 GPUs"
+    )
+    assert placed(EngineMachines(1, 90 * GB, 80 * GB), host=90 * GB)[0] is not None, "engines have no room themselves"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_activations_take_what_is_planned(recomputes: bool) -> None:
+    """A backward pass takes at most the planned memory, and at least two thirds of it."""
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    model = transformers.LlamaForCausalLM(config).train(recomputes)
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
+    tokens = torch.zeros(8, 128, dtype=torch.long)
+
+    def step() -> None:
+        logits = model(input_ids=tokens, use_cache=False, logits_to_keep=4).logits
+        logits.float().logsumexp(-1).sum().backward()
+
+    taken = peak_of(step)
+    planned = activation_bytes(config.to_dict(), tokens.numel(), 4, recomputes=recomputes)
+    assert taken <= planned <= 1.5 * taken
+
+
+def test_float16_models_are_named_where_auto_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dtype: auto` says that engines on GPUs round models in float16 to bfloat16."""
+
+    def stored(dtype: str) -> Any:
+        return SimpleNamespace(own=(SimpleNamespace(dtype=dtype),))
+
+    sources: Any = SimpleNamespace(checkpoints={"base": stored("BF16"), "math": stored("F16")})
+    monkeypatch.setenv("MERGESEARCH_ENGINE_NODES", "gpus=1")
+    note = dtype_note(study(), sources)
+    assert note.startswith("dtype: auto is bfloat16 on GPUs, and math are stored in float16")
+    assert dtype_note(study(dtype="bfloat16"), sources) == dtype_note(study(dtype="float16"), sources) == ""
+    assert dtype_note(study(), SimpleNamespace(checkpoints={"base": stored("BF16")})) == ""  # type: ignore[arg-type]

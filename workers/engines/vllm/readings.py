@@ -1,0 +1,139 @@
+"""The prompts that an engine reads for the log-probabilities of continuations.
+
+Two things are read of a prompt: the log-probabilities of its last tokens, and those of tokens that may follow it. The
+latter take one row of logits, and the prompt's beginning comes from the prefix cache. So all options of one token take
+one prompt, which ends where they begin. Longer options take this prompt, and one prompt each for the rest.
+
+This module knows neither vLLM nor models.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from workers.evaluation.prompts import Continuation
+
+__all__ = ["MAX_CHOICES", "MAX_ROWS", "Read", "Reading", "ReadingPlan", "Scored", "neighbours"]
+
+# For each log-probability of a prompt's token vLLM computes a row of logits, one value for each token of the
+# vocabulary, all rows of a prompt at once: 512 rows of 128,000 values are 262 MB in float32.
+MAX_ROWS = 512
+
+# vLLM's limit on the tokens that may follow.
+MAX_CHOICES = 128
+
+Tokens: TypeAlias = tuple[int, ...]
+
+# A token's log-probability (natural log), and whether the token is the likeliest in its place.
+Scored: TypeAlias = tuple[float, bool]
+
+# A continuation's index, and those of its tokens that are not planned yet.
+Tail: TypeAlias = tuple[int, Tokens]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A prompt of `tokens`, and what is read of it.
+
+    These are the log-probabilities of its tokens from index `start` on, given the tokens before each, and those of
+    `choices`, given the whole prompt.
+    """
+
+    tokens: Tokens
+    start: int
+    choices: Tokens
+
+    @property
+    def num_rows(self) -> int:
+        """The number of tokens of the prompt whose log-probability is read."""
+        return len(self.tokens) - self.start
+
+
+@dataclass(frozen=True)
+class Read:
+    """The result of a reading: of its tokens from `start` on (`rows`), and of its choices, by token."""
+
+    rows: tuple[Scored, ...]
+    choices: Mapping[int, Scored]
+
+
+class ReadingPlan:
+    """The readings that give the log-probability of every scored token of `continuations`.
+
+    `readings` are in the order in which an engine should read them. `block` is the number of tokens in a block of the
+    engine's prefix cache, which keeps whole blocks only; 0 means that there is no prefix cache.
+
+    With a prefix cache, a reading has at most MAX_ROWS rows. The cache then has no token before which a row is needed,
+    unless it has the same texts from before, or one context begins with another context and its continuation.
+    """
+
+    def __init__(self, continuations: Sequence[Continuation], *, block: int) -> None:
+        self._readings: list[Reading] = []
+        # For each continuation the parts of its tail, in order: the rows of a reading (None), or a choice after it.
+        self._parts: list[list[tuple[int, int | None]]] = [[] for _ in continuations]
+        by_context: dict[Tokens, list[Tail]] = {}
+        for index, each in enumerate(continuations):
+            context, tail = each.tokens[: each.num_context], each.tokens[each.num_context :]
+            if tail:
+                by_context.setdefault(context, []).append((index, tail))
+        for context, tails in by_context.items():
+            if block and (len(context) >= block or max(len(tail) for _, tail in tails) > MAX_ROWS):
+                self._branch(context, len(context), tails)
+            else:
+                self._read_whole(context, tails)
+        self._order = neighbours([reading.tokens for reading in self._readings])
+        self.readings = tuple(self._readings[index] for index in self._order)
+
+    def scores(self, results: Sequence[Read]) -> list[list[Scored]]:
+        """The scored tokens of each continuation; `results` has what was read, in the order of `readings`."""
+        found = dict(zip(self._order, results, strict=True))
+
+        def tokens(parts: Sequence[tuple[int, int | None]]) -> Iterator[Scored]:
+            for number, choice in parts:
+                yield from found[number].rows if choice is None else (found[number].choices[choice],)
+
+        return [list(tokens(parts)) for parts in self._parts]
+
+    def _read_whole(self, context: Tokens, tails: Sequence[Tail]) -> None:
+        """Plan a reading for each tail, with the whole prompt; tails that differ in their last token share one."""
+        by_stem: dict[Tokens, list[Tail]] = {}
+        for index, tail in tails:
+            by_stem.setdefault(tail[:-1], []).append((index, tail[-1:]))
+        for stem, ends in by_stem.items():
+            self._branch(context + stem, len(context), ends)
+
+    def _branch(self, prompt: Tokens, start: int, tails: Sequence[Tail]) -> None:
+        """Plan the reading of `prompt` from `start` on, with the first token of each tail, and readings for the rest.
+
+        The prompts for the rest begin with `prompt`. Each ends where tails part, or before their last token.
+        """
+        rests: dict[int, list[Tail]] = {}
+        for index, tail in tails:
+            rests.setdefault(tail[0], []).append((index, tail[1:]))
+        rows = len(self._readings)
+        choices = tuple(rests)
+        for first in range(0, len(choices), MAX_CHOICES):
+            self._readings.append(
+                Reading(prompt, start if first == 0 else len(prompt), choices[first : first + MAX_CHOICES])
+            )
+        for number, choice in enumerate(choices):
+            for index, _ in rests[choice]:
+                self._parts[index] += [(rows, None), (rows + number // MAX_CHOICES, choice)]
+            if longer := [(index, rest) for index, rest in rests[choice] if rest]:
+                num_shared = min(MAX_ROWS, _num_shared([rest[:-1] for _, rest in longer]))
+                after = [(index, rest[num_shared:]) for index, rest in longer]
+                self._branch((*prompt, choice, *longer[0][1][:num_shared]), len(prompt) + 1, after)
+
+
+def _num_shared(tails: Sequence[Tokens]) -> int:
+    """The number of tokens with which all of `tails` begin."""
+    places = enumerate(zip(*tails, strict=False))
+    return next((place for place, tokens in places if len(set(tokens)) > 1), min(map(len, tails)))
+
+
+def neighbours(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Indices of prompts in an order in which those with the same beginning are neighbours, a shorter one first."""
+    return sorted(range(len(prompts)), key=lambda index: array("I", prompts[index]).tobytes())

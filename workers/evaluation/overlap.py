@@ -1,0 +1,160 @@
+"""Overlap of the items of two tasks: equal items, and items with 13 consecutive words in common.
+
+An item is what a sample of a task asks, with its options and right answers, without few-shot examples. The rule is that
+of the analysis of GPT-3 (Brown et al. 2020, "Language models are few-shot learners", appendix C): n-grams of 13 words,
+in lower case, without punctuation; n-grams in more than 10 items are not counted, because they are text of the task.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from workers.cache import cached
+from workers.evaluation.built_tasks import Document, PromptSettings, documents_of
+from workers.evaluation.lm_eval_tasks import inline_rows
+from workers.evaluation.tasks import build_task
+from workers.types import TaskSpec, digest_of
+
+__all__ = ["Item", "OverlappingItems", "SearchItems", "items_of", "overlapping"]
+
+NUM_WORDS = 13
+
+# An n-gram in more items of a task than this is part of the task, such as an instruction, not of its items.
+MAX_ITEMS = 10
+
+# Names of overlapping items that a result has.
+NUM_EXAMPLES = 10
+
+# A new version of the rule: cached results of an older one are not used.
+VERSION = 1
+
+# Words, and single characters of scripts that do not separate words by spaces (kana, CJK ideographs).
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sample of a task: its name in the task's data, and its text."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class OverlappingItems:
+    """How many items of a task overlap with the items of others.
+
+    - `num_items`: the number of the task's items
+    - `num_exact`: the number of items whose whole text is that of an item of another task
+    - `num_overlapping`: the number of items that are equal to one, or have an n-gram in common with one
+    - `by_other`: the number of overlapping items by the name of the other task
+    - `examples`: names of the first overlapping items
+    """
+
+    num_items: int
+    num_exact: int
+    num_overlapping: int
+    by_other: Mapping[str, int]
+    examples: tuple[str, ...]
+
+
+class SearchItems:
+    """Index of the items of several tasks, by the tasks' names, in which overlapping items are found."""
+
+    def __init__(self, items: Mapping[str, Iterable[Item]]) -> None:
+        self._texts: dict[str, frozenset[str]] = {}
+        self._ngrams: dict[str, frozenset[str]] = {}
+        for name, of_task in items.items():
+            texts: list[str] = []
+            counts: Counter[str] = Counter()
+            for item in of_task:
+                texts.append(_whole(item.text))
+                counts.update(_ngrams(item.text))
+            most = min(MAX_ITEMS, max(1, len(texts) // 2))  # in a small task, of half of its items
+            self._texts[name] = frozenset(texts)
+            self._ngrams[name] = frozenset(ngram for ngram, count in counts.items() if count <= most)
+
+    def overlapping(self, items: Iterable[Item]) -> OverlappingItems:
+        """Compare items of another task with the items in this index."""
+        by_other: Counter[str] = Counter()
+        num_items = num_exact = 0
+        names: list[str] = []
+        for item in items:
+            num_items += 1
+            text, ngrams = _whole(item.text), _ngrams(item.text)
+            equal = {name for name, texts in self._texts.items() if text in texts}
+            others = equal | {name for name, known in self._ngrams.items() if not known.isdisjoint(ngrams)}
+            num_exact += bool(equal)
+            by_other.update(others)
+            names += [item.name] if others else []
+        return OverlappingItems(num_items, num_exact, len(names), dict(by_other), tuple(names[:NUM_EXAMPLES]))
+
+
+def overlapping(search: Mapping[str, TaskSpec], tasks: Mapping[str, TaskSpec]) -> dict[str, OverlappingItems]:
+    """How many items of each of `tasks` overlap with the items of the tasks in `search`; all are by name.
+
+    Results are cached by the content of the tasks. Raises InvalidTask if a task cannot be built.
+    """
+    keys = {name: _key(search, task) for name, task in tasks.items()}
+    stored = {name: cached(key) for name, key in keys.items()}
+    found = {name: _read(text) for name, text in stored.items() if text is not None}
+    if len(found) < len(tasks):
+        index = SearchItems({name: items_of(task) for name, task in search.items()})
+        for name in tasks.keys() - found.keys():
+            found[name] = index.overlapping(items_of(tasks[name]))
+            cached(keys[name], json.dumps(vars(found[name])))
+    return {name: found[name] for name in tasks}
+
+
+def items_of(spec: TaskSpec) -> Iterator[Item]:
+    """Yield the items of a task, in document order. Raises InvalidTask if it cannot be built."""
+    if isinstance(spec.task, Mapping):
+        for index, row in enumerate(inline_rows(spec)):
+            yield Item(str(index), f"{row.prompt}\n{row.answer}")
+        return
+    with build_task(replace(spec, num_fewshot=0)) as task:
+        documents = documents_of(task, PromptSettings(None, None, ""))
+        for subtask, of_subtask in zip(task.subtasks, documents, strict=True):
+            for document in of_subtask:
+                doc_id = document.instances[0].doc_id
+                name = f"{subtask.name}/{doc_id}" if len(task.subtasks) > 1 else str(doc_id)
+                yield Item(name, _text(document))
+
+
+def _text(document: Document) -> str:
+    """What a document asks, its options, and the right answers of a generating task, each once."""
+    parts: list[str] = []
+    for instance in document.instances:
+        parts += [part for part in instance.args if isinstance(part, str)]
+    return "\n".join(dict.fromkeys((*parts, *document.right().texts)))
+
+
+def _key(search: Mapping[str, TaskSpec], task: TaskSpec) -> str:
+    """Key of a result in the cache: what the tasks' items are, without the order in which they are scored.
+
+    A task of the hub or of lm-eval is named, not read, so its data count as unchanged.
+    """
+
+    def of(spec: TaskSpec) -> Any:
+        return replace(spec, num_fewshot=0, permutation_seed=0, metric="", filter=None, max_tokens=None).to_json()
+
+    return f"overlap {VERSION} {digest_of([of(task), {name: of(spec) for name, spec in search.items()}])}"
+
+
+def _read(text: str) -> OverlappingItems:
+    fields = json.loads(text)
+    return OverlappingItems(**{**fields, "examples": tuple(fields["examples"])})
+
+
+def _whole(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _ngrams(text: str) -> set[str]:
+    words: Sequence[str] = WORD.findall(text.lower())
+    return {" ".join(words[start : start + NUM_WORDS]) for start in range(len(words) - NUM_WORDS + 1)}

@@ -1,0 +1,79 @@
+"""Choice of the device that computes each merged tensor, by the memory that its method takes.
+
+A method with a kernel for CUDA needs its operands and its result. Any other method runs by its plain function on a GPU,
+which makes float32 copies and several temporary tensors. A tensor for which a GPU has too little memory is computed on
+the CPU, from the same sources, instead of running out of memory there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from search_spaces.methods import METHODS
+from workers.merging.kernels.lowering import FUSED, ON_CUDA
+from workers.merging.merged_tensor import MergedTensor
+from workers.merging.methods.peaks import BLOCK_BYTES
+from workers.merging.methods.plain import PLAIN
+from workers.models.headers import DTYPE_BYTES, TensorInfo
+from workers.types import Placement
+
+if TYPE_CHECKING:
+    from workers.merging.bank import Bank
+    from workers.merging.plan import TensorPlan
+
+__all__ = ["bank_for", "devices_of", "peak_bytes"]
+
+FLOAT32_BYTES = 4
+# Bytes of a rank on a GPU (`Bank.ranks`).
+RANK_BYTES = 4
+
+
+def bank_for(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> Bank:
+    """The bank that computes a merged tensor of `plan` in `dtype`: `bank`, or the same sources on the CPU.
+
+    It is the CPU's if the bank's device has less room for merging (`Bank.room_bytes`) than `peak_bytes`.
+    """
+    if bank.room_bytes is None or bank.device.type == "cpu" or peak_bytes(tensor, plan, bank, dtype) <= bank.room_bytes:
+        return bank
+    return bank.on("cpu")
+
+
+def devices_of(plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> dict[str, str]:
+    """For each tensor of the merged model, by name, the type of device that computes it, such as "cuda"."""
+    return {
+        name: bank_for(tensor, plan, bank, dtype).device.type for tensor in plan.tensors for name in tensor.shapes()
+    }
+
+
+def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> int:
+    """Bytes that computing a merged tensor of `plan` takes at most on the bank's device.
+
+    Sources that are on the device already are not counted. The result, in `dtype`, is counted.
+    """
+    merge = tensor.merge
+    operands = [*merge.sources, *([merge.base_in(plan.recipe.base)] if METHODS[merge.method].needs_base else [])]
+    shape, method = tensor.shape, PLAIN[merge.method]
+    if plan.recipe.trim == "model" and "majority" in method.uses:
+        # The majority sign is elected tensor by tensor over the whole model (`Bank.majority`).
+        shape = max((each.shape for each in plan.tensors), key=math.prod)
+    count = math.prod(shape)
+    is_there = bank.placement is Placement.GPU
+    copied = converted = 0
+    for operand in operands:
+        alias, name = plan.aliases[operand.model], bank.layout.name(tensor.suffix, operand.layer)
+        source = bank.view(alias).tensors[name]
+        if not isinstance(source, TensorInfo):
+            copied += 2 * FLOAT32_BYTES * count  # the computed tensor, and a product of the same size
+        else:
+            copied += 0 if is_there else DTYPE_BYTES[source.dtype] * count
+            converted += 0 if source.dtype == "F32" else FLOAT32_BYTES * count
+    result = count * dtype.itemsize
+    is_fused = merge.method in (FUSED if bank.device.type == "cpu" else ON_CUDA) and not plan.recipe.keeps_equal
+    if is_fused:
+        return copied + result + (2 * FLOAT32_BYTES * count if tensor.factor != 1 else 0)
+    ranks = RANK_BYTES * count * len(merge.sources) if "ranks" in method.uses else 0
+    taken = method.peak.num_bytes(shape, len(merge.sources))
+    return copied + converted + ranks + max(taken, FLOAT32_BYTES * count + result) + BLOCK_BYTES

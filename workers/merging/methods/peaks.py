@@ -1,0 +1,36 @@
+"""The memory that a plain method takes while it computes, beside its operands.
+
+Numbers are those of PyTorch's allocator on CPU, per element of the merged tensor, for every choice of coefficients.
+Operations of CUDA may take more for themselves; such a merge falls back to the CPU when the GPU's memory is full.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+__all__ = ["BLOCK_BYTES", "UNKNOWN", "Peak"]
+
+# Bytes for blocks of a fixed number of elements: hashes of masks and of ties, float64 sums.
+BLOCK_BYTES = 64 << 20
+
+
+class Peak(NamedTuple):
+    """Bytes at the peak of a plain method, result included: (`per_source` N + `fixed`) n + `per_square` c^2.
+
+    N is the number of sources, n the number of elements of the merged tensor, and c the number of columns of a matrix,
+    0 for tensors of other dimensions. Operands are not counted; they are float32.
+    """
+
+    per_source: float
+    fixed: float
+    per_square: float = 0.0
+
+    def num_bytes(self, shape: tuple[int, ...], num_sources: int) -> int:
+        columns = shape[1] if len(shape) == 2 else 0
+        per_element = self.per_source * num_sources + self.fixed
+        return int(per_element * math.prod(shape) + self.per_square * columns**2)
+
+
+# For methods that state none: at least what any method of this package takes.
+UNKNOWN = Peak(12, 48)
