@@ -122,6 +122,7 @@ def examine(
                 sources,
                 for_engines,
                 plan=lambda place: plan(max_layers=max_layers, gradients_on=place.device if place else None),
+                max_layers=max_layers,
             )
         if unread is not None:
             algorithm = algorithm_of(study, unread, tasks, problems, lack_of_room=lack_of_room)

@@ -59,12 +59,12 @@ def test_a_refined_study_has_no_more_trials(tmp_path: Path) -> None:
     resolved = resolved_study()
     preflight: Any = SimpleNamespace(resolved=lambda: resolved)
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
-    record = _created_or_resumed(store, study, preflight, tmp_path)
+    record = _created_or_resumed(store, study, preflight, tmp_path, continues=False)
     more = study.model_copy(update={"search": study.search.model_copy(update={"max_trials": 9})})
     step = NoteStep(0, 8, NoteRequest(label="", decision=f"{CHOICE}[]"), NoteResult())
     store.open_attempt(record.id).add_step(step)
     with pytest.raises(Conflict, match=r"search\.max_trials is 9, and the search ended at 8 trials, because its front"):
-        _created_or_resumed(store, more, preflight, tmp_path)
+        _created_or_resumed(store, more, preflight, tmp_path, continues=False)
     longer = study.model_copy(update={"limits": study.limits.model_copy(update={"max_wall_clock_s": 1e6})})
-    assert _created_or_resumed(store, longer, preflight, tmp_path).id == record.id
+    assert _created_or_resumed(store, longer, preflight, tmp_path, continues=False).id == record.id
     store.close()
