@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace
-from search_spaces.spaces.hm3 import Hm3Space
+from search_spaces.spaces.hm3 import Hm3Section, MergedOptions
 from search_spaces.spaces.layer_paths import MERGED
 from search_spaces.spaces.sfs import SfsSection
 from service.store.steps import GradientRequest, GradientResult, LossesRequest
@@ -59,9 +58,8 @@ def test_gradient_along_a_path_is_of_differences(tied_family: Family, tmp_path: 
     file.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(8)))
     sources = open_sources(tied_family)
     known = searched_models(sources, sources.fingerprints, preferences=({"math": 0.6, "text": 0.4},))
-    merged = {"method": method, "strength": 0.8, "density": 0.6}
-    space = SPACES["hm3"](kind="hm3", merged=merged, scales=(0.5, 2.0), max_jump=None).build(known)
-    assert isinstance(space, Hm3Space)
+    merged = MergedOptions.model_validate({"method": method, "strength": 0.8, "density": 0.6})
+    space = Hm3Section(kind="hm3", merged=merged, scales=(0.5, 2.0), max_jump=None).build(known)
     paths = space.paths
     count = paths.num_layers
     steps = [(MERGED, 0), ("math", 0), (MERGED, count - 1), ("text", count - 1)]
