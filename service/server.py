@@ -86,7 +86,7 @@ def serve(
     """
     import uvicorn
 
-    from service.api import create_app
+    from service.api.app import create_app
     from service.api.limits.exports import DAY_S, ExportLimits
     from service.api.preflight_process import PreflightProcess, default_access
     from service.cluster.reconciler import RayCluster

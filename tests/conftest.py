@@ -5,6 +5,7 @@ Torch is imported in the fixtures that need it: every process that runs tests lo
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -23,10 +24,12 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 import pytest
 
 from search_spaces.study.engine import EngineOptions
+from tests import vllm_asker
 from tests.postgresql import PostgreSQL, postgresql_server
 from tests.s3_server import S3, serving_s3
 from tests.tiers import LANES, MAX_ENGINE_STARTS, lane, misplaced, needs_ray_or_engine, starts_nothing
 from workers.cache import CACHE_VARIABLE
+from workers.engines.vllm import support
 from workers.types import Family, TaskSpec
 
 if TYPE_CHECKING:
@@ -38,6 +41,11 @@ OUTPUT = "engine_starts"
 LONGEST_ID = 80
 HIDDEN = 128  # four heads of 32: vLLM's CPU attention has no kernel for smaller ones
 WORKERS = Path(__file__).parents[1] / "workers"
+
+# New objects before the garbage collector runs (default: 700), as in `mergesearch`. Imports and collection make
+# millions of objects, none of which is garbage.
+MANY_OBJECTS = 50_000
+gc.set_threshold(MANY_OBJECTS)
 OPTIONS = EngineOptions(max_model_len=256, threads=1)
 
 
@@ -71,13 +79,22 @@ def _rank(item: pytest.Item) -> int:
     return LANES.index(marker.args[0]) if marker is not None else len(LANES)
 
 
+def pytest_collection_finish() -> None:
+    """The garbage collector never looks at what collection has made: imported modules and ten thousand tests."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_findings(pytestconfig: pytest.Config) -> Iterator[None]:
-    """What vLLM and the checks of weights said before: all tests share it, until the workers' code changes."""
+    """What vLLM and the checks of weights said before: all tests share it, until the workers' code changes.
+
+    vLLM is asked by one process for all tests.
+    """
     code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(WORKERS.rglob("*.py"))))
     assert pytestconfig.cache is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(pytestconfig.cache.mkdir(f"findings-{code.hexdigest()[:16]}")))
+        patch.setattr(support, "COMMAND", vllm_asker.command())
         yield
 
 

@@ -20,8 +20,3 @@
 - `request_counter`: counts requests by route
 - `metrics`: metrics for Prometheus
 """
-
-from service.api.app import create_app
-from service.api.protocols import Cluster
-
-__all__ = ["Cluster", "create_app"]

@@ -18,7 +18,7 @@ YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
 
 async def principal(request: Request) -> Principal:
-    """FastAPI dependency of every route: the sender of the request.
+    """FastAPI dependency of every route of the API: the sender of the request.
 
     There are no accounts. Senders are distinguished by their IP address.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
-from service.api import create_app
+from service.api.app import create_app
 from service.schemas.api import RayJobDocument
 from service.store import Store
 from service.types import JobRecord

@@ -177,12 +177,13 @@ def test_pages_show_both_kinds_of_yaml() -> None:
         "README.md": 1,
         "docs/explanation/budgets.md": 1,
         "docs/hm3.md": 1,
+        "docs/how-to/benchmarks.md": 2,
         "docs/how-to/chains.md": 1,
         "docs/how-to/constraints.md": 1,
         "docs/how-to/layer-paths.md": 4,
         "docs/how-to/preferences.md": 1,
         "docs/how-to/warm-start.md": 1,
-        "docs/reference/study-file.md": 2,
+        "docs/reference/study-file.md": 3,
         "docs/tutorial.md": 1,
     }
     blocks = page_of("docs/how-to/merge.md").blocks_in("yaml")

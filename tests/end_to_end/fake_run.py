@@ -5,10 +5,10 @@ python -m tests.end_to_end.fake_run '{"sample_delay_s": 0.001}' run STUDY --out 
 A list of settings runs the command once with each, in processes of its own that are forked once everything is imported
 (which takes half of a short run's time), and prints what each ended with: an exit code, or a negative signal.
 
-In the settings, `in_flight` is the number of trial actors: starting one costs seconds of arithmetic. `dies_at`, a step
-and a number, ends the process by SIGKILL the n-th time (1-based) that it comes there: one of the driver's steps as
-observers hear of them ("ask", "commit", ...), "scoring" (while a trial actor scores a chunk) or "export" (before the
-n-th tensor is written).
+In the settings, `in_flight` is the number of trial actors, by default one: starting one takes 3 s of a core.
+`dies_at`, a step and a number, ends the process by SIGKILL the n-th time (1-based) that it comes there: one of the
+driver's steps as observers hear of them ("ask", "commit", ...), "scoring" (while a trial actor scores a chunk) or
+"export" (before the n-th tensor is written).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from service.results.record import RunRecord
 from service.studies.preflight.examine import examine
 from workers.merging.materialize import merged_tensors
 from workers.serving.fake import FakeScorer
-from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, ScoreRequest, ScoreResult
+from workers.types import Family, ScoreRequest, ScoreResult
 
 
 def fake_main(settings: str, *arguments: str) -> int:
@@ -55,7 +55,7 @@ def fake_main(settings: str, *arguments: str) -> int:
 
 def run_once(options: dict[str, Any], *arguments: str) -> int:
     changes = pytest.MonkeyPatch()  # never undone: the process ends
-    in_flight = options.pop("in_flight", CHUNKS_IN_FLIGHT_PER_REPLICA)
+    in_flight = options.pop("in_flight", 1)
     changes.setattr("service.studies.preflight.result.CHUNKS_IN_FLIGHT_PER_REPLICA", in_flight)
     step, number = options.pop("dies_at", ("", 0))
 

@@ -79,7 +79,7 @@ def pipeline_file(directory: Path) -> Path:
 
 def started(pipeline: Path, out: Path) -> subprocess.Popen[bytes]:
     """The command, with the fake scorer in its study."""
-    scorer = ["-m", "tests.end_to_end.fake_run", json.dumps({"in_flight": 1})]
+    scorer = ["-m", "tests.end_to_end.fake_run", "{}"]
     command = [sys.executable, *scorer, "finetune", str(pipeline), "--out", str(out)]
     with (pipeline.parent / "log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

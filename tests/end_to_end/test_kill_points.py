@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from search_spaces.recipe import Recipe
 from service.jobs.search.local_run import read_run
@@ -29,6 +30,7 @@ KILL_POINTS = (
     ("commit", 3),  # stored, and nothing made of it yet
     ("promotion", 1),
     ("holdout", 2),
+    ("benchmark", 2),
     ("complete", 1),  # the study is, its files are not
     ("export", 5),
 )
@@ -41,14 +43,18 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Paths have most that a resumed study must repeat: draws, repairs, and an export of another depth.
     """
     directory = tmp_path_factory.mktemp("kill_points")
-    return write_small_study(directory, name="kill-points", rungs=[60, 180, 540], max_trials=12, space=DIS)
+    file = write_small_study(directory, name="kill-points", rungs=[60, 180, 540], max_trials=12, space=DIS)
+    document = yaml.safe_load(file.read_text())
+    document["benchmarks"] = [{**document["holdout"][0], "name": name, "group": "sums"} for name in ("one", "other")]
+    file.write_text(yaml.safe_dump(document))
+    return file
 
 
 @pytest.mark.timeout(900)
 def test_kill_at_every_point_changes_nothing(study: Path, tmp_path: Path, ray_address: str) -> None:
     """A study killed at every point ends with the trials, chunks and samples of an undisturbed one."""
     out = tmp_path / "run"
-    attempts = [{"dies_at": point, "in_flight": 1} for point in KILL_POINTS]
+    attempts = [{"dies_at": point} for point in KILL_POINTS]
     with started(command(study, out, attempts), directory=out, ray_address=ray_address) as run:
         assert run.wait(timeout_s=ATTEMPT_S) == 0, run.log
     assert json.loads(run.log.splitlines()[-1]) == [-signal.SIGKILL] * len(KILL_POINTS), run.log

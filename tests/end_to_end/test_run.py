@@ -89,7 +89,7 @@ def fake(study: Path, out: Path, **settings: Any) -> list[str | Path]:
 
 def test_ctrl_c_leaves_a_directory_that_the_same_command_resumes(small: Path, tmp_path: Path, ray_address: str) -> None:
     out = tmp_path / "run"
-    with started(fake(small, out, sample_delay_s=0.01), directory=out) as run:
+    with started(fake(small, out, sample_delay_s=0.01, in_flight=3), directory=out) as run:
         run.wait_for_rows(9, timeout_s=START_S)
         run.interrupt()
         assert run.wait(timeout_s=60) == 130, run.log

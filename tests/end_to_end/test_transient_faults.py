@@ -55,6 +55,7 @@ def test_replaced_driver_writes_nothing(
 ) -> None:
     """A driver that was stopped and replaced ends when it continues, and writes nothing."""
     monkeypatch.setenv("FAKE_SCORER", json.dumps({"sample_delay_s": 0.004}))
+    monkeypatch.setenv("FAKE_IN_FLIGHT", "1")
     data = tmp_path / "data"
     data.mkdir()
     store = Store(f"sqlite:///{data / DATABASE}")
@@ -87,6 +88,7 @@ def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> No
     environment = {
         "FAKE_SCORER": json.dumps({"sample_delay_s": 0.02, "swap_delay_s": 0.01}),
         "FAKE_HEARTBEAT": json.dumps({"SCORING_PATIENCE_S": 8.0, "PATIENCE_CHUNKS": 2, "ENGINE_CHECK_S": 3.0}),
+        "FAKE_IN_FLIGHT": "2",
         "RAY_metrics_report_interval_ms": "2000",
     }
     study = load_study(study_file)

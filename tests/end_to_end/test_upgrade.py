@@ -29,7 +29,8 @@ def test_a_study_continues_after_an_upgrade(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "models").mkdir()
     file = write_small_study(tmp_path / "models", name="s", rungs=[20, 60], max_trials=12, space=LFS)
     data_dir = tmp_path / "data"
-    environment = {"FAKE_SCORER": json.dumps({"sample_delay_s": 0.01})}
+    environment = {"FAKE_SCORER": json.dumps({"sample_delay_s": 0.01}), "FAKE_IN_FLIGHT": "1"}
+    environment["FAKE_LATE_CHECKS"] = "1"
     with serving(COMMAND, data_dir, environment=environment) as server:
         study = server.submit(load_study(file).canonical())
         store = Store(f"sqlite:///{data_dir / DATABASE}", waits=True)

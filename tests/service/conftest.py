@@ -1,12 +1,22 @@
-"""A server with one finished study, shared by the tests of everything that talks to servers."""
+"""What tests of servers and their clients share: a server with one finished study, and the certificates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
+import httpx
 import pytest
 
 from tests.service.site import Site, serving
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates() -> Iterator[None]:
+    """Certificates are read once in each process: every client of httpx would read them, for 40 ms of a core."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.study.file import Study, parse_study
-from service.api import create_app
+from service.api.app import create_app
 from service.api.preflight_process import check_request
 from service.jobs.base import Accepted, JobKind, RequestContext
 from service.results.load import run_record

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import yaml
 
 from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
+from workers.models.adapters import is_adapter
 from workers.models.remote import commit_of, id_of
 from workers.types import Family
 
@@ -21,6 +22,13 @@ ALIGNED = """Alignments stand between some of its layers, which no ordinary mode
     AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
 Without `trust_remote_code` it is refused. It is the recipe's `alignment` that names them."""
+
+
+ADAPTED = """Weights that {names} change are computed from the matrices of LoRA adapters of rank r, in float32. An
+engine that scored them on a GPU adds up their r + 1 terms in another order than the CPU that wrote this checkpoint, so
+that the two differ by at most (r + 3) 2^-23 of the sum of the terms' magnitudes before they are merged and rounded to
+{dtype}. A method that cuts at a rank may then keep another of two elements of almost equal magnitude. All other weights
+are those that were scored, bit for bit."""
 
 
 class Score(Protocol):
@@ -86,6 +94,8 @@ def model_card(
         + (" Shares of task vectors are kept of the whole model." if recipe.trim == "model" else ""),
         _table(("layers", "component", "method", "sources", "coefficients"), recipe_rows(recipe)),
     ]
+    if adapters := [alias for alias, directory, _ in sources if is_adapter(directory)]:
+        lines.append(ADAPTED.format(names=" and ".join(adapters), dtype=dtype))
     if any(layer.alignment is not None for layer in recipe.layers):
         lines += ["## Loading", ALIGNED]
     if scores:

@@ -23,7 +23,7 @@ from workers.file_access import FileAccess
 from workers.training.finetuning.history import Report
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
-__all__ = ["fit", "train_here"]
+__all__ = ["fit", "train_here", "trains_on_gpus"]
 
 # Worker groups that may replace a failed one; a failure of the training itself is not retried.
 MAX_FAILURES = 5
@@ -36,18 +36,14 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
     """Train the expert that `spec` describes on Ray Train's workers, which write to `directory`.
 
     The workers write the trained expert and a summary or, if the training fails, a file with the reason. `access`
-    limits the files that evaluation tasks may read; None is no limit. Ray must be connected. Raises Conflict if the
-    cluster has fewer CPU cores than the specification has workers.
+    limits the files that evaluation tasks may read; None is no limit. Ray must be connected. Raises the errors of
+    `trains_on_gpus`.
     """
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    resources = ray.cluster_resources()
-    has_gpus = resources.get("GPU", 0) >= spec.workers
-    cores = int(resources.get("CPU", 0))
-    if cores < spec.workers:
-        raise Conflict(f"workers: {spec.workers}; the cluster has {cores} CPU cores, and each worker needs one")
+    has_gpus = trains_on_gpus(spec.workers, ray.cluster_resources())
     # Cores that replicas and other trainings leave free; if there are none, each worker waits for one.
     free = int(ray.available_resources().get("CPU", 0))
     trainer = TorchTrainer(
@@ -70,6 +66,22 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
         ),
     )
     trainer.fit()
+
+
+def trains_on_gpus(workers: int, resources: Mapping[str, float]) -> bool:
+    """Whether `workers` workers train on a GPU each, on a cluster with `resources` (numbers by "CPU" and "GPU").
+
+    Without any GPU they train on CPU cores. Raises Conflict if the cluster has GPUs, but fewer than workers, or fewer
+    CPU cores than workers.
+    """
+    cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+    if cores < workers:
+        raise Conflict(f"workers: {workers}; the cluster has {cores} CPU cores, and each worker needs one")
+    if 0 < gpus < workers:
+        raise Conflict(
+            f"workers: {workers}; the cluster has {gpus} GPUs, and each worker needs one; give at most {gpus} workers"
+        )
+    return gpus > 0
 
 
 def _in_worker(config: Mapping[str, Any]) -> None:

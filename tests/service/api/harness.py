@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Self
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import ObjectiveSpec
-from service.api import create_app
+from service.api.app import create_app
 from service.api.preflight_process import Preflight, check_request
 from service.disk import artifacts_dir
 from service.jobs.base import Accepted, JobKind, RequestContext
@@ -42,11 +43,18 @@ from service.types import (
 from tests.service.http_server import HttpServer
 from tests.service.site import FakeCluster
 from tests.service.synthetic_run import EXPERTS, FINGERPRINTS, RUNGS, run_record
+from workers.engines.vllm.support import CapabilityProbe
 from workers.training.finetuning.fleet import parse_pipeline
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 FAMILY = Path(__file__).parents[3] / "workers" / "tiny_family"
 HOLDOUT_SAMPLES = 12
+
+
+def ask_vllm() -> None:
+    """Have vLLM's answer about the shipped family in the cache, where validators find it: each would import vLLM."""
+    config = json.loads((FAMILY / "base" / "config.json").read_text())
+    CapabilityProbe([config]).answers(dtype="float32")
 
 
 def quick_study(document: Mapping[str, Any], context: RequestContext) -> Accepted:

@@ -24,8 +24,13 @@ from service.jobs.search.kind import SEARCH
 from service.jobs.search.request import read_study
 from service.resolved_study import ResolvedStudy
 from service.studies.preflight.examine import examine
-from tests.service.api.harness import FAMILY, ApiServer, document
+from tests.service.api.harness import FAMILY, ApiServer, ask_vllm, document
 from workers.file_access import FileAccess
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _vllms_answer() -> None:
+    ask_vllm()
 
 
 @pytest.fixture(scope="module")

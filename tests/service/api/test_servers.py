@@ -76,8 +76,9 @@ class Servers:
         self.proxy = Proxy()
         self.servers: list[Server] = []
         environment = {"MERGESEARCH_DATABASE": database, "RAY_ADDRESS": ray_address, "RAY_AUTH_MODE": "disabled"}
+        environment["FAKE_LATE_CHECKS"] = "1"  # no study is sent to them
         for number in range(2):
-            server = Server(["service.cli.main", "serve"], directory / "data", environment=environment)
+            server = Server(["tests.benchmarks.fake_serve"], directory / "data", environment=environment)
             server.log_file = directory / f"server-{number}.log"
             self.servers.append(server)
 

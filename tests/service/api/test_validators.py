@@ -28,7 +28,7 @@ from service.resolved_study import ResolvedStudy
 from service.studies.export import export_trial
 from service.types import JobState
 from tests.conftest import write_choices
-from tests.service.api.harness import FAMILY, ApiServer, document
+from tests.service.api.harness import FAMILY, ApiServer, ask_vllm, document
 from tests.service.api.test_exports import family_study
 from workers.file_access import FileAccess
 
@@ -187,6 +187,7 @@ class CountingPreflight(PreflightProcess):
 
 @pytest.fixture(scope="module")
 def preflight(readable: Path) -> CountingPreflight:
+    ask_vllm()
     access = FileAccess((str(FAMILY), str(readable)))
     return CountingPreflight(RequestContext(access), limits=Limits(cpu_s=10, time_s=TIMEOUT_S), num_validators=2)
 

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from search_spaces.recipe import Merge, Source
+from tests.builders import lora_adapter
 from tests.workers.recipes import arithmetic, slerp
 from workers.export.checkpoint import export
-from workers.export.model_card import licence, recipe_rows
+from workers.export.model_card import licence, model_card, recipe_rows
 from workers.merging.bank import Bank
 from workers.types import Family
 
@@ -48,6 +49,20 @@ def test_the_model_card_tells_sources_recipe_scores_and_licences(untied_family: 
     assert "| 0-4 | norm | passthrough | base |  |" in card
     assert recipe.digest in card
     assert str(tmp_path) not in card
+
+
+def test_card_bounds_the_weights_of_adapters(untied_family: Family, tmp_path: Path) -> None:
+    """The card claims the scored bits, except for weights that adapters change: of these it states a bound."""
+    family = untied_family
+    for has_adapter in (False, True):
+        if has_adapter:
+            lora_adapter(family.base.directory, tmp_path / "tuned")
+            lora = replace(family.experts[0], alias="lora", directory=str(tmp_path / "tuned"))
+            family = replace(family, experts=(lora, *family.experts[1:]))
+        recipe = arithmetic(family, 0.3, 0.5)
+        card = model_card(recipe, family, dtype="bfloat16", scores={}, study=None, mergekit="none")
+        assert ("at most (r + 3) 2^-23 of the sum" in card) == has_adapter
+        assert ("Weights that lora change" in card) == has_adapter
 
 
 def test_several_licences_of_a_source_are_all_told(tmp_path: Path) -> None:

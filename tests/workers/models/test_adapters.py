@@ -46,6 +46,23 @@ def problems_of(base: Path, adapter: Path) -> list[str]:
     return [problem.removeprefix("expert 'tuned': ") for problem in caught.value.problems]
 
 
+@pytest.mark.parametrize("rank", [1, 8, 64])
+def test_order_of_an_adapters_terms_is_bounded(rank: int) -> None:
+    """Two orders of the terms of a changed weight differ, by no more than the bound that model cards state."""
+    generator = torch.Generator().manual_seed(rank)
+    weight = torch.randn(96, 80, generator=generator)
+    b, a = torch.randn(96, rank, generator=generator), torch.randn(rank, 80, generator=generator)
+    scaling = 0.37
+    terms = scaling * b.abs().double() @ a.abs().double() + weight.abs()
+    forward = weight.clone().addmm_(b, a, alpha=scaling)
+    backward = weight.clone()
+    for k in reversed(range(rank)):
+        backward += scaling * (b[:, k : k + 1] * a[k : k + 1])
+    difference = (forward.double() - backward.double()).abs()
+    assert (difference <= (rank + 3) * 2**-23 * terms).all()
+    assert difference.max() > 0
+
+
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -1,15 +1,12 @@
-"""The process that asks vLLM about models: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
+"""What vLLM says of models, by their configurations; `support` asks in a process of its own, whose function is `main`.
 
-It reads a list of models' configurations (as in config.json). For each configuration it writes the results of
-`describe` by dtype, for all dtypes that engines can have. No weights are loaded and no device is used. The module
-`support` decides from these answers which models can run.
+No weights are loaded and no device is used. The module `support` decides from these answers which models can run.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +16,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.models import ModelRegistry, registry
 from vllm.platforms import current_platform
 
-__all__ = ["describe", "model_config"]
+__all__ = ["describe", "main", "model_config"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -27,11 +24,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 SENTENCE_END = re.compile(r"\.(?:\s|$)")
 
 
-def main(questions: Path, answers: Path) -> None:
+def main(questions: str, answers: str) -> None:
+    """Answer the questions in a file; the arguments are the paths of the questions and of the answers.
+
+    The questions are a list of models' configurations (as in config.json). For each configuration, the answers have the
+    results of `describe` by dtype, for all dtypes that engines can have.
+    """
     # vLLM imports a model's code in a subprocess, which takes as long as importing vLLM; this process is one already.
     registry._run_in_subprocess = lambda function: function()
-    configs = json.loads(questions.read_bytes())
-    answers.write_text(json.dumps([{dtype: describe(config, dtype=dtype) for dtype in DTYPES} for config in configs]))
+    configs = json.loads(Path(questions).read_bytes())
+    found = [{dtype: describe(config, dtype=dtype) for dtype in DTYPES} for config in configs]
+    Path(answers).write_text(json.dumps(found))
 
 
 def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
@@ -106,7 +109,3 @@ def _head_sizes(model: Any) -> list[int] | None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     return list(CPUAttentionBackend.get_supported_head_sizes())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -449,6 +449,10 @@ class Engine:
         """Shut vLLM down and free its memory; may be called twice."""
         llm = self.__dict__.pop("_llm", None)
         if llm is not None:
+            if (ranks := self.options.tensor_parallel_size) > 1:
+                log.info(
+                    "engine %s ends: it waits for %d processes, each of which ends after its merge", self.name, ranks
+                )
             llm.llm_engine.engine_core.shutdown()
         if self._new_tokenizer is not None:
             self._new_tokenizer.cleanup()

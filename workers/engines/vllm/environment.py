@@ -38,6 +38,8 @@ def engine_environment(options: EngineOptions, environment: Mapping[str, str] | 
     required = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(options.model_runner == "v2")),
+        # Tensors of adapters are products of matrices: with less precision they would differ from those of exports.
+        "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
         KEEP_WEIGHTS: "1",
         "VLLM_NO_USAGE_STATS": "1",
     }

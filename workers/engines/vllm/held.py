@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,17 +177,25 @@ class HeldWeights:
         }
         merging = time.perf_counter()
         merge_into(plan, bank, {name: destination.memory for name, destination in destinations.items()})
+        _wait_for(bank.device)
         seconds = time.perf_counter() - merging
         written = {destination.parameter for destination in destinations.values()}
         if others := set(changed) - destinations.keys():
             # vLLM's loader knows which rows of which fused parameter a tensor fills, which part of it a rank holds,
             # how the vocabulary is padded and which head is tied.
-            observer = LoadObserver(merged_tensors(plan, bank, self.dtype, names=others, into=into), parameters)
+            merged = merged_tensors(plan, bank, self.dtype, names=others, into=into)
+            observer = LoadObserver(merged, parameters, wait=partial(_wait_for, bank.device))
             with observer:
                 written |= set(self.model.load_weights(iter(observer)))
             self.destinations |= observer.destinations
             seconds += observer.seconds
         return written, seconds
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until a GPU has computed what is queued on it, so that measured seconds are those of the work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

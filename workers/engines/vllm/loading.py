@@ -7,7 +7,7 @@ the loader.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,17 +44,24 @@ class Destination:
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
 
-    `source` yields the pairs. `parameters` holds the model's parameters by name. `seconds` is the time spent
-    computing the tensors.
+    `source` yields the pairs. `parameters` holds the model's parameters by name. `wait` is called after each pair, and
+    returns once the tensor is computed. `seconds` is the time spent computing the tensors.
 
     If the loader only copies a tensor as a whole to a part of a parameter, this part is the tensor's destination. The
     tensor can later be written there without the loader. A tensor has no destination if the loader changes this part
     again before loading ends.
     """
 
-    def __init__(self, source: Iterator[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        source: Iterator[tuple[str, torch.Tensor]],
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.source = source
+        self._wait = wait
         self.seconds = 0.0
         self._destinations: dict[str, Destination | None] = {}
         self._owners = {_storage(parameter): name for name, parameter in parameters.items()}
@@ -74,6 +81,7 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
             started = time.perf_counter()
             with _disable_current_modes():
                 item = next(self.source, None)
+                self._wait()
             self.seconds += time.perf_counter() - started
             if item is None:
                 return

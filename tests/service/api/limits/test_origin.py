@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api import create_app
+from service.api.app import create_app
 from service.types import JobState
 from tests.service.api.harness import ApiServer, QuickPreflight, stored_study
 from tests.service.http_server import HttpServer

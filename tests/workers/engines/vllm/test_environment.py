@@ -16,3 +16,9 @@ def test_model_runner_is_pinned() -> None:
     for given in ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}):
         assert engine_environment(EngineOptions(), given)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert engine_environment(EngineOptions(model_runner="v2"))["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_products_of_matrices_are_in_full_float32() -> None:
+    """Tensors of adapters are products of matrices, and an export has them in float32."""
+    environment = engine_environment(EngineOptions(), {"VLLM_FLOAT32_MATMUL_PRECISION": "medium"})
+    assert environment["VLLM_FLOAT32_MATMUL_PRECISION"] == "highest"

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from workers.engines.vllm import support
 from workers.engines.vllm.support import Capability, CapabilityProbe
 
 pytestmark = pytest.mark.slow  # vLLM is imported in a process of its own
+
+OWN_COMMAND = support.COMMAND  # that of tests has one process for all (`tests/vllm_asker.py`)
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -51,7 +54,9 @@ def vllm() -> str:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What vLLM said is remembered there."""
     directory = tmp_path_factory.mktemp("cache")
-    CapabilityProbe(list(MODELS.values()), cache=directory).answers(dtype="float32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "COMMAND", OWN_COMMAND)
+        CapabilityProbe(list(MODELS.values()), cache=directory).answers(dtype="float32")
     return directory
 
 
@@ -141,6 +146,7 @@ def test_where_vllm_is_not_installed_that_is_said(tmp_path: Path, monkeypatch: p
 
 def test_failed_probe_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vLLM cannot be asked, the reason is reported and not remembered."""
+    monkeypatch.setattr(support, "COMMAND", OWN_COMMAND)
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libcudart.so.12: no such file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

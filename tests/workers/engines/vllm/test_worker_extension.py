@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -287,6 +288,7 @@ def gpu(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespac
     monkeypatch.setattr(workers.merging.materialize, "merged_tensors", merged_tensors)
     monkeypatch.setattr(workers.merging.materialize, "Scratch", lambda bank, dtype: SimpleNamespace(tensor=None))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (found.free, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     extension._mergesearch_scratch_bytes = 10**9
     return found
 
@@ -321,6 +323,22 @@ def test_gpu_merges_again_once_it_has_room(extension: Extension, tied_family: Fa
     assert answer["off_device"].startswith(f"the CPU merged {count - 3} of {count} tensors")
     assert extension.apply(second)["off_device"].startswith("the CPU merged 3 of") is False
     assert holds(extension, second, tied_family)
+
+
+def test_seconds_of_a_merge_are_those_of_its_work(
+    extension: Extension, tied_family: Family, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`materialise_s` includes the work that a GPU has only queued when the merge returns."""
+    waits: list[torch.device] = []
+
+    def synchronize(device: torch.device) -> None:
+        waits.append(device)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    answer = extension.apply(arithmetic(tied_family, 0.3, 0.5))
+    assert len(waits) >= len(extension.parameters)
+    assert answer["materialise_s"] >= 0.01 * len(waits)
 
 
 def test_tensors_without_room_are_merged_on_the_cpu(

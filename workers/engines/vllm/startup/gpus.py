@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from workers.errors import EngineUnavailable
 
-__all__ = ["free_gpu_bytes", "gpus_of_this_machine"]
+__all__ = ["engine_leftovers", "free_gpu_bytes", "gpus_of_this_machine"]
+
+log = logging.getLogger(__name__)
 
 # A GPU with at least this share of its memory free has no other user.
 MOSTLY_FREE = 0.9
+
+# Titles of the processes of an engine of several GPUs begin with this (vLLM's multiprocessing executor).
+WORKER_TITLE = "VLLM::"
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -27,18 +37,53 @@ def gpus_of_this_machine(folder: Path = GPUS) -> int:
         return 0
 
 
-def free_gpu_bytes(num_gpus: int, *, wait_s: float = 20.0, poll_s: float = 1.0) -> tuple[int, int]:
+def free_gpu_bytes(
+    num_gpus: int,
+    *,
+    wait_s: float = 20.0,
+    leaving_wait_s: float = 600.0,
+    poll_s: float = 1.0,
+    leaving: Callable[[], Sequence[str]] | None = None,
+) -> tuple[int, int]:
     """GPU memory in bytes as (free, total); both are the smallest over the first `num_gpus` GPUs of this process.
 
-    Waits up to `wait_s` seconds until the share MOSTLY_FREE of the memory is free, because the memory of an engine that
-    was just killed may not be free yet. Raises EngineUnavailable if the memory cannot be read.
+    Waits until the share MOSTLY_FREE of the memory is free, because the memory of an engine that was just killed may
+    not be free yet: up to `wait_s` seconds, or up to `leaving_wait_s` while processes of such an engine still run. A
+    process of an engine of several GPUs ends only after its merge. `leaving` describes these processes
+    (`engine_leftovers` by default). The log says what is waited for. Raises EngineUnavailable if the memory cannot be
+    read.
     """
-    deadline = time.monotonic() + wait_s
+    started, noted = time.monotonic(), ""
     while True:
         free, total = _gpu_bytes(num_gpus)
-        if free >= MOSTLY_FREE * total or time.monotonic() >= deadline:
+        waited = time.monotonic() - started
+        if free >= MOSTLY_FREE * total or waited >= leaving_wait_s:
             return free, total
+        processes = (leaving or engine_leftovers)()
+        if waited >= wait_s and not processes:
+            return free, total
+        for_what = "until " + " and ".join(processes) + " end" if processes else f"up to {wait_s:.0f} s for the rest"
+        if for_what != noted:
+            log.warning("%.1f of %.1f GB of the GPU are free; waiting %s", free / 1e9, total / 1e9, for_what)
+            noted = for_what
         time.sleep(poll_s)
+
+
+def engine_leftovers() -> tuple[str, ...]:
+    """Processes of this user's engines that outlive the process that started them, each as "process PID (NAME)".
+
+    vLLM gives the processes of an engine of several GPUs a title. When the process that started them dies, process 1 or
+    Ray's raylet becomes their parent.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            if title.startswith(WORKER_TITLE) and process.uids().real == os.getuid():
+                parent = process.parent()
+                if parent is None or parent.pid == 1 or parent.name() == "raylet":
+                    found.append(f"process {process.pid} ({title})")
+    return tuple(found)
 
 
 def _gpu_bytes(num_gpus: int) -> tuple[int, int]:

@@ -1,9 +1,13 @@
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from workers.engines.vllm.startup.gpus import free_gpu_bytes, gpus_of_this_machine
+from workers.engines.vllm.startup.gpus import engine_leftovers, free_gpu_bytes, gpus_of_this_machine
 from workers.errors import EngineUnavailable
 
 
@@ -20,6 +24,36 @@ def test_memory_that_a_killed_engine_held_is_waited_for(monkeypatch: pytest.Monk
     assert free_gpu_bytes(1, poll_s=0.0) == (95, 100)
     free[:] = [40]
     assert free_gpu_bytes(1, wait_s=0.0) == (40, 100), "another program's memory stays its own"
+
+
+def test_processes_of_a_killed_engine_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While processes of a killed engine still merge, their memory is waited for, and the log names them."""
+    left = [["process 7 (VLLM::Worker_TP1)"], ["process 7 (VLLM::Worker_TP1)"], []]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 10**9 if len(left) > 1 else 95 * 10**9, 100 * 10**9))
+    found = free_gpu_bytes(1, wait_s=0.0, poll_s=0.0, leaving=lambda: left.pop(0))
+    assert found == (95 * 10**9, 100 * 10**9)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == "10.0 of 100.0 GB of the GPU are free; waiting until process 7 (VLLM::Worker_TP1) end"
+    left[:] = [["process 7 (VLLM::Worker_TP1)"]] * 9
+    assert free_gpu_bytes(1, wait_s=0.0, leaving_wait_s=0.0, leaving=lambda: left[0])[0] == 10 * 10**9
+
+
+def test_orphans_of_an_engine_are_found() -> None:
+    """A process with the title of an engine's counts once the process that started it is dead."""
+    child = "import time; time.sleep(60)"
+    command = f"['VLLM::Worker_TP1', '-c', {child!r}], executable={sys.executable!r}, stdout=-3, stderr=-3"
+    start = f"import subprocess; print(subprocess.Popen({command}).pid)"
+    orphan = int(subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=True).stdout)
+    own = subprocess.Popen(["VLLM::Worker_TP0", "-c", "input()"], executable=sys.executable, stdin=subprocess.PIPE)
+    try:
+        found = [text for text in engine_leftovers() if f"process {orphan} " in text or f"process {own.pid} " in text]
+        assert len(found) == 1
+        assert found[0].startswith(f"process {orphan} (VLLM::Worker_TP1")
+    finally:
+        own.communicate(b"\n")
+        os.kill(orphan, signal.SIGKILL)
 
 
 @pytest.mark.slow

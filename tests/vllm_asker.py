@@ -1,0 +1,83 @@
+"""One process that asks vLLM about models for all processes of a test session: importing vLLM takes 10 s of a core.
+
+Tests run `command()` instead of `workers.engines.vllm.support.COMMAND`. It sends the names of both files to the process
+that asks vLLM, and starts that process if there is none. The process ends with the session.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+__all__ = ["command"]
+
+ROOT = Path(__file__).parents[1]
+POLL_S = 0.05
+
+
+def command() -> tuple[str, ...]:
+    """The command for tests of this process, whose session is that of its parent under pytest-xdist."""
+    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    return (sys.executable, "-I", "-S", __file__, "ask", str(session))  # without packages it starts in 20 ms
+
+
+def address(session: str) -> str:
+    """An abstract socket, which leaves no file."""
+    return f"\0mergesearch-tests-{session}-vllm"
+
+
+def ask(session: str, *files: str) -> str:
+    """Have vLLM asked; returns "", or why that failed."""
+    is_started = False
+    while True:
+        with socket.socket(socket.AF_UNIX) as connection:
+            try:
+                connection.connect(address(session))
+            except ConnectionRefusedError:
+                if not is_started:
+                    subprocess.Popen(
+                        [sys.executable, "-P", __file__, "serve", session],
+                        env=os.environ | {"PYTHONPATH": str(ROOT)},
+                        start_new_session=True,
+                    )
+                is_started = True
+                time.sleep(POLL_S)
+                continue
+            connection.sendall("\n".join(files).encode())
+            connection.shutdown(socket.SHUT_WR)
+            return _all_of(connection)
+
+
+def serve(session: str) -> None:
+    """Ask vLLM for every process that connects, one after another, until the session has ended."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(address(session))
+        except OSError:  # another process serves
+            return
+        listener.listen(100)
+        ended = os.pidfd_open(int(session))
+        from workers.engines.vllm.capabilities import main
+
+        while ended not in select.select([listener.fileno(), ended], [], [])[0]:
+            connection, _ = listener.accept()
+            with connection:
+                try:
+                    main(*_all_of(connection).split("\n"))
+                except Exception:
+                    connection.sendall(traceback.format_exc().encode())
+
+
+def _all_of(connection: socket.socket) -> str:
+    """What the other end sends until it has nothing more to send."""
+    return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+
+
+if __name__ == "__main__":
+    sys.exit(ask(*sys.argv[2:]) or None if sys.argv[1] == "ask" else serve(sys.argv[2]))
