@@ -132,7 +132,8 @@ def examine(
         if not is_needed:
             gradients = None
         elif algorithm is not None and gradients is not None and gradients.reason:
-            algorithm = replace(algorithm, reason=f"{algorithm.reason}; {gradients.reason}")
+            of = "" if algorithm.name == GRADIENT else "for the gradients of the refinement: "
+            algorithm = replace(algorithm, reason=f"{algorithm.reason}; {of}{gradients.reason}")
         plan = partial(plan, gradients_on=gradients.device if gradients else None)
         memory = plan(max_layers=max_layers)
         check_prompts(study, sources.result_dir, problems)
