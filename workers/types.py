@@ -137,6 +137,7 @@ class TaskSpec:
       which it ends; None leaves the choice to the task
     - `content`: the sha256 of the data file, if there is one, so that changed data is detected
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
+    - `template`: a Jinja template of the prompts in place of the task's own; None for its own
     - `access`: limits the files that the task may use; None is no limit. The digest of the description does not depend
       on it.
     """
@@ -150,10 +151,11 @@ class TaskSpec:
     permutation_seed: int = 0
     access: FileAccess | None = field(default=None, compare=False)
     max_tokens: int | None = None
+    template: str | None = None
     until: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        newer = {"max_tokens", "until"}  # than stored studies, whose digests stay
+        newer = {"max_tokens", "template", "until"}  # than stored studies, whose digests stay
         return {
             name: value
             for name, value in asdict(self).items()
@@ -177,6 +179,9 @@ class TaskInfo:
     - `filters`: the names of the filters of the task, or of a subtask, if it has several; empty if it has one
     - `categories`: the subtasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
     - `confined_by`: what confines the process that runs the task's own code; "" if it has none
+    - `template`: the Jinja template of the prompts; "" if they come from a function or a column of the data, or if
+      subtasks have several templates
+    - `options`: the options of a multiple-choice task whose samples all have the same ones; else empty
     """
 
     num_samples: int
@@ -187,6 +192,8 @@ class TaskInfo:
     confined_by: str = ""
     filters: tuple[str, ...] = ()
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    template: str = ""
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ class Subtask:
     `task` is lm-eval's object, or None if it is in a confined process. `categories` are the names of the groups within
     the whole task that it belongs to, such as `mmlu_stem`. `filter` is the name of the lm-eval filter whose results are
     used, and `filters` has the names of all filters of the task. `delimiter` is the text between a prompt and its
-    answer, `prefix` the text with which the task itself begins the answer.
+    answer, `prefix` the text with which the task itself begins the answer. `template` is the Jinja template of its
+    prompts, or "" if they come from a function or a column of the data. `options` are the options of all samples, if
+    these have the same ones.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Subtask:
     higher_is_better: bool
     prefix: str = ""
     delimiter: str = " "
+    template: str = ""
+    options: tuple[str, ...] = ()
     filters: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
 
@@ -160,6 +164,8 @@ class BuiltTask:
     @property
     def info(self) -> TaskInfo:
         groups = {subtask.name: subtask.num_samples for subtask in self.subtasks} if len(self.subtasks) > 1 else {}
+        templates = {subtask.template for subtask in self.subtasks}
+        options = {subtask.options for subtask in self.subtasks}
         categories: dict[str, tuple[str, ...]] = {}
         for subtask in self.subtasks:
             categories |= {name: (*categories.get(name, ()), subtask.name) for name in subtask.categories}
@@ -171,6 +177,8 @@ class BuiltTask:
             filters=next((each.filters for each in self.subtasks if len(each.filters) > 1), ()),
             categories=categories,
             confined_by=self.code.enforced if self.code is not None else "",
+            template=templates.pop() if len(templates) == 1 else "",
+            options=options.pop() if len(options) == 1 else (),
         )
 
 

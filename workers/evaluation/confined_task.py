@@ -23,7 +23,7 @@ from workers.evaluation.available_confinement import available_confinement
 from workers.evaluation.built_tasks import Answers, BuiltTask, Document, PromptSettings, Subtask, permutation
 from workers.evaluation.confinement import Confinement, system_paths
 from workers.evaluation.execution import Executor
-from workers.evaluation.lm_eval_tasks import OUTPUT_TYPES, prepare
+from workers.evaluation.lm_eval_tasks import OUTPUT_TYPES, is_file, prepare
 from workers.evaluation.metric_process import SAMPLE_LIMIT_S, TASK_LIMIT_S, TaskProcess
 from workers.evaluation.right_answers import RightAnswer
 from workers.evaluation.system_calls import ConfinementUnavailable
@@ -144,7 +144,7 @@ class ConfinedTask(TaskProcess):
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{place}/huggingface"}
         spec = self._spec
-        if isinstance(spec.task, str) and self._prepared.index is None:
+        if isinstance(spec.task, str) and is_file(spec.task):
             spec = replace(spec, task=str(local_file(spec.task).absolute()), access=None)
         self._start(
             ConfinedStart(self._confinement, spec, self._data, self._prepared.index),
@@ -267,13 +267,15 @@ def _streams(data: Any) -> dict[str | None, int]:
 
 
 def _subtask(facts: Mapping[str, Any]) -> Subtask:
-    texts = {name: _text(facts[name]) for name in ("name", "filter", "output_type", "prefix", "delimiter")}
+    names = ("name", "filter", "output_type", "prefix", "delimiter", "template")
+    texts = {name: _text(facts[name]) for name in names}
     if texts["output_type"] not in OUTPUT_TYPES:
         raise ValueError(f"the output type {texts['output_type']!r}")
     return Subtask(
         task=None,
         num_samples=int(facts["num_samples"]),
         higher_is_better=bool(facts["higher_is_better"]),
+        options=tuple(map(_text, facts["options"])),
         filters=tuple(map(_text, facts["filters"])),
         categories=tuple(map(_text, facts.get("categories", ()))),
         **texts,

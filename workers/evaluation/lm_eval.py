@@ -421,11 +421,14 @@ class TaskEvaluator:
     def _forget_all_but(self, in_use: Collection[str]) -> None:
         """Drop tokenized tasks, least recently used first, until the others have at most MAX_KEPT_TOKENS prompt tokens.
 
-        Tasks whose digest is `in_use` are kept.
+        Tasks with an attacked template are dropped first, as each is scored once. Tasks whose digest is `in_use` are
+        kept.
         """
         kept = sum(prepared.num_tokens for prepared in self._prepared.values())
-        for digest in [digest for digest in self._prepared if digest not in in_use]:
-            if kept <= MAX_KEPT_TOKENS:
+        unused = [digest for digest in self._prepared if digest not in in_use]
+        attacked = {digest for digest in unused if self._prepared[digest].task.spec.template is not None}
+        for digest in sorted(unused, key=lambda digest: digest not in attacked):
+            if kept <= MAX_KEPT_TOKENS and digest not in attacked:
                 return
             forgotten = self._prepared.pop(digest)
             kept -= forgotten.num_tokens

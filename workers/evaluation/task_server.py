@@ -38,6 +38,7 @@ from workers.evaluation.execution import pass_at_k
 from workers.evaluation.lm_eval_tasks import Prepared, build
 from workers.evaluation.metrics import Documents, LocalMetrics
 from workers.evaluation.system_calls import PR_SET_PDEATHSIG, ConfinementUnavailable
+from workers.evaluation.task_index import PlainIndex
 from workers.types import TaskSpec
 
 __all__ = ["ConfinedStart", "serve"]
@@ -57,7 +58,7 @@ class ConfinedStart:
     confinement: Confinement
     spec: TaskSpec
     data: Mapping[str, Mapping[str | None, int]]
-    index: Mapping[str, Any] | None
+    index: PlainIndex | None
 
 
 def serve() -> None:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tests.conftest import write_choices
-from tests.workers.evaluation.attacks import NoConfinement, Unavailable
+from tests.workers.evaluation.sandbox_attacks import NoConfinement, Unavailable
 from tests.workers.judged_tasks import write_task
 from workers.errors import InvalidTask, MetricFailed
 from workers.evaluation import confined_task

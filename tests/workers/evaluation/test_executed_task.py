@@ -12,8 +12,8 @@ import pytest
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.objectives import InlineTask
 from tests.builders import tiny_llama
-from tests.workers.evaluation.attacks import LimitsAlone
 from tests.workers.evaluation.mutations import mutants
+from tests.workers.evaluation.sandbox_attacks import LimitsAlone
 from tests.workers.judged_tasks import KnownAnswers
 from workers.errors import InvalidTask, TrialFailed
 from workers.evaluation import execution

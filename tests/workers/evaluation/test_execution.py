@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.workers.evaluation.attacks import (
+from tests.workers.evaluation.sandbox_attacks import (
     ATTACKS,
     MEANS,
     BubblewrapAlone,

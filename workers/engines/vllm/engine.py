@@ -381,7 +381,7 @@ class Engine:
         """The scored tokens of each continuation. Raises TrialFailed if the model's logits were NaN or infinite."""
         plan = ReadingPlan(continuations, block=self._cache_block)
         outputs = self._read(plan.readings)
-        # vLLM computes no row for a token of a cached block. Where a needed one is missing, the cache is left out.
+        # vLLM computes no rows of logits for cached tokens. A reading that lacks rows is repeated without the cache.
         missing = [
             index
             for index, (reading, output) in enumerate(zip(plan.readings, outputs, strict=True))
@@ -411,7 +411,7 @@ class Engine:
                 max_tokens=1,
                 logprob_token_ids=list(reading.choices),
                 prompt_logprobs=0 if reading.num_rows else None,
-                # A cached block before a row ends before the row's token: there is none in the first block.
+                # Rows that begin in the first block need that block computed, not cached.
                 skip_reading_prefix_cache=reading.num_rows > 0 and not (uses_cache and reading.start > block),
                 flat_logprobs=True,
                 detokenize=False,
