@@ -94,9 +94,9 @@ def _series(
                 values = [rung.values[name] for name in names]
             except KeyError:
                 continue
-            # The cost of a recipe has no samples: it is placed at the rung's number of samples.
+            # The cost of a recipe has no samples: it is placed at the rung's number of samples, if there are any.
             samples = [rung.num_samples[name] for name in names if name in rung.num_samples]
-            samples = samples or [*rung.num_samples.values()]
+            samples = samples or [*rung.num_samples.values()] or [0]
             fewest, most = (min(samples), max(samples)) if len(samples) > 1 else (samples[0], samples[0])
             value = statistics.fmean(values) if is_mean else values[0]
             is_full = rung is last

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from search_spaces.objectives import Objective
 from service.results import series
 from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.series import CHARTS
 from service.results.series.base import chart
-from service.results.series.history import HistoryPlot
+from service.results.series.history import HistoryPlot, history
+from service.types import RungRecord
 from tests.service.synthetic_run import run_record
 
 NAMES = [
@@ -84,3 +86,13 @@ def test_the_report_draws_the_points_of_the_series(run: RunRecord) -> None:
             assert f"<title>trial {point.trial}: {point.value:.3f} on {point.samples} samples</title>" in html
     crosses = {int(number) for number in re.findall(r"<title>trial (\d+) failed</title>", html)}
     assert crosses == set(CHARTS["history"](run).failed)
+
+
+def test_costs_alone_have_a_history_without_samples() -> None:
+    """In a study of given recipes whose only objective is a cost, a rung has no samples."""
+    run = run_record(num_trials=2)
+    rung = RungRecord(0, {}, {"parameters": 5.0}, {"parameters": 0.0})
+    trial = replace(run.whole_trials[0], rungs=(rung,), values=rung.values, standard_errors={"parameters": 0.0})
+    cost = Objective("parameters", "parameters", "minimize", (0.0, 10.0), cost_of_recipe="parameters")
+    (found,) = history(replace(run, objectives=(cost,), trials=(trial,))).series
+    assert [(point.trial, point.value, point.samples) for point in found.points] == [(0, 5.0, 0)]
