@@ -28,6 +28,9 @@ __all__ = ["HINTS", "ValidParts", "contradictions", "without_consequences"]
 # The largest number of names that a message lists.
 MAX_NAMES = 20
 
+# The kind of space whose paths can be refined.
+REFINED = "hm3"
+
 HINTS = MessageHints(
     later_values={
         "engine.backend": ("transformers",),
@@ -86,6 +89,7 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
         yield from parts.search_space.contradictions()
     if parts.search is not None:
         yield from _search_contradictions(parts.search, parts.objective_names)
+        yield from _refinement_contradictions(parts.search, parts.search_space)
         yield from _baseline_contradictions(parts.search, parts.models)
     if parts.fidelity is not None:
         yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
@@ -185,6 +189,18 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
         yield Problem("search.max_trials", f"{message}; give at least {num_points}, or fewer preference vectors")
 
 
+def _refinement_contradictions(search: Search, space: SearchSpaceSpec | None) -> Iterator[Problem]:
+    if search.refinement is None or space is None:
+        return
+    place = "search.refinement"
+    if space.kind != REFINED:
+        message = f"a space of kind {space.kind} has no paths whose coefficients are fixed; leave it out"
+        yield Problem(place, f"{message}, or search a space of kind {REFINED}")
+    elif (alignment := getattr(space, "alignment", "none")) != "none":
+        message = f"losses along paths with alignment: {alignment} have no gradients; leave it out"
+        yield Problem(place, f"{message}, or write alignment: none")
+
+
 def _recipe_contradictions(search: Search) -> Iterator[Problem]:
     for index, given in enumerate(search.recipes):
         place = f"search.recipes.{index}"
@@ -193,7 +209,7 @@ def _recipe_contradictions(search: Search) -> Iterator[Problem]:
             yield Problem(place, f"has {lack}; give one of the two")
         elif given.file is None and given.name is None:
             yield Problem(f"{place}.name", "is missing; give a name for the tables")
-    for name in ("warm_start", "preferences") if search.recipes else ():
+    for name in ("warm_start", "preferences", "refinement") if search.recipes else ():
         if getattr(search, name) is not None:
             yield Problem(f"search.{name}", "has no effect with search.recipes, which searches nothing; leave it out")
 

@@ -333,7 +333,7 @@ def titled(title: str) -> Table:
 
 
 def _label(label: str, origin: str) -> Text:
-    return Text(label, style="" if origin == Origin.SEARCH else "dim")
+    return Text(label, style="" if Origin(origin).is_searched else "dim")
 
 
 def state_text(state: str) -> Text:

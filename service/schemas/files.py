@@ -54,7 +54,7 @@ class TrialDocument(TypedDict):
     """Trial of a study, as a line of trials.jsonl describes it."""
 
     number: Number
-    origin: Literal["source", "published", "search", "user"]
+    origin: Literal["source", "published", "search", "refined", "user"]
     label: str
     state: Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
     reason: str | None
@@ -169,7 +169,9 @@ class SearchDocument(TypedDict):
     step_samples: Annotated[
         int, Field(ge=0, description="Cost of the steps in scored samples; a sample of a gradient counts as 3.")
     ]
-    trial_samples: Annotated[int, Field(ge=0, description="Samples scored for the trials that the searcher proposed.")]
+    trial_samples: Annotated[
+        int, Field(ge=0, description="Samples scored for the trials that the searcher proposed or that refine them.")
+    ]
 
 
 class SwapsDocument(TypedDict):

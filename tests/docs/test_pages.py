@@ -176,10 +176,11 @@ def test_pages_show_both_kinds_of_yaml() -> None:
     assert {name: number for name, number in shown.items() if number} == {
         "README.md": 1,
         "docs/explanation/budgets.md": 1,
+        "docs/hm3.md": 1,
         "docs/how-to/benchmarks.md": 3,
         "docs/how-to/chains.md": 1,
         "docs/how-to/constraints.md": 1,
-        "docs/how-to/layer-paths.md": 3,
+        "docs/how-to/layer-paths.md": 4,
         "docs/how-to/preferences.md": 1,
         "docs/how-to/warm-start.md": 1,
         "docs/reference/study-file.md": 4,
@@ -242,11 +243,12 @@ def test_study_options_are_in_tables() -> None:
     assert options_in(attacks) == set().union(*kinds)
 
 
-@pytest.mark.parametrize("searcher", ["gradient", "smac", "hm3"])
+@pytest.mark.parametrize("searcher", ["gradient", "smac", "hm3", "refinement"])
 def test_options_of_a_searcher(searcher: str) -> None:
-    """Every option of a searcher is in its table, and no other."""
+    """Every option of a searcher, and of the refinement after it, is in its table, and no other."""
     definitions = study_json_schema()["$defs"]
-    options = definitions["Search"]["properties"][searcher]["$ref"].rpartition("/")[2]
+    schema = definitions["Search"]["properties"][searcher]
+    options = schema.get("anyOf", [schema])[0]["$ref"].rpartition("/")[2]
     text = page_of("docs/reference/searchers.md").section(f"## `{searcher}`")
     assert options_in(text) == set(definitions[options]["properties"])
 

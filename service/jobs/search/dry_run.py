@@ -20,7 +20,7 @@ from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.contamination import overlaps_of
 from service.studies.preflight.durations import expected_time
 from service.studies.preflight.examine import EXPORT
-from service.studies.preflight.result import ExpectedSamples, PreflightResult
+from service.studies.preflight.result import ExpectedSamples, PreflightResult, refinement_of
 from service.tune.searchers.descents import descents_of
 from service.tune.searchers.loss_comparison import most_compared_samples
 from workers.engines.transformers.outlines import outline
@@ -41,7 +41,7 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 class CheckedPlan:
     """Expected costs of running a study: samples, time, memory and disk space.
 
-    - `step_samples`: the samples that the searcher's gradients count as; 0 for searchers without gradients
+    - `step_samples`: the samples that gradients count as, and those of the trials that refine paths; 0 without both
     - `rungs`: for each rung, the samples by objective
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
     - `max_samples`: the limit of samples of the search; None if there is none
@@ -274,12 +274,18 @@ def _samples_used(directory: Path) -> int:
 
 def _step_samples(preflight: PreflightResult) -> int:
     if preflight.algorithm.name != GRADIENT:
-        return 0
+        return _refined_samples(preflight)
     setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
     options = setting.options.gradient
     descents = descents_of(options, setting.vectors)
     num_steps = sum(descent.num_steps for descent in descents)
     return num_steps * options.batch * GradientRequest.charge
+
+
+def _refined_samples(preflight: PreflightResult) -> int:
+    """The most samples that the refinement of the front takes, for its gradients and its trials together."""
+    plan = refinement_of(preflight.study, preflight.tasks.search_infos)
+    return 0 if plan is None else plan.most_samples(sum(preflight.budget.rung_samples[-1].values()))
 
 
 def _most_compared(preflight: PreflightResult) -> int:

@@ -19,6 +19,7 @@ from search_spaces.spaces import SPACES
 from search_spaces.study.engine import Verify
 from search_spaces.study.file import Study, load_study, parse_study, same_but_limits, study_json_schema
 from search_spaces.study.objectives import CostSpec, ObjectiveSpec
+from search_spaces.study.search import RefinementOptions
 
 DOCUMENT = yaml.safe_load("""
 name: math-text-lookup
@@ -449,6 +450,29 @@ def test_unknown_space_is_refused_alone() -> None:
     assert problems(changed("search_space", space)) == [
         ("search_space.kind", f'"hm4" is not known; did you mean "hm3"? available: {KINDS}')
     ]
+
+
+def test_refinement_is_of_paths_without_alignments() -> None:
+    """A refinement is refused in other spaces than hm3, and with alignments."""
+    place, found = "search.refinement", changed("search.refinement", {})
+    assert problems(found) == [
+        (
+            place,
+            "a space of kind lfs has no paths whose coefficients are fixed; leave it out, or search a space of kind "
+            "hm3",
+        )
+    ]
+    of_paths = changed("search_space", {"kind": "hm3", "alignment": "mlp"}, found)
+    assert problems(of_paths) == [
+        (
+            place,
+            "losses along paths with alignment: mlp have no gradients; leave it out, or write alignment: none",
+        )
+    ]
+    study = parse_study(changed("search_space", {"kind": "hm3"}, found))
+    assert study.search.refinement == RefinementOptions()
+    assert parse_study(changed("search_space", {"kind": "hm3"})).search.refinement is None
+    assert same_but_limits(study, parse_study(changed("search_space", {"kind": "hm3"}))) != ()
 
 
 DEPTH = {"name": "depth", "cost": "layers"}
