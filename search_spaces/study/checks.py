@@ -304,10 +304,16 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
                 f"{list(counts)} differs in length from {list(reference)} of {name}; "
                 "all objectives need the same number of rungs",
             )
+    # Objectives that do not state their rungs have those of fidelity, which increase.
+    if own and len(own) == len(objectives) and len({len(counts) for counts in own.values()}) == 1:
+        for rung, (before, after) in enumerate(itertools.pairwise(zip(*own.values(), strict=True)), start=1):
+            if before == after:
+                message = f"no objective has more samples at rung {rung + 1} than at rung {rung}; leave one of them out"
+                yield Problem(next(iter(own)), message)
 
 
-def _is_increasing(counts: Sequence[int]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(counts))
+def _is_increasing(counts: Sequence[int], *, may_stay: bool = False) -> bool:
+    return all(a < b or (may_stay and a == b) for a, b in itertools.pairwise(counts))
 
 
 def _increase(counts: Sequence[int]) -> str:
@@ -338,14 +344,16 @@ def _task_contradictions(section: str, specs: Mapping[int, ScoredTask]) -> Itera
         rungs = spec.rungs if isinstance(spec, ObjectiveSpec) else None
         if rungs is not None and section == "holdout":
             yield Problem(f"{place}.rungs", "held-out data are scored whole, not rung by rung; leave it out")
-        elif rungs is not None and not _is_increasing(rungs):
-            yield Problem(f"{place}.rungs", _increase(rungs))
+        elif rungs is not None and not _is_increasing(rungs, may_stay=True):
+            message = f"{list(rungs)} shrinks; give each rung at least as many samples as the one before"
+            yield Problem(f"{place}.rungs", message)
         if isinstance(spec.task, InlineTask):
             for key in ("filter", "split", "num_fewshot"):
                 if getattr(spec, key) is not None:
                     yield Problem(f"{place}.{key}", "is for lm-eval tasks; a JSONL task has none; leave it out")
-            if spec.max_tokens is not None:
-                yield Problem(f"{place}.max_tokens", "is for lm-eval tasks; of a JSONL task it is task.max_tokens")
+            for key in ("max_tokens", "until"):
+                if getattr(spec, key) is not None:
+                    yield Problem(f"{place}.{key}", f"is for lm-eval tasks; of a JSONL task it is task.{key}")
 
 
 def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:

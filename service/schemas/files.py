@@ -276,6 +276,26 @@ class BenchmarkColumnDocument(TypedDict):
     samples: Number
     subtasks: Annotated[dict[str, int], Field(description="Samples by subtask, if the task is a group of several.")]
     categories: Annotated[dict[str, list[str]], Field(description="Subtasks by group within the task.")]
+    attack: Annotated[
+        dict[str, Any] | None,
+        Field(description="The attack on the prompts as in the study file, and the `template` that is attacked."),
+    ]
+
+
+class AttackDocument(TypedDict):
+    """Results of one trial with the attacked template on which it is worst."""
+
+    value: Annotated[EstimateDocument, Field(description="Value with this template.")]
+    drop: Annotated[
+        EstimateDocument | None,
+        Field(
+            description="Performance drop rate, (original - attacked) / original, with its paired bootstrap interval; "
+            "null if the value with the original template is not positive."
+        ),
+    ]
+    template: str
+    queries: Annotated[int, Field(ge=0, description="Templates that were scored on all samples to find this one.")]
+    is_cut: Annotated[bool, Field(description="Whether `max_queries` ended the attack.")]
 
 
 class BenchmarkRowDocument(TypedDict):
@@ -297,6 +317,7 @@ class BenchmarkRowDocument(TypedDict):
         dict[str, EstimateDocument], Field(description="This row minus the reference, on the same samples.")
     ]
     average_differences: Annotated[dict[str, EstimateDocument], Field(description="The same of the averages.")]
+    attacks: Annotated[dict[str, AttackDocument], Field(description="Results with attacked prompts, by benchmark.")]
 
 
 class BenchmarkTestDocument(TypedDict):

@@ -103,7 +103,7 @@ class Coordinator:
         if self._refinement.is_started:
             self._ask_and_tell.end_search()
         self._holdout = HoldoutStage(plan, trials=self._trials, samples=self._samples, writer=writer)
-        self._benchmarks = BenchmarkStage(plan, trials=self._trials, samples=self._samples, writer=writer)
+        self._benchmarks = BenchmarkStage(plan, trials=self._trials, samples=self._samples, store=store, writer=writer)
         self.look_for_faults()
 
     # -- state -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from search_spaces.study.search import RefinementOptions
 from service.store.documents import BenchmarkFacts
 from service.store.steps import GradientRequest, LossesRequest
 from service.types import Origin, StoredRecipe, TrialRecord
+from workers.evaluation.attacks.search import PromptAttack
 from workers.types import TaskSpec
 
 __all__ = ["Baseline", "Benchmark", "Plan", "RefinementPlan", "baselines_of"]
@@ -31,11 +32,15 @@ It has an origin, a label and the recipe.
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark of a study: what is stored about it, the task from which replicas build it, and the chosen trials."""
+    """A benchmark of a study: what is stored about it, the task from which replicas build it, and the chosen trials.
+
+    `attack` is the attack on its prompts; None for no attack.
+    """
 
     facts: BenchmarkFacts
     task: TaskSpec
     trials: tuple[TrialChoice, ...]
+    attack: PromptAttack | None = None
 
     @property
     def name(self) -> str:
@@ -45,6 +50,11 @@ class Benchmark:
     def objective(self) -> Objective:
         """Metric, direction and range of the benchmark."""
         return self.facts.objective
+
+    @property
+    def most_samples(self) -> int:
+        """The largest number of samples that are scored for one trial: those of the task, for each template."""
+        return self.facts.num_samples * (1 + (0 if self.attack is None else self.attack.most_queries))
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def _largest_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
     """The largest difference of two log-likelihoods; of completions 0 if all are equal, else 1."""
     if isinstance(theirs[0], str):
         return float(ours != theirs)
-    return max(abs(a - b) for (a, _), (b, _) in zip(ours, theirs, strict=True))
+    return max(abs(float(a) - float(b)) for (a, _), (b, _) in zip(ours, theirs, strict=True))
 
 
 def _values(evaluator: Any, span: Any, answers: Sequence[Any]) -> list[float]:

@@ -58,6 +58,7 @@ def examine(
     machines: Sequence[EngineMachines] = (),
     export_dir: Path | None = None,
     downloads: bool = True,
+    is_new: bool = False,
     access: FileAccess | None = None,
     chained: Mapping[str, ChainedSource] | None = None,
     before_weights: Callable[[], None] = lambda: None,
@@ -72,6 +73,7 @@ def examine(
     - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
     - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
       otherwise they are not checked
+    - `is_new`: whether the study is not stored yet; some checks are made of new studies only
     - `access`: the files that may be read, or None for all; if the study names a file that may not be read, no file is
       opened
     - `chained`: the sources that were exported from other studies for this one (`service.studies.chains`)
@@ -85,11 +87,11 @@ def examine(
     located = locate_family(study.models.base, study.models.named)
     probe = start_probe(located)
     sources = check_models(located, study, problems)
-    tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, access=access)
+    tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, is_new=is_new, access=access)
     holdout = dict(enumerate(study.holdout))
-    holdout_tasks, holdout_infos = check_tasks(holdout, "holdout", study, problems, access=access)
+    holdout_tasks, holdout_infos = check_tasks(holdout, "holdout", study, problems, is_new=is_new, access=access)
     specs = dict(enumerate(study.benchmarks))
-    benchmark_tasks, benchmark_infos = check_tasks(specs, "benchmarks", study, problems, access=access)
+    benchmark_tasks, benchmark_infos = check_tasks(specs, "benchmarks", study, problems, is_new=is_new, access=access)
     benchmarks = benchmarks_of(study, benchmark_tasks, benchmark_infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     check_devices(study, sources, problems)

@@ -301,7 +301,7 @@ def test_a_study_cannot_be_changed() -> None:
         (
             "objectives.0.rungs",
             [1, 3, 2],
-            "[1, 3, 2] does not increase; give each rung more samples than the one before",
+            "[1, 3, 2] shrinks; give each rung at least as many samples as the one before",
         ),
         ("fidelity.rule", "bound", "bound is a rule of scheduler: racing and has no effect with hyperband; leave"),
         ("fidelity.rule", "sure", '"sure" is not known; available: behind, bound'),
@@ -674,9 +674,13 @@ def with_rungs(fidelity: dict[str, Any], *own: list[int]) -> Any:
             with_rungs({"max_samples": 9}, [2, 1], [1, 2, 3]),
             {
                 "fidelity.max_samples": "9 is given without min_samples",
-                "objectives.0.rungs": "does not increase",
+                "objectives.0.rungs": "[2, 1] shrinks",
                 "objectives.1.rungs": "differs in length from [2, 1] of objectives.0.rungs",
             },
+        ),
+        (
+            with_rungs({"scheduler": "asha"}, [1, 3, 3], [2, 4, 4]),
+            {"objectives.0.rungs": "no objective has more samples at rung 3 than at rung 2; leave one of them out"},
         ),
         (with_rungs({}, [1, 2]), {"fidelity": "racing needs min_samples and max_samples, or rungs"}),
     ],
@@ -695,6 +699,8 @@ def test_contradictory_fidelity_is_refused_in_all_its_places(
         (with_rungs({"rungs": [10, 50]}, [7, 9]), [(7, 9), (10, 50)]),
         (with_rungs({"min_samples": 30, "max_samples": 270}, [1, 2, 3]), [(1, 2, 3), (30, 90, 270)]),
         (with_rungs({"scheduler": "asha"}, [7, 9], [1, 100]), [(7, 9), (1, 100)]),
+        (with_rungs({"rungs": [100, 300, 900]}, [100, 300, 300]), [(100, 300, 300), (100, 300, 900)]),
+        (with_rungs({"scheduler": "asha"}, [3, 3, 9], [1, 4, 4]), [(3, 3, 9), (1, 4, 4)]),
         (with_rungs({"scheduler": "none"}, [7]), [(7,), (None,)]),
         (with_rungs({"scheduler": "none", "max_samples": 40}, [7]), [(7,), (40,)]),
     ],

@@ -66,8 +66,10 @@ class ReadingPlan:
     `readings` are in the order in which an engine should read them. `block` is the number of tokens in a block of the
     engine's prefix cache, which keeps whole blocks only; 0 means that there is no prefix cache.
 
-    With a prefix cache, a reading has at most MAX_ROWS rows. The cache then has no token before which a row is needed,
-    unless it has the same texts from before, or one context begins with another context and its continuation.
+    With a prefix cache, a reading has at most MAX_ROWS rows, and the cache has none of its tokens from `start` - 1 on,
+    so that vLLM computes all its rows. Exceptions are texts that the cache has from earlier requests, and contexts that
+    begin with another context and tokens of its continuation. Without a prefix cache, every continuation is read with
+    its whole prompt; those that differ in their last token share one.
     """
 
     def __init__(self, continuations: Sequence[Continuation], *, block: int) -> None:
@@ -108,7 +110,8 @@ class ReadingPlan:
     def _branch(self, prompt: Tokens, start: int, tails: Sequence[Tail]) -> None:
         """Plan the reading of `prompt` from `start` on, with the first token of each tail, and readings for the rest.
 
-        The prompts for the rest begin with `prompt`. Each ends where tails part, or before their last token.
+        The prompts for the rest begin with `prompt`. Each ends where tails part, before their last token, or after
+        MAX_ROWS tokens.
         """
         rests: dict[int, list[Tail]] = {}
         for index, tail in tails:
