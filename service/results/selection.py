@@ -120,9 +120,16 @@ def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple
     return best_of_front(trials, objectives, most=MAX_FINALISTS)
 
 
-def best_of_front(trials: Iterable[Trial], objectives: Sequence[Objective], *, most: int) -> tuple[Trial, ...]:
-    """Select at most `most` trials of the Pareto front of `trials`, the best first (`best_trial`)."""
-    return tuple(sorted(pareto_front(trials, objectives), key=_merit(objectives))[:most])
+def best_of_front(
+    trials: Iterable[Trial], objectives: Sequence[Objective], *, most: int, origin: Origin | None = None
+) -> tuple[Trial, ...]:
+    """Select at most `most` trials of the Pareto front of `trials`, the best first (`best_trial`).
+
+    With `origin`, it is the front of the trials of this origin. The other trials are still the references of
+    constraints.
+    """
+    front = front_of(candidates(trials, objectives, origin=origin))
+    return tuple(sorted(front, key=_merit(objectives))[:most])
 
 
 def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
@@ -140,16 +147,20 @@ def front_of(candidates: Sequence[tuple[Trial, Candidate]]) -> tuple[Trial, ...]
     return tuple(trial for trial, _ in itertools.compress(candidates, on_front))
 
 
-def candidates(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[tuple[Trial, Candidate], ...]:
+def candidates(
+    trials: Iterable[Trial], objectives: Sequence[Objective], *, origin: Origin | None = None
+) -> tuple[tuple[Trial, Candidate], ...]:
     """Pair each trial at full budget with its description as a candidate for the Pareto front, in the order of numbers.
 
     A candidate has the trial's costs and constraint violation. Of trials with the same recipe only the first is in the
-    result.
+    result. With `origin`, trials of other origins are left out.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
     first: dict[str, Trial] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
+        if origin is not None and trial.origin is not origin:
+            continue
         first.setdefault(trial.recipe.digest, trial)
     return tuple((t, Candidate(t.number, costs_of(t, objectives), violation[t.number])) for t in first.values())
 

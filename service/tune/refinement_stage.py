@@ -88,8 +88,8 @@ class RefinementStage:
     """The paths of a study's front that are still to be refined, and the descent along the present one.
 
     In a study without `Plan.refinement` the stage is finished at once. `stored` reads the study's steps. `admits` says
-    whether a number of samples is within the study's limit (None: not yet known), and `reason` why it is not; `charge`
-    counts samples of steps. `add` stores a new trial. `is_out_of_budget` returns the limit that is exhausted, or None.
+    whether a number of samples is within the study's limit (None: not yet known), and `charge` counts the samples of a
+    step. `add` stores a new trial. `is_out_of_budget` returns the limit that is exhausted, or None.
     """
 
     def __init__(
@@ -260,8 +260,8 @@ class RefinementStage:
         It is the vector for which the path's weighted value is least below that of the best path; of several, the
         first.
         """
-        searched = [trial for trial in self._trials.values() if trial.origin is Origin.SEARCH]
-        found = best_of_front(searched, self._plan.objectives, most=plan.options.paths)
+        trials = tuple(self._trials.values())
+        found = best_of_front(trials, self._plan.objectives, most=plan.options.paths, origin=Origin.SEARCH)
         if not found:
             return ()
         names = tuple(plan.num_samples)
