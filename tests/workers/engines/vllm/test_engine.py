@@ -194,8 +194,9 @@ def test_rows_that_the_cache_hides_are_read_again(leaves_out: bool, monkeypatch:
     engine = Engine.__new__(Engine)
     engine._llm, engine._fault = CachingVLLM(leaves_out=leaves_out), None
     draw = random.Random(0)
-    contexts = [tuple(draw.choices(range(3), k=length)) for length in (3, 8, 9, 13)]
-    options = [Continuation(c + tuple(draw.choices(range(3), k=k)), len(c)) for c in contexts for k in (1, 2, 7, 12)]
+    contexts = [tuple(draw.choices(range(3), k=length)) for length in (3, 8, 11, 13)]
+    options = [Continuation(c + tuple(draw.choices(range(3), k=k)), len(c)) for c in contexts for k in (1, 2, 3, 12)]
+    options.append(Continuation((2,) * 14, 11))  # the cache ends where its rows begin
     expected = [[made_up(o.tokens[:i], o.tokens[i]) for i in range(o.num_context, len(o.tokens))] for o in options]
     for num_runs in (1, 2):
         engine._llm.num_prompts.clear()
