@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from service.api.limits.exports import DAY_S, ExportLimits
 from service.disk import artifacts_dir, locked, single_server
 from service.engine_machines import stated_machines
 from service.errors import Conflict, InUse
@@ -87,7 +88,6 @@ def serve(
     import uvicorn
 
     from service.api.app import create_app
-    from service.api.limits.exports import DAY_S, ExportLimits
     from service.api.preflight_process import PreflightProcess, default_access
     from service.cluster.reconciler import RayCluster
     from service.store import Store

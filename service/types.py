@@ -55,16 +55,23 @@ class TrialState(StrEnum):
 
 
 class Origin(StrEnum):
-    """Origin of a trial: a baseline (`source` or `published`), the searcher (`search`), or the user (`user`).
+    """Origin of a trial: a baseline (`source` or `published`), the search, or the user (`user`).
 
     The recipe of a `source` trial is the base or an expert alone. The recipe of a `published` trial is from the
-    literature or common practice.
+    literature or common practice. A `search` trial is a proposal of the searcher. The recipe of a `refined` trial is
+    that of a `search` trial with coefficients that were learned after the search.
     """
 
     SOURCE = "source"
     PUBLISHED = "published"
     SEARCH = "search"
+    REFINED = "refined"
     USER = "user"
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the trial is a result of the search: proposed by the searcher, or refined after it."""
+        return self in (Origin.SEARCH, Origin.REFINED)
 
 
 class JobState(StrEnum):

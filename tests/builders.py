@@ -87,6 +87,34 @@ def tiny_qwen2(
     return save(model.to(dtype), tokenizer, directory)
 
 
+# Words that the tokenizer of `tiny_bert` knows, beside single letters and the ends of words.
+BERT_WORDS = (
+    "classify sentence text review positive negative question answer content rate judge label decide movie good bad "
+    "as whether this the is or following please respond with task ##s ##ing ##fy senti ##ment"
+)
+
+
+def tiny_bert(directory: str | Path, seed: int = 0, *, hidden: int = 32, **config: Any) -> Path:
+    """A BERT that fills masks, with a WordPiece tokenizer of a few words and all letters."""
+    from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    tokens = [*special, *BERT_WORDS.split(), *letters, *(f"##{letter}" for letter in letters), *",.:'{}?"]
+    settings = {
+        "vocab_size": len(tokens),
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(seed)
+    model = BertForMaskedLM(BertConfig(**(settings | config)))
+    return save(model, BertTokenizerFast(vocab={token: i for i, token in enumerate(tokens)}), directory)
+
+
 def tiny_family(
     directory: str | Path,
     *,

@@ -84,6 +84,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """What the end of the process frees is found again: libraries report objects that nothing frees."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_findings(pytestconfig: pytest.Config) -> Iterator[None]:
     """What vLLM and the checks of weights said before: all tests share it, until the workers' code changes.

@@ -17,9 +17,12 @@ import pytest
 
 from workers.cache import CACHE_VARIABLE
 
-API = re.compile(r"/api/models/(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<kind>revision|tree)/(?P<revision>[\w.-]+))?")
-FILE = re.compile(r"/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<revision>[\w.-]+)/(?P<file>[\w./-]+)")
-BLOB = re.compile(r"/blobs/(?P<name>[\w.-]+/[\w.-]+)/(?P<commit>\w+)/(?P<file>[\w./-]+)")
+NAME = r"(?P<name>(?:datasets/)?[\w.-]+/[\w.-]+)"
+API = re.compile(
+    rf"/api/(?:models/)?{NAME}(?:/(?P<kind>revision|tree|paths-info)/(?P<revision>[\w.-]+)(?:/(?P<below>[\w./-]+))?)?"
+)
+FILE = re.compile(rf"/{NAME}/resolve/(?P<revision>[\w.-]+)/(?P<file>[\w./-]+)")
+BLOB = re.compile(rf"/blobs/{NAME}/(?P<commit>\w+)/(?P<file>[\w./-]+)")
 
 
 @dataclass
@@ -37,7 +40,10 @@ class Repository:
 
 @dataclass
 class Hub:
-    """Repositories by name, requests as (method, path), and how many bytes were sent of each LFS file ("name/file")."""
+    """Repositories by name ("datasets/owner/name" for data).
+
+    Also requests as (method, path), and how many bytes were sent of each LFS file ("name/file").
+    """
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -102,10 +108,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length", "0"))
+        self._answer(json.loads(self.rfile.read(length) or b"{}"))
+
     def log_message(self, *_: Any) -> None:
         pass
 
-    def _answer(self) -> None:
+    def _answer(self, asked: Any = None) -> None:
         path, _, query = self.path.partition("?")
         self.hub.requests.append((self.command, path))
         if match := BLOB.fullmatch(path):
@@ -125,7 +135,14 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._refuse(*repository.refusal)
             return self._send_file(match["name"], commit, match["file"], files.get(match["file"]))
         if match["kind"] == "tree":
-            return self._send_json([_tree_entry(file, data) for file, data in files.items()])
+            within = {file: data for file, data in files.items() if _is_below(file, match["below"])}
+            if "recursive=true" in query.lower() or not match["name"].startswith("datasets/"):
+                return self._send_json([_tree_entry(file, data) for file, data in within.items()])
+            return self._send_json(_children(within, match["below"]))
+        if match["kind"] == "paths-info":
+            found = [_tree_entry(path, files[path]) for path in asked["paths"] if path in files]
+            found += [_directory(path) for path in asked["paths"] if any(_is_below(file, path) for file in files)]
+            return self._send_json(found)
         siblings = [_sibling(file, data, with_sizes="blobs=true" in query.lower()) for file, data in files.items()]
         return self._send_json({"id": match["name"], "sha": commit, "siblings": siblings, "private": False})
 
@@ -161,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             try:
                 self.wfile.write(body)
             except (BrokenPipeError, ConnectionResetError):  # who asks has seen enough
@@ -169,7 +186,22 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _is_lfs(file: str) -> bool:
-    return file.endswith((".safetensors", ".bin"))
+    return file.endswith((".safetensors", ".bin", ".parquet"))
+
+
+def _is_below(file: str, directory: str | None) -> bool:
+    return directory is None or file.startswith(f"{directory}/")
+
+
+def _directory(path: str) -> dict[str, Any]:
+    return {"type": "directory", "path": path, "size": 0, "oid": digest(path.encode())[:40]}
+
+
+def _children(files: dict[str, bytes], below: str | None) -> list[dict[str, Any]]:
+    """The files and directories in the directory `below`, of `files` below it."""
+    start = 0 if below is None else len(below) + 1
+    names = {file[:start] + file[start:].split("/")[0] for file in files}
+    return [_tree_entry(name, files[name]) if name in files else _directory(name) for name in sorted(names)]
 
 
 def _sibling(file: str, data: bytes, *, with_sizes: bool) -> dict[str, Any]:

@@ -80,4 +80,8 @@ def _all_of(connection: socket.socket) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(ask(*sys.argv[2:]) or None if sys.argv[1] == "ask" else serve(sys.argv[2]))
+    role, *arguments = sys.argv[1:]
+    if role == "serve":
+        serve(*arguments)
+    elif failure := ask(*arguments):
+        sys.exit(failure)

@@ -15,5 +15,6 @@
 - `training`: losses on reference answers, their derivatives with respect to coefficients, and fine-tuning of experts
 - `export`: merged models as directories
 - `serving`: replicas of engines behind Ray Serve, and a fake one
+- `task_pack`: the shipped tasks, as lm-eval YAML files
 - `tiny_family`: a base and three experts small enough for tests and the demo
 """

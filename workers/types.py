@@ -133,10 +133,11 @@ class TaskSpec:
     - `metric`, `filter`: one of the task's metrics and filters; if `filter` is None, the task's first filter is used
     - `split`: a split of the task's data; None leaves the choice to the task
     - `num_fewshot`: the number of examples in a prompt; None leaves the choice to the task
-    - `max_tokens`: the longest completion, in tokens, of an lm-eval task that generates; None leaves the choice to the
-      task
+    - `max_tokens`, `until`: the longest completion, in tokens, of an lm-eval task that generates, and the strings at
+      which it ends; None leaves the choice to the task
     - `content`: the sha256 of the data file, if there is one, so that changed data is detected
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
+    - `template`: a Jinja template of the prompts in place of the task's own; None for its own
     - `access`: limits the files that the task may use; None is no limit. The digest of the description does not depend
       on it.
     """
@@ -150,12 +151,16 @@ class TaskSpec:
     permutation_seed: int = 0
     access: FileAccess | None = field(default=None, compare=False)
     max_tokens: int | None = None
+    template: str | None = None
+    until: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        document = {name: value for name, value in asdict(self).items() if name != "access"}
-        if self.max_tokens is None:  # newer than stored studies, whose digests stay
-            del document["max_tokens"]
-        return document
+        newer = {"max_tokens", "template", "until"}  # than stored studies, whose digests stay
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name != "access" and not (name in newer and value is None)
+        }
 
     @property
     def digest(self) -> str:
@@ -171,8 +176,12 @@ class TaskInfo:
     - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
     - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
     - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
+    - `filters`: the names of the filters of the task, or of a subtask, if it has several; empty if it has one
     - `categories`: the subtasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
     - `confined_by`: what confines the process that runs the task's own code; "" if it has none
+    - `template`: the Jinja template of the prompts; "" if they come from a function or a column of the data, or if
+      subtasks have several templates
+    - `options`: the options of a multiple-choice task whose samples all have the same ones; else empty
     """
 
     num_samples: int
@@ -181,7 +190,10 @@ class TaskInfo:
     num_truncated: int = 0
     groups: Mapping[str, int] = field(default_factory=dict)
     confined_by: str = ""
+    filters: tuple[str, ...] = ()
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    template: str = ""
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

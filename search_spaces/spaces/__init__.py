@@ -7,6 +7,7 @@ section's key `kind`.
   that a space receives
 - `layers`: functions that several spaces use: groups of layers, recipes of layer paths, recipes with a space's aliases
 - `layer_paths`: the paths of `hm3` through layers of several models: which layers may follow, paths as configurations
+- `path_coefficients`: the coefficients of the merges along one path, which gradients refine
 - `dis_paths`: the layer paths of `dis` as configurations: orders of layers, random paths, repairs
 - `lfs_methods`: the methods with which LFS was published, as LFS searches them
 - `lfs_ranges`: all other declared methods, searched in the ranges that they declare

@@ -15,11 +15,13 @@ from search_spaces.section import Section
 __all__ = [
     "AlignedSpace",
     "AlignmentKind",
+    "Coefficients",
     "DifferentiableSpace",
     "LayerGroup",
     "LayerPair",
     "LayeredSpace",
     "Part",
+    "RefinableSpace",
     "SearchSpace",
     "SearchedModels",
     "SpaceDescription",
@@ -174,34 +176,37 @@ class AlignedSpace(LayeredSpace, Protocol):
         ...
 
 
-@runtime_checkable
-class DifferentiableSpace(SearchSpace, Protocol):
-    """A search space that can be searched by gradients.
+class Coefficients(Protocol):
+    """Coefficients of merges with respect to which losses have gradients, as parameters that are numbers.
 
-    Every tensor is merged by one method. Every coefficient is the value of one parameter, which is a number. A tensor
-    has one coefficient for each source, or a single coefficient for all sources. So the derivative of a loss with
-    respect to a parameter is the sum of the derivatives with respect to all coefficients that have the parameter's
-    value.
+    Every coefficient is the value of one parameter. A tensor has one coefficient for each source, or a single
+    coefficient for all sources. So the derivative of a loss with respect to a parameter is the sum of the derivatives
+    with respect to all coefficients that have the parameter's value.
     """
 
     @property
+    def parameters(self) -> Parameters:
+        """The parameters, each of which is a number."""
+        ...
+
+    @property
     def method(self) -> str:
-        """The merge method by which every tensor is merged."""
+        """A merge method by which tensors are merged.
+
+        If tensors are merged by several methods, recipes leave out their searched coefficients at the same value.
+        """
         ...
 
     @property
     def coefficient(self) -> str:
-        """The name of the method's coefficient that is searched, such as "lambda"."""
+        """The name of the searched coefficient of the method `method`, such as "lambda"."""
         ...
 
-    @property
-    def fixed(self) -> Mapping[str, float]:
-        """The values of the method's coefficients that are not searched, the same in all recipes of the space."""
-        ...
+    def to_recipe(self, configuration: Configuration) -> Recipe:
+        """The recipe of the merge with the given parameters, in canonical form.
 
-    @property
-    def seed(self) -> int | None:
-        """The seed of the method's random masks, or None if the method draws no masks."""
+        Raises InvalidConfiguration if `configuration` does not have a value in its range for every parameter.
+        """
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
@@ -216,6 +221,30 @@ class DifferentiableSpace(SearchSpace, Protocol):
     @property
     def layer_scales(self) -> Mapping[int, str]:
         """The names of the parameters that are layer scales (`LayerRecipe.scale`), by layer of the merge."""
+        ...
+
+
+@runtime_checkable
+class DifferentiableSpace(Coefficients, SearchSpace, Protocol):
+    """A search space that can be searched by gradients. All tensors are merged by one method, `method`."""
+
+    @property
+    def fixed(self) -> Mapping[str, float]:
+        """The values of the method's coefficients that are not searched, the same in all recipes of the space."""
+        ...
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the method's random masks, or None if the method draws no masks."""
+        ...
+
+
+@runtime_checkable
+class RefinableSpace(LayeredSpace, Protocol):
+    """A space of layer paths, along each of which the coefficients of the merge of every layer can be learned."""
+
+    def coefficients_of(self, recipe: Recipe) -> Coefficients:
+        """The coefficients along the path of `recipe`, a recipe of the space; their defaults give this recipe."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""HM3's layer paths: each step of a path is a layer of one of several models.
+"""The search space of HM3, layer paths: each step of a path is a layer of one of several models.
 
-"HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models", as its authors describe it to their reviewers.
+The paper is "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" (arXiv:2409.18893).
 
 A merge is a path of any length between two limits. The embedding is taken from the first layer's model; the final norm
 and the output head are taken from the last layer's model. The searcher `hm3` learns a policy that builds such paths.
@@ -34,6 +34,7 @@ from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from search_spaces.section import Section
 from search_spaces.spaces.base import (
     AlignmentKind,
+    Coefficients,
     LayerPair,
     SearchedModels,
     SpaceDescription,
@@ -42,6 +43,7 @@ from search_spaces.spaces.base import (
 )
 from search_spaces.spaces.layer_paths import MERGED, LayerPaths
 from search_spaces.spaces.layers import split_layers, with_own_aliases
+from search_spaces.spaces.path_coefficients import PathCoefficients
 
 __all__ = ["DEPTH_FACTOR", "SPACE", "Hm3Section", "Hm3Space", "MergedOptions"]
 
@@ -162,7 +164,10 @@ SPACE = Hm3Section
 
 
 class Hm3Space:
-    """The search space of HM3: paths through the layers of several models. Immutable. Implements `AlignedSpace`."""
+    """The search space of HM3: paths through the layers of several models.
+
+    It is immutable, and implements `AlignedSpace` and `RefinableSpace`.
+    """
 
     kind = "hm3"
 
@@ -257,6 +262,12 @@ class Hm3Space:
             if self.to_recipe(configuration).digest == recipe.digest:
                 return configuration
         return None
+
+    def coefficients_of(self, recipe: Recipe) -> Coefficients:
+        """The coefficients along the path of `recipe`: of all experts whose layers, or their merges, paths may have."""
+        merged = {source.model for merge in self._merges for source in merge.sources}
+        experts = [expert for expert in self._models.experts if expert in {*self.paths.models, *merged}]
+        return PathCoefficients(self._models, recipe, experts=experts, scale_range=self.paths.scale_range)
 
     # Alignments.
 
@@ -357,7 +368,7 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The number (step) of each layer that paths may use, by the layer's recipe.
+        """The number of the step to each layer that paths may have, by the layer's recipe.
 
         The layers of the merged model are merged by the preference vector with index `number`. If several models have
         an equal layer, its step is the step in the first of these models.
@@ -371,7 +382,7 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """The merge by which the merged model's layers are made, for each preference vector.
+    """The merge that makes the layers of the pool's merged model, for each preference vector.
 
     The weight of an objective is the weight of its expert; every objective must have an expert. Without preference
     vectors there is one merge, in which all experts have equal weights.

@@ -87,7 +87,7 @@ class LayerPaths:
         return self.num_layers if self.max_jump == 0 else self.max_length
 
     def step(self, model: int, layer: int) -> int:
-        """The number by which paths name layer `layer` of the model with index `model` in `models`.
+        """The number of the step to layer `layer` of the model with index `model` in `models`.
 
         A path is a sequence of such numbers, which are called its steps.
         """

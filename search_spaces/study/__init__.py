@@ -6,6 +6,7 @@
 - `fidelity`: the section `fidelity`
 - `objectives`: the sections `objectives` and `holdout`
 - `benchmarks`: the sections `benchmarks` and `contamination`
+- `attacks`: the option `attack` of a benchmark
 - `engine`: the section `engine`; the options of one engine
 - `checks`: contradictions between fields
 - `validation`: pydantic's errors as messages for users

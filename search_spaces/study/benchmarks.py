@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, Tag
 
 from search_spaces.section import Line, Name, Section, one_of
+from search_spaces.study.attacks import AttackSpec
 from search_spaces.study.engine import Engine
 from search_spaces.study.objectives import ScoredTask
 
@@ -42,8 +43,14 @@ class BenchmarkSpec(ScoredTask):
     of search.recipes), best, and trials by number.
     """
 
+    attack: AttackSpec | None = None
+    """An attack on the prompt template, by which the robustness of each scored trial is measured. Default: none."""
+
     def is_same_task(self, other: BenchmarkSpec) -> bool:
-        """Whether both are scored on the same samples by the same metric, so that stored samples hold for both."""
+        """Whether both are scored on the same samples by the same metric, so that stored samples hold for both.
+
+        If they are attacked, the attack must be the same.
+        """
         fields = set(BenchmarkSpec.model_fields) - {"name", "direction", "range", "group", "trials"}
         return all(getattr(self, name) == getattr(other, name) for name in fields)
 

@@ -28,6 +28,9 @@ __all__ = ["HINTS", "ValidParts", "contradictions", "without_consequences"]
 # The largest number of names that a message lists.
 MAX_NAMES = 20
 
+# The kind of space whose paths can be refined.
+REFINED = "hm3"
+
 HINTS = MessageHints(
     later_values={
         "engine.backend": ("transformers",),
@@ -86,6 +89,7 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
         yield from parts.search_space.contradictions()
     if parts.search is not None:
         yield from _search_contradictions(parts.search, parts.objective_names)
+        yield from _refinement_contradictions(parts.search, parts.search_space)
         yield from _baseline_contradictions(parts.search, parts.models)
     if parts.fidelity is not None:
         yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
@@ -185,6 +189,18 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
         yield Problem("search.max_trials", f"{message}; give at least {num_points}, or fewer preference vectors")
 
 
+def _refinement_contradictions(search: Search, space: SearchSpaceSpec | None) -> Iterator[Problem]:
+    if search.refinement is None or space is None:
+        return
+    place = "search.refinement"
+    if space.kind != REFINED:
+        message = f"a space of kind {space.kind} has no paths whose coefficients are fixed; leave it out"
+        yield Problem(place, f"{message}, or search a space of kind {REFINED}")
+    elif (alignment := getattr(space, "alignment", "none")) != "none":
+        message = f"losses along paths with alignment: {alignment} have no gradients; leave it out"
+        yield Problem(place, f"{message}, or write alignment: none")
+
+
 def _recipe_contradictions(search: Search) -> Iterator[Problem]:
     for index, given in enumerate(search.recipes):
         place = f"search.recipes.{index}"
@@ -193,7 +209,7 @@ def _recipe_contradictions(search: Search) -> Iterator[Problem]:
             yield Problem(place, f"has {lack}; give one of the two")
         elif given.file is None and given.name is None:
             yield Problem(f"{place}.name", "is missing; give a name for the tables")
-    for name in ("warm_start", "preferences") if search.recipes else ():
+    for name in ("warm_start", "preferences", "refinement") if search.recipes else ():
         if getattr(search, name) is not None:
             yield Problem(f"search.{name}", "has no effect with search.recipes, which searches nothing; leave it out")
 
@@ -288,10 +304,16 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
                 f"{list(counts)} differs in length from {list(reference)} of {name}; "
                 "all objectives need the same number of rungs",
             )
+    # Objectives that do not state their rungs have those of fidelity, which increase.
+    if own and len(own) == len(objectives) and len({len(counts) for counts in own.values()}) == 1:
+        for rung, (before, after) in enumerate(itertools.pairwise(zip(*own.values(), strict=True)), start=1):
+            if before == after:
+                message = f"no objective has more samples at rung {rung + 1} than at rung {rung}; leave one of them out"
+                yield Problem(next(iter(own)), message)
 
 
-def _is_increasing(counts: Sequence[int]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(counts))
+def _is_increasing(counts: Sequence[int], *, may_stay: bool = False) -> bool:
+    return all(a < b or (may_stay and a == b) for a, b in itertools.pairwise(counts))
 
 
 def _increase(counts: Sequence[int]) -> str:
@@ -322,14 +344,16 @@ def _task_contradictions(section: str, specs: Mapping[int, ScoredTask]) -> Itera
         rungs = spec.rungs if isinstance(spec, ObjectiveSpec) else None
         if rungs is not None and section == "holdout":
             yield Problem(f"{place}.rungs", "held-out data are scored whole, not rung by rung; leave it out")
-        elif rungs is not None and not _is_increasing(rungs):
-            yield Problem(f"{place}.rungs", _increase(rungs))
+        elif rungs is not None and not _is_increasing(rungs, may_stay=True):
+            message = f"{list(rungs)} shrinks; give each rung at least as many samples as the one before"
+            yield Problem(f"{place}.rungs", message)
         if isinstance(spec.task, InlineTask):
             for key in ("filter", "split", "num_fewshot"):
                 if getattr(spec, key) is not None:
                     yield Problem(f"{place}.{key}", "is for lm-eval tasks; a JSONL task has none; leave it out")
-            if spec.max_tokens is not None:
-                yield Problem(f"{place}.max_tokens", "is for lm-eval tasks; of a JSONL task it is task.max_tokens")
+            for key in ("max_tokens", "until"):
+                if getattr(spec, key) is not None:
+                    yield Problem(f"{place}.{key}", f"is for lm-eval tasks; of a JSONL task it is task.{key}")
 
 
 def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.section import Name, Section
+from search_spaces.study.attacks import BertAttack
 from search_spaces.study.benchmarks import AddedBenchmarks, BenchmarkSpec, Contamination
 from search_spaces.study.checks import HINTS, ValidParts, contradictions, without_consequences
 from search_spaces.study.engine import Engine
@@ -194,7 +195,7 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
     for index, spec in enumerate(added.benchmarks):
         before = known.setdefault(spec.name, spec)
         if not spec.is_same_task(before):
-            message = f"{spec.name} is a benchmark of this study with another task or metric; give another name"
+            message = f"{spec.name} is a benchmark of this study with another task, metric or attack; give another name"
             problems.append(Problem(f"benchmarks.{index}.name", message))
         trials = tuple(dict.fromkeys((*before.trials, *spec.trials)))
         known[spec.name] = before.model_copy(update={"trials": trials, "group": before.group or spec.group})
@@ -336,7 +337,12 @@ def resolved_objective(spec: AnyTask, directory: Path) -> AnyTask:
     else:
         is_file = spec.task.endswith((".yaml", ".yml"))
         task = resolved_file(spec.task, directory) if is_file else spec.task
-    return spec.model_copy(update={"task": task})
+    update: dict[str, Any] = {"task": task}
+    if isinstance(spec, BenchmarkSpec) and isinstance(spec.attack, BertAttack):
+        models = {"model": spec.attack.model, "encoder": spec.attack.encoder}
+        found = {key: resolved_model(value, directory) for key, value in models.items() if value is not None}
+        update["attack"] = spec.attack.model_copy(update=found)
+    return spec.model_copy(update=update)
 
 
 def resolved_file(value: str, directory: Path) -> str:

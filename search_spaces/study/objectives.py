@@ -32,6 +32,12 @@ class InlineTask(Section):
     max_tokens: Annotated[int, Field(ge=1)] = 64
     program: Annotated[str, Field(min_length=1)] | None = None
     """A program in Python, as a Jinja template over the keys of a line and `completion`; executed in a sandbox."""
+    repeats: Annotated[int, Field(ge=1)] | None = None
+    """With program: completions of each prompt, drawn at temperature. Default: 1. The metric pass@k needs k or more."""
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    """With program: the sampling temperature. Default: greedy decoding."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """With temperature: the probability mass of the tokens that are drawn from. Default: 1."""
 
     def description(self) -> dict[str, Any]:
         """The task as a JSON object. A key that is newer than stored studies is left out where it is not given."""
@@ -58,6 +64,8 @@ class ScoredTask(Section):
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """The longest completion of an lm-eval task, in tokens. Default: the task's, or 256."""
+    until: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None = None
+    """A completion of an lm-eval task ends at the first of these strings. Default: the task's."""
     direction: Literal["maximize", "minimize"] | None = None
     """The direction of optimisation. Default: as the task's metric says."""
     range: tuple[float, float] | None = None
@@ -66,7 +74,9 @@ class ScoredTask(Section):
 
 class ObjectiveSpec(ScoredTask):
     rungs: Rungs | None = None
-    """Samples of this objective at each rung, if those of fidelity do not fit; the number of rungs is the same."""
+    """Samples of this objective at each rung, if those of fidelity do not fit; the number of rungs is the same. They
+    may stop growing ([100, 300, 300]) where another objective's grow.
+    """
 
 
 class CostSpec(Section):

@@ -25,6 +25,7 @@ __all__ = [
     "GradientOptions",
     "PolicyOptions",
     "Preferences",
+    "RefinementOptions",
     "Search",
     "SearchSpaceSpec",
     "SmacOptions",
@@ -82,6 +83,19 @@ class GradientOptions(Section):
     """How many points of the descents become trials. Each descent has an equal share, evenly spaced and including its
     end.
     """
+
+
+class RefinementOptions(Section):
+    """How the coefficients of the merges along the paths of the front are learned after the search."""
+
+    paths: Annotated[int, Field(ge=1, le=1000)] = 8
+    """The largest number of paths that are refined: those of the front, the best first."""
+    steps: Annotated[int, Field(ge=1, le=100_000)] = 48
+    """The number of gradients along each path."""
+    batch: Annotated[int, Field(ge=1)] = 48
+    """Samples of one gradient, shared equally by the objectives; each costs as much as three scored samples."""
+    learning_rate: Annotated[float, Field(gt=0)] = 0.05
+    """Adam's learning rate at the first step along a path; it falls linearly to almost 0."""
 
 
 class SmacOptions(Section):
@@ -279,6 +293,10 @@ class Search(Section):
     fit_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """With algorithm: gradient, the share of each objective's samples that gradients use; below 1, trials are scored on
     the other samples.
+    """
+    refinement: RefinementOptions | None = None
+    """Whether, and how, the coefficients along the paths of the front are learned by gradients after the search, in the
+    space hm3. Each refined path is a trial in addition to `max_trials`. Default: they are not learned.
     """
 
     @property

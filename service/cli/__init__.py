@@ -8,6 +8,7 @@
 - `job_views`: how a server's jobs of each kind are shown
 - `terminal`: output as JSON or tables
 - `tables`: results as tables
+- `tasks`: the verbs of shipped tasks and their data
 - `progress`: live progress of a run
 - `export_progress`: progress of an export
 """

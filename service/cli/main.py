@@ -99,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--check", action="store_true", help="check everything and print the expected cost; start nothing"
     )
+    command.add_argument(
+        "--metadata-only",
+        action="store_true",
+        help="with --check: take sizes from the models' configurations; weights need not be on this machine",
+    )
     command.add_argument("--export", choices=["best"], help="write the best merge to DIR/export")
 
     command = verb("demo", verbs.demo, "Search the shipped tiny model family and export its best merge.")
@@ -370,6 +375,16 @@ def _parser() -> argparse.ArgumentParser:
         help="replaces an expert by another of as many layers, if the policy knows layers by statistics; repeatable",
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="write the recipe of the first path, for `merge`")
+
+    command = verb(
+        "tasks", verbs.list_tasks, "List the shipped tasks: paper, licence, samples, metric, and their data."
+    )
+    actions = command.add_subparsers(title="commands", metavar="COMMAND")
+    text = "Download the data of a task, so that studies with it run without a network."
+    fetch = actions.add_parser("fetch", help=text, description=text)
+    fetch.set_defaults(call=verbs.fetch_task)
+    fetch.add_argument("--json", action="store_true", help="machine-readable output on standard output")
+    fetch.add_argument("task", metavar="NAME|FILE", help="name of a task of lm-eval or a shipped one, or a YAML file")
 
     command = verb("schema", verbs.schema, "Print the JSON Schema of a study file or a result file.")
     command.add_argument("name", choices=SCHEMAS)

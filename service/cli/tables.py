@@ -14,6 +14,7 @@ from search_spaces.objectives import COSTS
 from service.cli.progress import STATE_STYLES
 from service.client.requests import path_of_link
 from service.results.format import (
+    ATTACK_NAMES,
     comparison_text,
     duration,
     preferred_text,
@@ -37,6 +38,7 @@ from service.schemas.files import (
 from service.types import JobState, Origin, TrialState
 
 __all__ = [
+    "attacks_table",
     "benchmarks_table",
     "finding_line",
     "holdout_table",
@@ -159,6 +161,31 @@ def benchmarks_table(document: BenchmarksDocument) -> Table:
     lines += map(comparison_text, document["tests"])
     lines += [f"trial {f['trial']} failed on {f['benchmark']}: {f['reason']}" for f in document["failures"]]
     table.caption = Text("\n".join(lines), style="table.caption")
+    return table
+
+
+def attacks_table(document: BenchmarksDocument) -> Table:
+    """Table of benchmarks whose prompts are attacked: values without and with the attack, and the drop rate."""
+    table = titled("Attacked prompts")
+    table.add_column("trial", justify="right")
+    table.add_column("label", overflow="fold")
+    table.add_column("benchmark")
+    for name in ("original", "attacked", "drop rate", "queries"):
+        table.add_column(name, justify="right")
+    kinds = {c["name"]: ATTACK_NAMES[c["attack"]["kind"]] for c in document["benchmarks"] if c["attack"]}
+    for name, kind in kinds.items():
+        for row in document["rows"]:
+            if (found := row["attacks"].get(name)) is not None:
+                table.add_row(
+                    str(row["trial"]),
+                    _label(row["label"], row["origin"]),
+                    f"{name} ({kind})",
+                    *map(_interval_text, (row["values"][name], found["value"], found["drop"])),
+                    f"{found['queries']:,}",
+                    style="bold" if row["trial"] == document["reference"] else None,
+                )
+    text = "drop rate: share of the value that is lost, with its 95 % bootstrap interval; less is more robust"
+    table.caption = Text(text, style="table.caption")
     return table
 
 
@@ -306,7 +333,7 @@ def titled(title: str) -> Table:
 
 
 def _label(label: str, origin: str) -> Text:
-    return Text(label, style="" if origin == Origin.SEARCH else "dim")
+    return Text(label, style="" if Origin(origin).is_searched else "dim")
 
 
 def state_text(state: str) -> Text:

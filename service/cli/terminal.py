@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from service.retention.cleaning import Removal
-    from service.schemas.files import ParetoDocument, PreferredDocument, SummaryDocument
+    from service.schemas.files import BenchmarksDocument, ParetoDocument, PreferredDocument, SummaryDocument
 
-__all__ = ["console", "print_export", "print_json", "print_json_line", "print_removals", "print_results"]
+__all__ = [
+    "console",
+    "print_benchmarks",
+    "print_export",
+    "print_json",
+    "print_json_line",
+    "print_removals",
+    "print_results",
+]
 
 # Columns of tables where the output is not a terminal.
 WIDTH = 110
@@ -65,23 +73,25 @@ def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
         print("nothing exceeds the limits")
 
 
+def print_benchmarks(document: BenchmarksDocument) -> None:
+    """Print the results of a study on benchmarks, and with attacked prompts if there are any."""
+    from service.cli.tables import attacks_table, benchmarks_table
+
+    console().print(benchmarks_table(document))
+    if any(row["attacks"] for row in document["rows"]):
+        console().print(attacks_table(document))
+
+
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
     """Print the results of a finished study as tables, followed by `places`: labels and paths of its files."""
-    from service.cli.tables import (
-        benchmarks_table,
-        finding_line,
-        holdout_table,
-        pareto_table,
-        search_line,
-        verification_line,
-    )
+    from service.cli.tables import finding_line, holdout_table, pareto_table, search_line, verification_line
 
     out = console()
     out.print(pareto_table(pareto))
     if summary["holdout"]:
         out.print(holdout_table(summary))
     if summary.get("benchmarks", {}).get("rows"):  # servers of earlier versions send none
-        out.print(benchmarks_table(summary["benchmarks"]))
+        print_benchmarks(summary["benchmarks"])
     if "finding" in summary:  # servers of earlier versions send neither a finding nor a search
         out.print(finding_line(summary["finding"]), soft_wrap=True)
     if "search" in summary:

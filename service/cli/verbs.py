@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from search_spaces.errors import InvalidPreference, InvalidRecipe
+from search_spaces.errors import InvalidPreference, InvalidRecipe, InvalidStudy, Problem
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
-from service.cli.terminal import console, print_export, print_json, print_removals, print_results
+from service.cli.tasks import fetch_task, list_tasks
+from service.cli.terminal import console, print_benchmarks, print_export, print_json, print_removals, print_results
 from service.disk import alignments_dir, artifacts_dir
 from service.errors import Conflict, DatabaseUnavailable, NotFound
 from service.retention.limits import limits_of
@@ -40,8 +41,10 @@ __all__ = [
     "drain",
     "evaluate",
     "export",
+    "fetch_task",
     "finetune",
     "list_jobs",
+    "list_tasks",
     "log",
     "merge",
     "migrate_database",
@@ -63,8 +66,11 @@ def run(options: argparse.Namespace) -> int:
     from search_spaces.study.file import load_study
 
     study = load_study(options.study)
+    if options.metadata_only and not options.check:
+        raise InvalidStudy((Problem("", "--metadata-only is for --check: a run needs the weights"),))
     if options.check:
-        return _check(study, options.out, exports=options.export == "best", as_json=options.json)
+        exports = options.export == "best"
+        return _check(study, options.out, exports=exports, metadata_only=options.metadata_only, as_json=options.json)
     return _run_in(study, options.out, export_best=options.export == "best", as_json=options.json)
 
 
@@ -108,10 +114,10 @@ def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) ->
     return 0
 
 
-def _check(study: Any, directory: Path, *, exports: bool, as_json: bool) -> int:
+def _check(study: Any, directory: Path, *, exports: bool, metadata_only: bool, as_json: bool) -> int:
     from service.jobs.search.dry_run import check
 
-    plan = check(study, directory, exports=exports)
+    plan = check(study, directory, exports=exports, metadata_only=metadata_only)
     if as_json:
         print_json(plan.to_json())
     else:
@@ -418,7 +424,6 @@ def _evaluate_model(options: argparse.Namespace, added: AddedBenchmarks) -> int:
 
 def _print_benchmarks(options: argparse.Namespace, evaluated: Callable[[Any], RunRecord]) -> int:
     from service.cli.progress import ProgressStyle, ProgressView
-    from service.cli.tables import benchmarks_table
     from service.results.documents import benchmarks_document
 
     view = ProgressView(ProgressStyle.JSON if options.json else ProgressStyle.AUTO)
@@ -429,7 +434,7 @@ def _print_benchmarks(options: argparse.Namespace, evaluated: Callable[[Any], Ru
         print("interrupted; the same command continues and keeps what is scored", file=sys.stderr)
         return 130
     document = benchmarks_document(result.benchmarks)
-    print_json(document) if options.json else console().print(benchmarks_table(document))
+    print_json(document) if options.json else print_benchmarks(document)
     return 0
 
 

@@ -9,6 +9,7 @@
 - `selection`: the best trial, the Pareto front and the finalists
 - `feasibility`: violations of a study's constraints
 - `holdout`: the held-out stage: rows, selection bias, hypervolume
+- `robustness`: the performance drop under attacks on prompts
 - `benchmarks`: the tables of the benchmark stage: values, averages of groups, comparisons
 - `comparison`: rows of the held-out table
 - `finding`: tests of whether a merge is better than the best source model and the best published recipe

@@ -8,7 +8,7 @@ all intervals against one rival hold jointly (Bonferroni). Nothing here selects 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from search_spaces.objectives import Objective
 from service.results.finding import RIVALS
 from service.results.holdout import Samples, sample_bounds
+from service.results.robustness import performance_drop
 from service.results.statistics import LEVEL, Bounds, correlations, estimate, mean_of, paired_difference
-from service.store.documents import BenchmarkFacts
+from service.store.documents import AttackResult, BenchmarkFacts
 from service.types import Estimate, Origin, TrialResult
 from workers.evaluation.built_tasks import permutation
 
-__all__ = ["BenchmarkColumn", "BenchmarkRow", "BenchmarkTable", "BenchmarkTest", "benchmark_table"]
+__all__ = ["AttackedValue", "BenchmarkColumn", "BenchmarkRow", "BenchmarkTable", "BenchmarkTest", "benchmark_table"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,21 @@ class BenchmarkColumn:
     facts: BenchmarkFacts
     group: str | None = None
     data: str = ""
+
+
+@dataclass(frozen=True)
+class AttackedValue:
+    """Value of one trial on a benchmark with the attacked template on which it is worst.
+
+    Attributes:
+        value: Estimate with this template.
+        drop: Performance drop rate; None if the trial has no positive value with the original template.
+        found: The template, and the number of templates that were scored to find it.
+    """
+
+    value: Estimate
+    drop: Estimate | None
+    found: AttackResult
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,7 @@ class BenchmarkRow:
             after the subtasks.
         differences: This row minus the reference, paired by sample, by benchmark; only where both were scored.
         average_differences: The same of the averages, by group.
+        attacks: Results with attacked prompts, by benchmark; only of benchmarks of which the attack has ended.
     """
 
     trial: int
@@ -60,6 +77,7 @@ class BenchmarkRow:
     subtasks: Mapping[str, Mapping[str, Estimate]] = field(default_factory=dict)
     differences: Mapping[str, Estimate] = field(default_factory=dict)
     average_differences: Mapping[str, Estimate] = field(default_factory=dict)
+    attacks: Mapping[str, AttackedValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,6 +135,7 @@ def benchmark_table(
     *,
     reference: int | None,
     failures: Iterable[tuple[int, str, str]] = (),
+    attacks: Iterable[AttackResult] = (),
 ) -> BenchmarkTable:
     """Compute the results of the benchmark stage.
 
@@ -127,6 +146,7 @@ def benchmark_table(
             not scored yet.
         reference: Number of the trial that differences are relative to; None for no differences.
         failures: Trials that could not be scored, as (trial number, benchmark, reason).
+        attacks: What the attacks on recipes found; the samples with these templates are in `samples` too.
     """
     facts = {column.facts.name: column.facts for column in columns}
     scored: dict[int, dict[str, NDArray[np.float64]]] = {}
@@ -139,22 +159,64 @@ def benchmark_table(
     objectives = [column.facts.objective for column in columns]
     bounds = sample_bounds(objectives, scored.values())
     reference = reference if reference in scored else None
-    rows = tuple(
-        _row(by_number[number], own, None if reference is None else scored[reference], columns, bounds)
-        for number, own in scored.items()
-    )
+    found = {(each.recipe, each.benchmark): each for each in attacks}
+    rows = []
+    for number, own in scored.items():
+        digest = by_number[number].recipe.digest
+        row = _row(by_number[number], own, None if reference is None else scored[reference], columns, bounds)
+        ended = {name: found[digest, name] for name in own if (digest, name) in found}
+        rows.append(replace(row, attacks=_attacks(ended, samples[digest], own, facts, bounds)))
     failed = tuple(
         (number, name, reason)
         for number, name, reason in failures
-        if name in facts and name not in scored.get(number, {})
+        if name in facts
+        and (name not in scored.get(number, {}) or _lacks_attack(name, by_number[number], facts, found))
     )
     return BenchmarkTable(
         columns=tuple(columns),
-        rows=rows,
+        rows=tuple(rows),
         reference=reference,
         tests=_tests(by_number, scored, columns, bounds),
         failures=tuple(dict.fromkeys(failed)),
     )
+
+
+def _lacks_attack(
+    name: str,
+    trial: TrialResult,
+    facts: Mapping[str, BenchmarkFacts],
+    found: Mapping[tuple[str, str], AttackResult],
+) -> bool:
+    return facts[name].attack is not None and (trial.recipe.digest, name) not in found
+
+
+def _attacks(
+    found: Mapping[str, AttackResult],
+    samples: Samples,
+    own: Samples,
+    facts: Mapping[str, BenchmarkFacts],
+    bounds: Mapping[str, Bounds],
+) -> dict[str, AttackedValue]:
+    """Results of one recipe with attacked templates, by benchmark; none of templates that are not scored whole.
+
+    `samples` are all its values of benchmarks, `own` those with the original prompts.
+    """
+    values = {}
+    for name, each in found.items():
+        attacked = samples.get(each.samples)
+        if attacked is None or len(attacked) != facts[name].num_samples:
+            continue
+        values[name] = AttackedValue(
+            # Values with an attacked template may be outside the bounds that the others keep.
+            value=estimate(attacked, bounds=_bounds_of(attacked, bounds.get(name))),
+            drop=performance_drop(own[name], attacked, seed=facts[name].seed),
+            found=each,
+        )
+    return values
+
+
+def _bounds_of(values: NDArray[np.float64], bounds: Bounds | None) -> Bounds | None:
+    return bounds if bounds is not None and bounds[0] <= values.min() and values.max() <= bounds[1] else None
 
 
 def _groups(columns: Iterable[BenchmarkColumn]) -> dict[str, tuple[str, ...]]:

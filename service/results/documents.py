@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from search_spaces.directions import direction_of
 from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
 from search_spaces.spaces import SPACES
-from service.results.benchmarks import BenchmarkColumn, BenchmarkRow, BenchmarkTable, BenchmarkTest
+from service.results.benchmarks import AttackedValue, BenchmarkColumn, BenchmarkRow, BenchmarkTable, BenchmarkTest
 from service.results.feasibility import Values, violations
 from service.results.holdout import FrontVolume
 from service.results.record import RunRecord
 from service.results.selection import costs_of
 from service.schemas.files import (
+    AttackDocument,
     BenchmarkColumnDocument,
     BenchmarkRowDocument,
     BenchmarksDocument,
@@ -197,6 +198,7 @@ def _column_document(column: BenchmarkColumn) -> BenchmarkColumnDocument:
         "samples": facts.num_samples,
         "subtasks": dict(facts.subtasks),
         "categories": {name: list(members) for name, members in facts.categories.items()},
+        "attack": None if facts.attack is None else {**facts.attack, "template": facts.template},
     }
 
 
@@ -210,6 +212,17 @@ def _row_document(row: BenchmarkRow) -> BenchmarkRowDocument:
         "subtasks": {name: estimate_documents(parts) for name, parts in row.subtasks.items()},
         "differences": estimate_documents(row.differences),
         "average_differences": estimate_documents(row.average_differences),
+        "attacks": {name: _attack_document(attacked) for name, attacked in row.attacks.items()},
+    }
+
+
+def _attack_document(attacked: AttackedValue) -> AttackDocument:
+    return {
+        "value": estimate_document(attacked.value),
+        "drop": None if attacked.drop is None else estimate_document(attacked.drop),
+        "template": attacked.found.template,
+        "queries": attacked.found.num_queries,
+        "is_cut": attacked.found.is_cut,
     }
 
 

@@ -90,7 +90,7 @@ def rival_tests(
         One test for each kind of baseline that was scored; none if no finalist was proposed by the search.
     """
     objectives = [o for o in objectives if all(o.name in samples for samples in rows.values())]
-    proposed = [t.number for t in finalists if t.origin in (Origin.SEARCH, Origin.USER) and t.number in rows]
+    proposed = [t.number for t in finalists if (t.origin.is_searched or t.origin is Origin.USER) and t.number in rows]
     ranked = [o for o in objectives if o.name in accuracy_objectives(objectives)] or list(objectives)
     factors = {o.name: _factor(o, is_share=len(ranked) > 1) for o in ranked}
     merits = {number: {name: f * samples[name] for name, f in factors.items()} for number, samples in rows.items()}
@@ -122,7 +122,7 @@ def finding_text(
     """
     if best is None or not was_scored:
         return "Whether a merge is better than the baselines was not tested on held-out data."
-    if not tests and best.origin in (Origin.SEARCH, Origin.USER):
+    if not tests and (best.origin.is_searched or best.origin is Origin.USER):
         return "Whether a merge is better than its source models was not tested: the study scored no baselines."
     if not tests:
         return f"No merge found is better than {best.label}: no trial that the search proposed is among the finalists."

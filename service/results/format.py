@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ATTACK_NAMES",
     "comparison_text",
     "duration",
     "preferred_text",
@@ -24,6 +25,10 @@ __all__ = [
     "sort_holdout",
     "violation_text",
 ]
+
+
+# The attacks of a benchmark by their kind in the study file.
+ATTACK_NAMES = {"stress": "StressTest", "deepwordbug": "DeepWordBug", "bert": "BERT-Attack"}
 
 
 def comparison_text(test: BenchmarkTestDocument) -> str:

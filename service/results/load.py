@@ -25,6 +25,7 @@ from service.results.selection import best_trial, compared_with, finalists, full
 from service.store import EventRecord, Store
 from service.store.documents import (
     ALIGNMENT_COST,
+    ATTACKS,
     BENCHMARKS,
     CANARIES,
     CONTAMINATION,
@@ -33,6 +34,7 @@ from service.store.documents import (
     VERIFICATION,
     WARM_START,
     read_alignment_cost,
+    read_attacks,
     read_benchmarks,
     read_canaries,
     read_contamination,
@@ -312,12 +314,16 @@ def _benchmark_table(
     if not facts:
         return BenchmarkTable()
     best = best_trial(trials, objectives)
+    attacks = read_attacks(store.document(study_id, ATTACKS))
+    # Attacks score many more templates than the worst ones, which alone are shown.
+    shown = {each.name for each in facts} | {each.samples for each in attacks}
     return benchmark_table(
         trials,
         [BenchmarkColumn(known, specs[known.name].group, data[known.name]) for known in facts],
-        _arrays(store.sample_values(study_id, Split.BENCHMARK)),
+        _arrays(store.sample_values(study_id, Split.BENCHMARK, objectives=sorted(shown))),
         reference=None if best is None else best.number,
         failures=[(e.payload["trial"], e.payload["benchmark"], e.payload["reason"]) for e in failures],
+        attacks=attacks,
     )
 
 

@@ -15,7 +15,7 @@ from service.results.ranges import OutOfRange
 from service.results.selection import best_trial, candidates, front_of
 from service.store.documents import Overlap, PolicyStart, RemovedResponses, WarmStart
 from service.store.steps import GradientStep, UpdateStep
-from service.types import Comparison, Estimate, JobRecord, TrialRecord, TrialResult
+from service.types import Comparison, Estimate, JobRecord, Origin, TrialRecord, TrialResult
 from workers.types import VerificationReport
 
 __all__ = ["EngineFigures", "RunRecord", "SearchFigures", "StoredBytes"]
@@ -143,6 +143,11 @@ class RunRecord:
         """The best trial on search data, or None before a trial has reached the full budget."""
         found = best_trial(self.trials, self.objectives)
         return None if found is None else _whole(found)
+
+    @cached_property
+    def has_refined(self) -> bool:
+        """Whether the study has trials that refine paths of its front."""
+        return any(trial.origin is Origin.REFINED for trial in self.trials)
 
     @cached_property
     def compared(self) -> tuple[TrialRecord, ...]:

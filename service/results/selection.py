@@ -21,6 +21,7 @@ from service.types import Origin, TrialResult, TrialState
 __all__ = [
     "Criteria",
     "accuracy_objectives",
+    "best_of_front",
     "best_trial",
     "candidates",
     "chosen_trials",
@@ -116,8 +117,12 @@ def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> t
 
 def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Select the finalists of the held-out stage: the Pareto front, the best trial first, at most MAX_FINALISTS."""
-    ranked = sorted(pareto_front(trials, objectives), key=_merit(objectives))
-    return tuple(ranked[:MAX_FINALISTS])
+    return best_of_front(trials, objectives, most=MAX_FINALISTS)
+
+
+def best_of_front(trials: Iterable[Trial], objectives: Sequence[Objective], *, most: int) -> tuple[Trial, ...]:
+    """Select at most `most` trials of the Pareto front of `trials`, the best first (`best_trial`)."""
+    return tuple(sorted(pareto_front(trials, objectives), key=_merit(objectives))[:most])
 
 
 def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:

@@ -130,7 +130,7 @@ def _search_document(run: RunRecord) -> SearchDocument:
         "warm_start": None if search.warm_start is None else _warm_start_document(search.warm_start),
         "steps": search.steps,
         "step_samples": search.step_samples,
-        "trial_samples": sum(trial.samples_scored for trial in run.trials if trial.origin is Origin.SEARCH),
+        "trial_samples": sum(trial.samples_scored for trial in run.trials if trial.origin.is_searched),
     }
 
 

@@ -52,7 +52,7 @@ class ProgressDocument(TypedDict):
     """Latest progress of a study, as its driver reported it."""
 
     study: str
-    stage: Literal["searching", "held-out", "benchmarks"]
+    stage: Literal["searching", "refining", "held-out", "benchmarks"]
     trials: Annotated[dict[str, int], Field(description="Trials by state.")]
     max_trials: Annotated[int, Field(description="Planned number of trials, baselines included.")]
     bracket: int | None

@@ -54,7 +54,7 @@ class TrialDocument(TypedDict):
     """Trial of a study, as a line of trials.jsonl describes it."""
 
     number: Number
-    origin: Literal["source", "published", "search", "user"]
+    origin: Literal["source", "published", "search", "refined", "user"]
     label: str
     state: Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
     reason: str | None
@@ -169,7 +169,9 @@ class SearchDocument(TypedDict):
     step_samples: Annotated[
         int, Field(ge=0, description="Cost of the steps in scored samples; a sample of a gradient counts as 3.")
     ]
-    trial_samples: Annotated[int, Field(ge=0, description="Samples scored for the trials that the searcher proposed.")]
+    trial_samples: Annotated[
+        int, Field(ge=0, description="Samples scored for the trials that the searcher proposed or that refine them.")
+    ]
 
 
 class SwapsDocument(TypedDict):
@@ -274,6 +276,26 @@ class BenchmarkColumnDocument(TypedDict):
     samples: Number
     subtasks: Annotated[dict[str, int], Field(description="Samples by subtask, if the task is a group of several.")]
     categories: Annotated[dict[str, list[str]], Field(description="Subtasks by group within the task.")]
+    attack: Annotated[
+        dict[str, Any] | None,
+        Field(description="The attack on the prompts as in the study file, and the `template` that is attacked."),
+    ]
+
+
+class AttackDocument(TypedDict):
+    """Results of one trial with the attacked template on which it is worst."""
+
+    value: Annotated[EstimateDocument, Field(description="Value with this template.")]
+    drop: Annotated[
+        EstimateDocument | None,
+        Field(
+            description="Performance drop rate, (original - attacked) / original, with its paired bootstrap interval; "
+            "null if the value with the original template is not positive."
+        ),
+    ]
+    template: str
+    queries: Annotated[int, Field(ge=0, description="Templates that were scored on all samples to find this one.")]
+    is_cut: Annotated[bool, Field(description="Whether `max_queries` ended the attack.")]
 
 
 class BenchmarkRowDocument(TypedDict):
@@ -295,6 +317,7 @@ class BenchmarkRowDocument(TypedDict):
         dict[str, EstimateDocument], Field(description="This row minus the reference, on the same samples.")
     ]
     average_differences: Annotated[dict[str, EstimateDocument], Field(description="The same of the averages.")]
+    attacks: Annotated[dict[str, AttackDocument], Field(description="Results with attacked prompts, by benchmark.")]
 
 
 class BenchmarkTestDocument(TypedDict):

@@ -290,6 +290,15 @@ class JobWriter:
             }
             connection.execute(insert(connection, schema.search_steps).values(row).on_conflict_do_nothing())
 
+    def add_prompt_templates(self, benchmark: str, templates: Mapping[str, str]) -> None:
+        """Store prompt templates of an attacked benchmark, by the name of their samples; known ones are kept."""
+        rows = [
+            {"study": self.job_id, "name": name, "benchmark": benchmark, "template": template}
+            for name, template in templates.items()
+        ]
+        with self._transaction() as connection:
+            connection.execute(insert(connection, schema.prompt_templates).on_conflict_do_nothing(), rows)
+
     def set_document_named(self, name: str, document: Any) -> None:
         """Store a document of the job under `name`, such as the report of a verification.
 

@@ -16,6 +16,7 @@ from workers.types import VerificationReport
 
 __all__ = [
     "ALIGNMENT_COST",
+    "ATTACKS",
     "BENCHMARKS",
     "CANARIES",
     "CONTAMINATION",
@@ -24,6 +25,7 @@ __all__ = [
     "VERIFICATION",
     "WARM_START",
     "AlignmentCost",
+    "AttackResult",
     "BenchmarkFacts",
     "Canaries",
     "Overlap",
@@ -34,6 +36,7 @@ __all__ = [
     "Verification",
     "WarmStart",
     "read_alignment_cost",
+    "read_attacks",
     "read_benchmarks",
     "read_canaries",
     "read_contamination",
@@ -45,7 +48,7 @@ __all__ = [
 
 CANARIES, POLICY_START, VERIFICATION, WARM_START = "canaries", "policy_start", "verification", "warm_start"
 RESPONSES, ALIGNMENT_COST = "responses", "alignment_cost"
-BENCHMARKS, CONTAMINATION = "benchmarks", "contamination"
+BENCHMARKS, CONTAMINATION, ATTACKS = "benchmarks", "contamination", "attacks"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class BenchmarkFacts:
         subtasks: Names and sizes of the subtasks, if the task is a group of several.
         categories: Subtasks by name of the group within the task that they belong to.
         seed: Seed of the order of the samples (`workers.evaluation.built_tasks.permutation`).
+        attack: The option `attack` of the study file; None if the benchmark is not attacked.
+        template: The prompt template that is attacked.
     """
 
     name: str
@@ -73,11 +78,34 @@ class BenchmarkFacts:
     subtasks: tuple[tuple[str, int], ...] = ()
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     seed: int = 0
+    attack: Mapping[str, Any] | None = None
+    template: str = ""
 
     @property
     def objective(self) -> Objective:
         """Name, metric, direction and range of the benchmark."""
         return Objective(self.name, self.metric, self.direction, self.range)
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """The end of an attack on one recipe's prompts in a benchmark.
+
+    Attributes:
+        benchmark: Name of the benchmark.
+        recipe: Digest of the recipe.
+        template: The template on which the recipe is worst; the original one if no attacked one is worse.
+        samples: Name under which the samples with this template are stored.
+        num_queries: Number of templates that were scored on all samples, without the original one.
+        is_cut: Whether `max_queries` ended the attack.
+    """
+
+    benchmark: str
+    recipe: str
+    template: str
+    samples: str
+    num_queries: int
+    is_cut: bool
 
 
 @dataclass(frozen=True)
@@ -109,6 +137,11 @@ class Overlap:
     def share(self) -> float:
         """Share of the items that overlap with search data."""
         return self.num_ngrams / self.num_items if self.num_items else 0.0
+
+
+def read_attacks(document: Any) -> tuple[AttackResult, ...]:
+    """Read the ends of the attacks on a study's benchmarks; none before the first attack has ended."""
+    return () if document is None else TypeAdapter(tuple[AttackResult, ...]).validate_python(document)
 
 
 def read_benchmarks(document: Any) -> tuple[BenchmarkFacts, ...]:

@@ -138,11 +138,16 @@ def _pack_json(content: Any) -> bytes:
 
 
 def read_chunks(
-    connection: sa.Connection, study: str, split: Split, *, recipes: Collection[str] | None = None
+    connection: sa.Connection,
+    study: str,
+    split: Split,
+    *,
+    recipes: Collection[str] | None = None,
+    objectives: Collection[str] | None = None,
 ) -> Iterator[SampleChunk]:
     """Yield the values of all scored samples of a study and split, in chunks of adjacent samples.
 
-    `recipes` has the digests of the recipes whose samples are read; None reads the samples of all recipes.
+    `recipes` has the digests of the recipes whose samples are read, and `objectives` the names; None reads all.
     """
     table = schema.sample_chunks
     where = (table.c.study == study) & (table.c.split == Split(split).value)
@@ -151,6 +156,9 @@ def read_chunks(
     if recipes is not None:
         where &= table.c.recipe_digest.in_(list(recipes))
         where_old &= old.c.recipe_digest.in_(list(recipes))
+    if objectives is not None:
+        where &= table.c.objective.in_(list(objectives))
+        where_old &= old.c.objective.in_(list(objectives))
     columns = (table.c.recipe_digest, table.c.objective, table.c.start, table.c.num_samples, table.c.packed)
     for digest, objective, start, count, packed in connection.execute(sa.select(*columns).where(where)):
         yield SampleChunk(digest, objective, start, _unpack_values(packed, count)[0])

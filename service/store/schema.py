@@ -36,6 +36,7 @@ __all__ = [
     "evidence",
     "exports",
     "metadata",
+    "prompt_templates",
     "rungs",
     "sample_chunks",
     "sample_documents",
@@ -48,7 +49,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0012"
+REVISION = "0013"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -251,6 +252,18 @@ search_steps = Table(
     Column("charged", Integer, nullable=False),
     Column("document", JSON, nullable=False),
     Column("time", Float, nullable=False),
+    _in_study(),
+)
+
+# Prompt templates that attacks on benchmarks have scored. Their samples are stored under the name, in place of an
+# objective's.
+prompt_templates = Table(
+    "prompt_templates",
+    metadata,
+    Column("study", string(64), primary_key=True),
+    Column("name", string(64), primary_key=True),
+    Column("benchmark", string(64), nullable=False),
+    Column("template", LosslessText, nullable=False),
     _in_study(),
 )
 

@@ -644,17 +644,22 @@ class Store:
             return tuple(BracketRecord(row.bracket, row.first_rung, row.size) for row in rows)
 
     def sample_values(
-        self, study_id: str, split: Split, *, recipes: Collection[str] | None = None
+        self,
+        study_id: str,
+        split: Split,
+        *,
+        recipes: Collection[str] | None = None,
+        objectives: Collection[str] | None = None,
     ) -> dict[str, dict[str, NDArray[np.float64]]]:
         """Values of the scored samples of a study, by recipe digest and objective, as arrays [last position + 1].
 
-        `recipes` has the digests of the recipes to read; None reads all. An array has the value of the sample at each
-        position, or NaN if no value is stored. A position is a sample's index in the order in which the objective's
-        samples are scored.
+        `recipes` has the digests of the recipes to read, and `objectives` the names; None reads all. An array has the
+        value of the sample at each position, or NaN if no value is stored. A position is a sample's index in the order
+        in which the objective's samples are scored.
         """
         found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
         with self._reads.connect() as connection:
-            for chunk in read_chunks(connection, study_id, split, recipes=recipes):
+            for chunk in read_chunks(connection, study_id, split, recipes=recipes, objectives=objectives):
                 of_recipe, stop = found[chunk.recipe_digest], chunk.start + len(chunk.values)
                 values = of_recipe[chunk.objective] = with_room(of_recipe.get(chunk.objective), stop)
                 values[chunk.start : stop] = chunk.values
@@ -758,6 +763,13 @@ class Store:
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.number))
             return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
+
+    def prompt_templates(self, study_id: str) -> dict[str, tuple[str, str]]:
+        """Prompt templates that attacks have scored, by the name of their samples, each as (benchmark, template)."""
+        table = schema.prompt_templates
+        with self._reads.connect() as connection:
+            rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.name))
+            return {row.name: (row.benchmark, row.template) for row in rows}
 
     def num_charged(self, study_id: str) -> int:
         """Number of samples, in total, that the steps of a study's searcher count as towards the limit of samples."""

@@ -13,7 +13,14 @@ from search_spaces.study.benchmarks import AddedBenchmarks
 from search_spaces.study.file import Study, parse_study, with_benchmarks
 from service.resolved_study import ResolvedStudy
 from service.studies.preflight.contamination import check_overlaps, unsearched_names
-from service.studies.preflight.files import check_files, file_path_problem, no_file_problem, task_files
+from service.studies.preflight.files import (
+    attack_models,
+    check_files,
+    file_path_problem,
+    model_path_problem,
+    no_file_problem,
+    task_files,
+)
 from service.studies.preflight.models import with_revisions
 from service.studies.preflight.tasks import benchmarks_of, check_prompts, check_tasks, task_spec
 from service.types import JobRecord
@@ -55,13 +62,15 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
     """
     study, before = Study.model_validate(document), ResolvedStudy.of(stored).access
     of_benchmarks = {place: file for place, file in task_files(study) if place.startswith("benchmarks.")}
-    _refuse({place: file_path_problem(file) for place, file in of_benchmarks.items()})
+    found = {place: file_path_problem(file) for place, file in of_benchmarks.items()}
+    _refuse(found | {place: model_path_problem(model) for place, model in attack_models(study)})
     for allowed in (access, before):
         check_files(study, allowed, section="benchmarks")
     _refuse({place: no_file_problem(file) for place, file in of_benchmarks.items()})
     problems: list[Problem] = []
     try:
-        tasks, infos = check_tasks(dict(enumerate(study.benchmarks)), "benchmarks", study, problems, access=access)
+        specs = dict(enumerate(study.benchmarks))
+        tasks, infos = check_tasks(specs, "benchmarks", study, problems, is_new=True, access=access)
         benchmarks_of(study, tasks, infos, problems)
         if not problems:
             pinned = with_revisions(study, ResolvedStudy.of(stored)).models

@@ -134,6 +134,24 @@ class AskAndTell:
             self.table.know(trial.number, {rung: self._plan.costs(values) for rung, values in lower.items()})
             self._feasibility.know(trial.number, lower)
 
+    # -- the refinement after the search ---------------------------------------------------------------------------
+
+    def end_search(self) -> None:
+        """Make no further proposals, because the front of the search is being refined."""
+        self.table.end_search()
+
+    def add(self, trial: TrialRecord) -> None:
+        """Add a trial that the searcher did not propose. It is evaluated once, at the last rung."""
+        self._add(trial)
+
+    def admits_refinement(self, num_samples: int) -> bool | None:
+        """Whether a refinement that takes `num_samples` samples is within the study's limit (`SampleLimit`)."""
+        return self._limit.admits_refinement(num_samples)
+
+    def charge(self, num_samples: int) -> None:
+        """Count the samples of a step of the refinement."""
+        self._limit.num_charged += num_samples
+
     # -- proposals -------------------------------------------------------------------------------------------------
 
     def ask(self, *, timeout_s: float) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from service.results.selection import chosen_trials
-from service.store import JobWriter
+from service.store import JobWriter, Store
+from service.tune.attacks import Attacks
 from service.tune.plan import Plan
 from service.tune.samples.sample_cache import SampleCache
 from service.tune.trials import Trials
 from service.types import EventKind
+from workers.errors import InvalidModel
 from workers.types import Split
 
 __all__ = ["BenchmarkStage"]
@@ -16,16 +18,18 @@ __all__ = ["BenchmarkStage"]
 class BenchmarkStage:
     """The benchmark stage: the pairs of trial and benchmark that are still to be scored.
 
-    Only samples that are not stored are scored, so benchmarks that are added to a study that has ended cost nothing for
+    A trial is attacked on a benchmark after its samples with the original prompts are stored (`attacks`). Only samples
+    that are not stored are scored, so benchmarks that are added to a study that has ended cost nothing for
     what was scored before. In a study without benchmarks, the stage is finished at once.
     """
 
-    def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, writer: JobWriter) -> None:
+    def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, store: Store, writer: JobWriter) -> None:
         self.is_started = False
         self._plan = plan
         self._trials = trials
         self._samples = samples
         self._writer = writer
+        self._attacks = Attacks(plan, store=store, writer=writer, samples=samples)
         self._left: list[tuple[int, int]] = []
 
     @property
@@ -51,13 +55,24 @@ class BenchmarkStage:
             for index, benchmark in enumerate(self._plan.benchmarks)
             for trial in chosen_trials(benchmark.trials, trials, self._plan.objectives)
             if self._samples.missing(trial.recipe.digest, index, Split.BENCHMARK)
+            or not self._attacks.is_ended(trial.recipe.digest, index)
         )
         if self._left:
             left = [{"trial": number, "benchmark": self._plan.benchmarks[index].name} for number, index in self._left]
             self._writer.add_event(EventKind.BENCHMARKS_STARTED, {"left": left})
 
     def finish(self, number: int, index: int) -> None:
-        """Record that all samples of trial `number` on the benchmark at position `index` are stored."""
+        """Record that all samples of trial `number` on the benchmark at position `index` are stored.
+
+        If the benchmark is attacked, the attack continues, and the evaluation is left until it has ended.
+        """
+        digest = self._trials[number].recipe.digest
+        try:
+            if self._attacks.advance(digest, index):
+                return
+        except InvalidModel as error:
+            self.fail(number, index, str(error))
+            return
         self._left.remove((number, index))
         self._writer.add_event(EventKind.BENCHMARK_SCORED, self._payload(number, index))
 
@@ -67,6 +82,7 @@ class BenchmarkStage:
         The trial keeps its other results, and the other benchmarks are scored.
         """
         self._left.remove((number, index))
+        self._attacks.drop(self._trials[number].recipe.digest, index)
         self._writer.add_event(EventKind.BENCHMARK_FAILED, {**self._payload(number, index), "reason": reason})
 
     def _payload(self, number: int, index: int) -> dict[str, object]:

@@ -1,9 +1,8 @@
 """The coordinator of one study: hands out evaluations and stores their results.
 
 It keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides which trial is evaluated at
-which rung, `trials` keeps the trials, `samples` checks and stores results. `holdout_stage` and `benchmark_stage` are
-used after the search.
-The coordinator does not use Ray itself: `ray_tune` runs its evaluations.
+which rung, `trials` keeps the trials, `samples` checks and stores results. After the search come `refinement_stage`,
+`holdout_stage` and `benchmark_stage`. The coordinator does not use Ray itself: `ray_tune` runs its evaluations.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.holdout_stage import HoldoutStage
 from service.tune.plan import Plan
 from service.tune.proposing.proposals import Proposer
+from service.tune.refinement_stage import Gradients, RefinementStage
 from service.tune.samples.sample_cache import SampleCache
 from service.tune.samples.scored_chunks import ScoredChunks
 from service.tune.schedulers.base import RungTable
@@ -46,8 +46,9 @@ class Coordinator:
 
     It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for the event
     that has just happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop
-    the process at this event. `is_out_of_budget` is called before a new trial starts and returns the limit that is
-    exhausted; None if there is none.
+    the process at this event. `gradients` computes the steps of the refinement, if the plan has one.
+    `is_out_of_budget` is called before a new trial starts and returns the limit that is exhausted; None if there is
+    none.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Coordinator:
         store: Store,
         writer: JobWriter,
         proposer: Proposer,
+        gradients: Gradients | None = None,
         observer: Callable[[str], None] = lambda _: None,
         is_out_of_budget: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -85,8 +87,23 @@ class Coordinator:
             num_charged=store.num_charged(plan.study_id),
             num_steps=sum(isinstance(step, (GradientStep, UpdateStep)) for step in store.steps(plan.study_id)),
         )
+        self._refinement = RefinementStage(
+            plan,
+            space=space,
+            trials=self._trials,
+            writer=writer,
+            gradients=gradients,
+            stored=lambda: store.steps(plan.study_id),
+            admits=self._ask_and_tell.admits_refinement,
+            charge=self._ask_and_tell.charge,
+            add=self._ask_and_tell.add,
+            is_out_of_budget=is_out_of_budget,
+            observer=observer,
+        )
+        if self._refinement.is_started:
+            self._ask_and_tell.end_search()
         self._holdout = HoldoutStage(plan, trials=self._trials, samples=self._samples, writer=writer)
-        self._benchmarks = BenchmarkStage(plan, trials=self._trials, samples=self._samples, writer=writer)
+        self._benchmarks = BenchmarkStage(plan, trials=self._trials, samples=self._samples, store=store, writer=writer)
         self.look_for_faults()
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -107,12 +124,13 @@ class Coordinator:
         return self._ask_and_tell.end_reason
 
     @property
-    def is_holdout_stage(self) -> bool:
-        return self._holdout.is_started and not self._benchmarks.is_started
-
-    @property
-    def is_benchmark_stage(self) -> bool:
-        return self._benchmarks.is_started
+    def stage(self) -> str:
+        """The stage of the study, for displays of progress: "searching", "refining", "held-out" or "benchmarks"."""
+        if self._benchmarks.is_started:
+            return "benchmarks"
+        if self._holdout.is_started:
+            return "held-out"
+        return "refining" if self._refinement.is_started else "searching"
 
     @property
     def num_samples_scored(self) -> int:
@@ -129,8 +147,8 @@ class Coordinator:
 
     @property
     def num_steps(self) -> int:
-        """The number of gradient steps and policy updates that the searcher has made in all attempts."""
-        return self._ask_and_tell.num_steps
+        """The number of gradient steps and policy updates in all attempts, those of the refinement included."""
+        return self._ask_and_tell.num_steps + self._refinement.num_steps
 
     @property
     def num_in_flight(self) -> int:
@@ -140,7 +158,8 @@ class Coordinator:
     def is_finished(self) -> bool:
         """Whether nothing is left to do in this study."""
         is_busy = bool(self._in_flight) or self._chunks.is_rescoring
-        return not is_busy and self.table.is_finished and self._holdout.is_finished and self._benchmarks.is_finished
+        is_searched = self.table.is_finished and self._refinement.is_finished
+        return not is_busy and is_searched and self._holdout.is_finished and self._benchmarks.is_finished
 
     # -- evaluations to run ----------------------------------------------------------------------------------------
 
@@ -157,9 +176,13 @@ class Coordinator:
         while True:
             asked = self.ask_ahead()  # first, as it may end the search
             if self.table.is_finished and not self._in_flight:
-                self._holdout.start()
-                if self._holdout.is_finished:
-                    self._benchmarks.start()
+                if self._refinement.start():
+                    self._ask_and_tell.end_search()
+                    asked |= self.ask_ahead()
+                if self.table.is_finished and self._refinement.is_finished:
+                    self._holdout.start()
+                    if self._holdout.is_finished:
+                        self._benchmarks.start()
             busy = self._recipes_in_flight()
             for number, rung, split in self._ready():
                 if self._trials[number].recipe.digest in busy:
@@ -185,8 +208,10 @@ class Coordinator:
         return len(self._trials) > num_before
 
     def _ask(self, *, timeout_s: float) -> bool:
-        is_over = self._holdout.is_started or self._benchmarks.is_started
-        return not is_over and self._ask_and_tell.ask(timeout_s=timeout_s)
+        if self._holdout.is_started or self._benchmarks.is_started:
+            return False
+        stage = self._refinement if self._refinement.is_started else self._ask_and_tell
+        return stage.ask(timeout_s=timeout_s)
 
     def _ready(self) -> list[tuple[int, int, Split]]:
         if self._benchmarks.is_started:
@@ -202,7 +227,7 @@ class Coordinator:
         """
         busy = self._recipes_in_flight()
         new = (self._trials[number] for number, _, split in self._ready() if split is Split.SEARCH)
-        return sum(t.origin is Origin.SEARCH and not t.rungs and t.recipe.digest not in busy for t in new)
+        return sum(t.origin.is_searched and not t.rungs and t.recipe.digest not in busy for t in new)
 
     def _recipes_in_flight(self) -> set[str]:
         return {flying.recipe.digest for flying in self._in_flight.values()}

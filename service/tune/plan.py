@@ -11,11 +11,14 @@ from search_spaces.fidelity import OPEN_BRACKETS, Bracket, Scheduler
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
 from search_spaces.study.benchmarks import TrialChoice
+from search_spaces.study.search import RefinementOptions
 from service.store.documents import BenchmarkFacts
+from service.store.steps import GradientRequest, LossesRequest
 from service.types import Origin, StoredRecipe, TrialRecord
+from workers.evaluation.attacks.search import PromptAttack
 from workers.types import TaskSpec
 
-__all__ = ["Baseline", "Benchmark", "Plan", "baselines_of"]
+__all__ = ["Baseline", "Benchmark", "Plan", "RefinementPlan", "baselines_of"]
 
 # The least number of proposed trials that are kept waiting while others are in flight.
 PROPOSALS_AHEAD = 2
@@ -29,11 +32,15 @@ It has an origin, a label and the recipe.
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark of a study: what is stored about it, the task from which replicas build it, and the chosen trials."""
+    """A benchmark of a study: what is stored about it, the task from which replicas build it, and the chosen trials.
+
+    `attack` is the attack on its prompts; None for no attack.
+    """
 
     facts: BenchmarkFacts
     task: TaskSpec
     trials: tuple[TrialChoice, ...]
+    attack: PromptAttack | None = None
 
     @property
     def name(self) -> str:
@@ -43,6 +50,31 @@ class Benchmark:
     def objective(self) -> Objective:
         """Metric, direction and range of the benchmark."""
         return self.facts.objective
+
+    @property
+    def most_samples(self) -> int:
+        """The largest number of samples that are scored for one trial: those of the task, for each template."""
+        return self.facts.num_samples * (1 + (0 if self.attack is None else self.attack.most_queries))
+
+
+@dataclass(frozen=True)
+class RefinementPlan:
+    """How the paths of a study's front are refined after the search.
+
+    - `options`: the section `search.refinement` of the study file
+    - `num_samples`: by objective, the number of samples from which gradients are computed
+    - `vectors`: the study's preference vectors, each with the weights in the order of `num_samples`
+    """
+
+    options: RefinementOptions
+    num_samples: Mapping[str, int]
+    vectors: tuple[tuple[float, ...], ...]
+
+    def most_samples(self, num_scored: int) -> int:
+        """The most samples that the refinement of all paths takes; a trial is scored on `num_scored` samples."""
+        batch = max(self.options.batch, len(self.num_samples))
+        charged = self.options.steps * GradientRequest.charge + LossesRequest.charge
+        return self.options.paths * (batch * charged + num_scored)
 
 
 @dataclass(frozen=True)
@@ -62,6 +94,7 @@ class Plan:
       it is behind
     - `max_duplicates`: the search ends after this number of consecutive proposals with recipes of earlier trials
     - `max_samples`: the search ends at this number of samples; None is no limit
+    - `refinement`: how the paths of the front are refined after the search; None if they are not
     - `size`: sizes of models, from which costs of recipes in parameters are computed; None if all merges have the same
       number of layers
     """
@@ -89,9 +122,15 @@ class Plan:
     """The search ends after this many proposals in a row whose recipe was scored already."""
     max_samples: int | None = None
     """The search ends before it uses more samples than this (`sample_limit`); None: there is no limit."""
+    refinement: RefinementPlan | None = None
     benchmarks: tuple[Benchmark, ...] = ()
     size: ModelSize | None = None
     """Sizes from which costs of recipes are computed, where objectives are such costs."""
+
+    @property
+    def most_refined_samples(self) -> int:
+        """The most samples that the refinement takes, which the search leaves of `max_samples`; 0 without one."""
+        return 0 if self.refinement is None else self.refinement.most_samples(sum(self.rung_samples[-1].values()))
 
     @property
     def proposals_ahead(self) -> int:

@@ -2,6 +2,7 @@
 
 Each sample that is scored in the search, also for a baseline, counts as one. A step of the searcher, such as a
 gradient, counts as a stated number of samples. Samples of the held-out stage and of the verification are not counted.
+The search leaves the samples that the refinement of its front may take.
 
 No trial or step starts that could exceed the limit. Whether a trial starts depends on the samples that the trials
 before it have used when all of them have ended. So the decision is the same with any number of replicas and after any
@@ -27,6 +28,7 @@ class SampleLimit:
     def __init__(self, plan: Plan, *, table: RungTable, samples: SampleCache, num_charged: int) -> None:
         self.num_charged = num_charged
         self._max_samples = plan.max_samples
+        self._kept = plan.most_refined_samples
         self._totals = tuple(sum(rung.values()) for rung in plan.rung_samples)
         self._table = table
         self._samples = samples
@@ -44,19 +46,29 @@ class SampleLimit:
         result is True if this sum is within the limit. Otherwise it is None while evaluations are left, because they
         may use fewer samples than in the worst case, and False if no evaluations are left.
         """
+        return self._admits(self._needed(proposal, num_charged) + self._kept)
+
+    def admits_refinement(self, num_samples: int) -> bool | None:
+        """Whether the refinement of a path, which takes `num_samples` samples at most, may start or continue.
+
+        The result is that of `admits`, without the samples that the search leaves for the refinement.
+        """
+        return self._admits(num_samples)
+
+    def _admits(self, num_samples: int) -> bool | None:
         if self._max_samples is None:
             return True
-        left = self._table.most_samples_left(self._totals)
-        if self.num_used + left + self._needed(proposal, num_charged) <= self._max_samples:
+        if self.num_used + self._table.most_samples_left(self._totals) + num_samples <= self._max_samples:
             return True
         return None if next(self._table.ready(), None) is not None else False
 
     def reason(self, proposal: Proposal, *, num_charged: int = 0) -> str:
         """Reason why the search ends, after `admits` has returned False."""
         needed = self._needed(proposal, num_charged) + self._table.most_samples_left(self._totals)
+        kept = f", {self._kept:,} are kept for the refinement" if self._kept else ""
         return (
-            f"limits.max_samples: {self.num_used:,} of {self._max_samples:,} samples are used, and what would start "
-            f"next may take {needed:,}"
+            f"limits.max_samples: {self.num_used:,} of {self._max_samples:,} samples are used{kept}, and what would "
+            f"start next may take {needed:,}"
         )
 
     def _needed(self, proposal: Proposal, num_charged: int) -> int:

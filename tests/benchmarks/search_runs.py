@@ -52,7 +52,7 @@ from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_families import FAMILIES, TrainedFamily
 from workers.types import ScoreRequest, TaskSpec
 
-__all__ = ["Bench", "Run", "SearchSpec", "Trial"]
+__all__ = ["Bench", "InProcess", "Run", "SearchSpec", "Trial"]
 
 CACHE = Path(".bench/search")
 ALIGNMENTS = CACHE / "alignments"
@@ -135,7 +135,7 @@ class Run:
         return max(self.until(budget), key=lambda trial: (round(trial.mean, 12), -trial.number))
 
 
-class _InProcess:
+class InProcess:
     """`proposals.Proposer` in the caller's thread."""
 
     def __init__(self, preflight: PreflightResult, actor: GradientActor | None, completions: SourceCompletions) -> None:
@@ -314,7 +314,7 @@ class Bench:
             return scored + sum(step.request.num_charged for step in store.steps(study.id))
 
         full = sum(preflight.budget.rung_samples[-1].values())
-        proposer = _InProcess(preflight, actor, SourceCompletions(store, study.id, preflight.tasks.objectives))
+        proposer = InProcess(preflight, actor, SourceCompletions(store, study.id, preflight.tasks.objectives))
         coordinator = Coordinator(
             replace(preflight.plan(study.id, resolved), holdout_samples={}, chunk_samples=CHUNK_SAMPLES),
             space=preflight.space,

@@ -102,7 +102,7 @@ def _is_known(words: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
     if words[0].startswith("--") or words[0].isupper():
         words = ["", *words]
     with pytest.raises(SystemExit) as ended:
-        main([*filter(None, words[: 2 if words[0] == "database" else 1]), "--help"])
+        main([*filter(None, words[: 2 if words[0] in ("database", "tasks") else 1]), "--help"])
     said = capsys.readouterr().out
     return ended.value.code == 0 and all(word in said for word in words[1:] if word.startswith("--"))
 
@@ -176,13 +176,14 @@ def test_pages_show_both_kinds_of_yaml() -> None:
     assert {name: number for name, number in shown.items() if number} == {
         "README.md": 1,
         "docs/explanation/budgets.md": 1,
-        "docs/how-to/benchmarks.md": 2,
+        "docs/hm3.md": 1,
+        "docs/how-to/benchmarks.md": 3,
         "docs/how-to/chains.md": 1,
         "docs/how-to/constraints.md": 1,
-        "docs/how-to/layer-paths.md": 3,
+        "docs/how-to/layer-paths.md": 4,
         "docs/how-to/preferences.md": 1,
         "docs/how-to/warm-start.md": 1,
-        "docs/reference/study-file.md": 3,
+        "docs/reference/study-file.md": 4,
         "docs/tutorial.md": 1,
     }
     blocks = page_of("docs/how-to/merge.md").blocks_in("yaml")
@@ -231,19 +232,23 @@ def test_study_options_are_in_tables() -> None:
     _, text = page_of("docs/reference/study-file.md").prose.split("\n## Sections and options\n")
     sections, lists = text.split("\n## Tasks\n")[0].split("\n## Objectives and holdout\n")
     objectives, benchmarks = lists.split("\n## Benchmarks\n")
+    benchmarks, attacks = benchmarks.split("\n## Attacks\n")
     expected = [options_of(name, value, schema["$defs"]) for name, value in schema["properties"].items()]
     assert options_in(sections) == set().union(*expected)
     specs = (schema["$defs"][kind]["properties"] for kind in ("ObjectiveSpec", "CostSpec"))
     assert options_in(objectives) == set().union(*specs)
     own = schema["$defs"]["BenchmarkSpec"]["properties"].keys() - schema["$defs"]["ObjectiveSpec"]["properties"].keys()
     assert options_in(benchmarks) == own
+    kinds = (schema["$defs"][kind]["properties"] for kind in ("StressAttack", "DeepWordBugAttack", "BertAttack"))
+    assert options_in(attacks) == set().union(*kinds)
 
 
-@pytest.mark.parametrize("searcher", ["gradient", "smac", "hm3"])
+@pytest.mark.parametrize("searcher", ["gradient", "smac", "hm3", "refinement"])
 def test_options_of_a_searcher(searcher: str) -> None:
-    """Every option of a searcher is in its table, and no other."""
+    """Every option of a searcher, and of the refinement after it, is in its table, and no other."""
     definitions = study_json_schema()["$defs"]
-    options = definitions["Search"]["properties"][searcher]["$ref"].rpartition("/")[2]
+    schema = definitions["Search"]["properties"][searcher]
+    options = schema.get("anyOf", [schema])[0]["$ref"].rpartition("/")[2]
     text = page_of("docs/reference/searchers.md").section(f"## `{searcher}`")
     assert options_in(text) == set(definitions[options]["properties"])
 
@@ -276,6 +281,7 @@ def test_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(commands) > 15
     commands.remove("database")
     commands += [f"database {name}" for name in re.findall(r"^    ([a-z]+)\b", said("database"), re.MULTILINE)]
+    commands += [f"tasks {name}" for name in re.findall(r"^    ([a-z]+)\b", said("tasks"), re.MULTILINE)]
     everywhere = {"--help", "--json"}
     listed = {name: set(re.findall(r"--[a-z-]+", said(*name.split()).split("options:")[1])) for name in commands}
     assert shown == {name: options - everywhere for name, options in listed.items()}

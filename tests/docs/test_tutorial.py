@@ -51,7 +51,7 @@ def test_the_tutorial_checks_its_study(mymodels: Path, capsys: pytest.CaptureFix
     command, _, plan = blocks_below("## Check it")
     code, printed, errors = ran(command, capsys)
     assert (code, errors, of_the_study(printed)) == (0, "", of_the_study(plan))
-    assert len(of_the_study(plan)) == 7
+    assert len(of_the_study(plan)) == 8
 
 
 def test_the_tutorial_shows_two_mistakes(mymodels: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ class _OnGpu(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.device.__get__:
             return GPU
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
@@ -58,4 +58,4 @@ class _OnGpu(torch.Tensor):
             assert func is torch.Tensor.cpu or torch.device(args[1]).type == "cpu", args[1:]
             on_gpu: _OnGpu = args[0]
             return on_gpu.stream.to_cpu(on_gpu.values_on_cpu, non_blocking=bool(named.get("non_blocking")))
-        return super().__torch_function__(func, types, args, named)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, named)

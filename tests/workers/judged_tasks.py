@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
@@ -60,10 +60,16 @@ class KnownAnswers:
         self.prompts = prompts
         self.answers = dict(answers)
 
-    def generate(self, requests: Sequence[Generation]) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]:
         prompts = [self.prompts.tokenizer.decode(request.tokens) for request in requests]
         said = [next(said for text, said in self.answers.items() if text in prompt) for prompt in prompts]
-        return [Completion(text, tuple(self.prompts.encode(text))) for text in said]
+        completions = [Completion(text, tuple(self.prompts.encode(text))) for text in said]
+        for index, completion in enumerate(completions):
+            if finished is not None:
+                finished(index, completion)
+        return completions
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         raise AssertionError(f"these tasks generate; {len(requests)} options were sent to be scored")

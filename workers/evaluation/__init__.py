@@ -4,17 +4,27 @@
 - `built_tasks`: a task that has been built: its subtasks, the order of its samples, its documents
 - `lm_eval_tasks`: tasks as lm-eval builds them, from a name, a YAML file or a JSONL file
 - `inline_files`: the samples of a JSONL file
+- `data_sets`: from where the data of tasks come
+- `task_index`: the tasks that have a name, indexed once
 - `task_loading`: what lm-eval may read and run while it builds a task
 - `prompts`: tokenization, and the requests that a backend answers
 - `metrics`: lm-eval's filters and metrics, applied to answers
+- `shipped_tasks`: the tasks of the task pack with their facts; the download of data
+- `sample_metrics`: metrics of single answers, beside lm-eval's: chrF, ROUGE-L, SARI and others
 - `metric_process`: metrics in a separate process, because metrics that set timers need a main thread
 - `confined_task`: tasks with Python functions of their own, each in a confined process
 - `executed_task`: tasks whose completions are code, which is executed
-- `confinement`: which files and system calls a process may use, and its limits
+- `confinement`: what a confined process may use: its files and its limits
+- `bubblewrap`: confinement in namespaces, by the program bwrap
+- `landlock`: confinement by Landlock, which needs no namespaces
+- `available_confinement`: which of the two this machine offers
+- `system_calls`: the filter of system calls that applies under both
 - `task_server`: what runs in these processes
 - `execution`: programs that a model wrote, each executed in a confined process of its own
 - `execution_server`: what runs in the process that starts these
+- `program_process`: what runs in the process of one program
 - `channel`: messages between this process and these processes
+- `attacks`: attacks on prompt templates, by which robustness is measured
 - `right_answers`: the right answers of a task's documents
 - `references`: the right answers of a task's samples, as tokens to read
 - `overlap`: items that two tasks have in common

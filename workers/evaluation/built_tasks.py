@@ -32,8 +32,10 @@ class Subtask:
 
     `task` is lm-eval's object, or None if it is in a confined process. `categories` are the names of the groups within
     the whole task that it belongs to, such as `mmlu_stem`. `filter` is the name of the lm-eval filter whose results are
-    used. `delimiter` is the text between a prompt and its answer, `prefix` the text with which the task
-    itself begins the answer.
+    used, and `filters` has the names of all filters of the task. `delimiter` is the text between a prompt and its
+    answer, `prefix` the text with which the task itself begins the answer. `template` is the Jinja template of its
+    prompts, or "" if they come from a function or a column of the data. `options` are the options of all samples, if
+    these have the same ones.
     """
 
     name: str
@@ -44,6 +46,9 @@ class Subtask:
     higher_is_better: bool
     prefix: str = ""
     delimiter: str = " "
+    template: str = ""
+    options: tuple[str, ...] = ()
+    filters: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
 
     def delimiter_before_answer(self, *, has_template: bool) -> str:
@@ -80,9 +85,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How lm-eval builds prompts: a system prompt, and a function that renders chat messages; None for neither.
+    """Settings with which lm-eval builds prompts.
 
-    `render` has the arguments of `TemplateLM.apply_chat_template`. `limit` is the number of documents; None for all.
+    `system_prompt` and `render`, a function that renders chat messages, may be None. `render` has the arguments of
+    `TemplateLM.apply_chat_template`. `limit` is the number of documents; None for all.
     """
 
     system_prompt: str | None
@@ -92,16 +98,27 @@ class PromptSettings:
 
 
 class TaskCode(Protocol):
-    """Interface of what needs a confined process: a task with code of its own, or one that executes completions."""
+    """Interface of tasks that need a confined process: with Python functions, or with completions to execute."""
 
     @property
     def enforced(self) -> str:
-        """Description of the means that confine the process, for example "Landlock 7, seccomp"."""
+        """The means that confine the process, in words, for example "Landlock 7, seccomp"."""
         ...
 
     def documents(self, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]: ...
 
     def lack_of_references(self, num_documents: int) -> str | None: ...
+
+    def begin(self, answers: Answers) -> None:
+        """Begin to compute the value of a sample; `values` returns it later.
+
+        The method returns at once and raises nothing.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Drop the values that `begin` has begun and `values` was not asked for."""
+        ...
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
         """The values of the task's metric for samples, in the order of `answers`; all are finite."""
@@ -147,6 +164,8 @@ class BuiltTask:
     @property
     def info(self) -> TaskInfo:
         groups = {subtask.name: subtask.num_samples for subtask in self.subtasks} if len(self.subtasks) > 1 else {}
+        templates = {subtask.template for subtask in self.subtasks}
+        options = {subtask.options for subtask in self.subtasks}
         categories: dict[str, tuple[str, ...]] = {}
         for subtask in self.subtasks:
             categories |= {name: (*categories.get(name, ()), subtask.name) for name in subtask.categories}
@@ -155,8 +174,11 @@ class BuiltTask:
             self.higher_is_better,
             self.output_type,
             groups=groups,
+            filters=next((each.filters for each in self.subtasks if len(each.filters) > 1), ()),
             categories=categories,
             confined_by=self.code.enforced if self.code is not None else "",
+            template=templates.pop() if len(templates) == 1 else "",
+            options=options.pop() if len(options) == 1 else (),
         )
 
 

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from workers.errors import EngineUnavailable, InvalidTask, MetricFailed, WorkerError
+from workers.evaluation.available_confinement import available_confinement
 from workers.evaluation.built_tasks import Answers, BuiltTask, Document, PromptSettings, Subtask, permutation
 from workers.evaluation.confinement import Confinement, system_paths
 from workers.evaluation.execution import Executor
-from workers.evaluation.lm_eval_tasks import OUTPUT_TYPES, prepare
+from workers.evaluation.lm_eval_tasks import OUTPUT_TYPES, is_file, prepare
 from workers.evaluation.metric_process import SAMPLE_LIMIT_S, TASK_LIMIT_S, TaskProcess
 from workers.evaluation.right_answers import RightAnswer
+from workers.evaluation.system_calls import ConfinementUnavailable
 from workers.evaluation.task_server import ConfinedStart
 from workers.models.remote import local_file
 from workers.types import TaskSpec
@@ -42,7 +44,7 @@ PASSED_ON = ("LANG", "LC_ALL", "NLTK_DATA", "PATH", "TZ")
 
 @dataclass(frozen=True)
 class _Request:
-    """A request in the form of lm-eval's `Instance`, as far as it is needed to answer it."""
+    """A request with those attributes of lm-eval's `Instance` that are needed to answer it."""
 
     request_type: str
     args: tuple[Any, ...]
@@ -64,16 +66,20 @@ class ConfinedTask(TaskProcess):
         *,
         sample_limit_s: float = SAMPLE_LIMIT_S,
         task_limit_s: float = TASK_LIMIT_S,
-        confinement: Callable[..., Confinement] = Confinement,
+        confinement: Callable[..., Confinement] | None = None,
     ) -> None:
         super().__init__(sample_limit_s=sample_limit_s, task_limit_s=task_limit_s)
         self._spec = spec
+        try:
+            means = confinement or available_confinement()
+        except ConfinementUnavailable as error:
+            raise self._unavailable(str(error)) from error
         self._prepared = prepare(spec)
         self._directory = Path(tempfile.mkdtemp(prefix="mergesearch-task-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         self._data = {key: _streams(data) for key, data in self._prepared.datasets.items()}
         corpora = filter(None, os.environ.get("NLTK_DATA", "").split(os.pathsep))
-        self._confinement = confinement(
+        self._confinement = means(
             readable=(*system_paths(), *self._prepared.files, *corpora),
             writable=(str(self._directory),),
             listable=self._prepared.directories,
@@ -102,6 +108,12 @@ class ConfinedTask(TaskProcess):
     def lack_of_references(self, num_documents: int) -> str | None:
         lack = self._ask(("lack_of_references", num_documents), "lack")
         return None if lack is None else str(lack)
+
+    def begin(self, answers: Answers) -> None:
+        """Do nothing: the process computes the values of samples one after the other, when it is asked."""
+
+    def forget(self) -> None:
+        """Do nothing: nothing was begun."""
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
         """The values of the task's metric for samples, in the order of `answers`; all are finite.
@@ -132,11 +144,12 @@ class ConfinedTask(TaskProcess):
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{place}/huggingface"}
         spec = self._spec
-        if isinstance(spec.task, str) and self._prepared.index is None:
+        if isinstance(spec.task, str) and is_file(spec.task):
             spec = replace(spec, task=str(local_file(spec.task).absolute()), access=None)
         self._start(
             ConfinedStart(self._confinement, spec, self._data, self._prepared.index),
             environment={**environment, **offline, "HOME": place, "TMPDIR": place, "PYTHONDONTWRITEBYTECODE": "1"},
+            confinement=self._confinement,
             handles=[handle for streams in self._data.values() for handle in streams.values()],
         )
         self.enforced = str(self._receive("enforced", self._task_limit_s))
@@ -162,7 +175,7 @@ class ConfinedTask(TaskProcess):
             raise InvalidTask(f"task {self._spec.task!r}: building its prompts {how}") from error
 
     def _how(self, error: Exception) -> str:
-        """How the process failed to reply, in words."""
+        """Description of how the process failed to reply: what ended it, or the time limit."""
         return str(error) if isinstance(error, TimeoutError) else f"ended its process{self._last_words()}"
 
     def _question(self) -> tuple[object, ...]:
@@ -219,15 +232,20 @@ class ConfinedTask(TaskProcess):
 
     def _error(self, kind: str, message: str, field: str) -> WorkerError:
         if kind == "ConfinementUnavailable":
-            return InvalidTask(
-                f"task {self._spec.task!r}: names Python functions (!function), which are run only in a confined "
-                f"process, and this machine cannot confine one: {message}"
-            )
+            return self._unavailable(message)
         return super()._error(kind, message, field)
+
+    def _unavailable(self, why: str) -> InvalidTask:
+        return InvalidTask(
+            f"task {self._spec.task!r}: names Python functions (!function), which are run only in a confined "
+            f"process, and this machine cannot confine one: {why}"
+        )
 
 
 def _streams(data: Any) -> dict[str | None, int]:
-    """Write what `datasets.load_dataset` returned as Arrow streams; returns their file descriptors, by split.
+    """Write `data` as Arrow streams, and return their file descriptors by split.
+
+    `data` is what `datasets.load_dataset` returned.
 
     The files have no names, and the descriptors can only read. Raises InvalidTask for data that are not all there.
     """
@@ -249,13 +267,16 @@ def _streams(data: Any) -> dict[str | None, int]:
 
 
 def _subtask(facts: Mapping[str, Any]) -> Subtask:
-    texts = {name: _text(facts[name]) for name in ("name", "filter", "output_type", "prefix", "delimiter")}
+    names = ("name", "filter", "output_type", "prefix", "delimiter", "template")
+    texts = {name: _text(facts[name]) for name in names}
     if texts["output_type"] not in OUTPUT_TYPES:
         raise ValueError(f"the output type {texts['output_type']!r}")
     return Subtask(
         task=None,
         num_samples=int(facts["num_samples"]),
         higher_is_better=bool(facts["higher_is_better"]),
+        options=tuple(map(_text, facts["options"])),
+        filters=tuple(map(_text, facts["filters"])),
         categories=tuple(map(_text, facts.get("categories", ()))),
         **texts,
     )

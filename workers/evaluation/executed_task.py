@@ -5,10 +5,12 @@ HumanEval, MBPP and other data of their form are such tasks: a line of the file 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from workers.errors import EngineUnavailable, InvalidTask
 from workers.evaluation.built_tasks import (
     Answers,
     BuiltTask,
@@ -17,8 +19,9 @@ from workers.evaluation.built_tasks import (
     documents_here,
     lack_here,
 )
-from workers.evaluation.execution import Executor
+from workers.evaluation.execution import Executor, pass_at_k
 from workers.evaluation.inline_files import InlineRow, program_of
+from workers.evaluation.lm_eval_tasks import PASS_AT
 
 __all__ = ["ExecutedTask"]
 
@@ -36,6 +39,9 @@ class ExecutedTask:
         self._rows = rows
         self._here = task
         self._executor = Executor()
+        self._begun: dict[Answers, int] = {}  # the number of programs of each sample, in their order in the executor
+        self._judged: dict[Answers, float] = {}  # values that were not asked for yet
+        self._k = int(task.spec.metric.removeprefix(PASS_AT))
         self.enforced = self._executor.enforced
         self.built = replace(task, code=self)
 
@@ -45,15 +51,42 @@ class ExecutedTask:
     def lack_of_references(self, num_documents: int) -> str | None:
         return lack_here(self._here, num_documents)
 
-    def values(self, answers: Sequence[Answers]) -> list[float]:
-        """1 for each sample whose program runs to its end with the completion, and 0 for others.
+    def begin(self, answers: Answers) -> None:
+        """Begin to execute the programs of a sample."""
+        with contextlib.suppress(InvalidTask):  # `values` raises it
+            self._begin(answers)
 
-        Raises EngineUnavailable if the process that executes programs ends twice.
+    def forget(self) -> None:
+        if self._begun:
+            with contextlib.suppress(EngineUnavailable):
+                self._executor.outcomes()
+        self._begun.clear()
+        self._judged.clear()
+
+    def values(self, answers: Sequence[Answers]) -> list[float]:
+        """Estimates of pass@k, the probability that one of k completions passes, one for each sample.
+
+        A completion passes if its program runs to its end. Raises EngineUnavailable if the process that executes
+        programs ends twice.
         """
-        programs = [
-            program_of(self._settings, self._rows[each.document], str(each.responses[0][0])) for each in answers
-        ]
-        return [float(reason is None) for reason in self._executor.run(programs)]
+        for each in answers:
+            if each not in self._judged and each not in self._begun:
+                self._begin(each)
+        begun, self._begun = self._begun, {}
+        outcomes = iter(self._executor.outcomes())
+        for each, num_programs in begun.items():
+            num_passed = sum(next(outcomes) is None for _ in range(num_programs))
+            self._judged[each] = pass_at_k(num_programs, num_passed, self._k)
+        values = [self._judged[each] for each in answers]
+        for each in answers:
+            self._judged.pop(each, None)
+        return values
+
+    def _begin(self, answers: Answers) -> None:
+        row = self._rows[answers.document]
+        programs = [program_of(self._settings, row, str(text)) for text in answers.responses[0]]
+        self._executor.submit(programs)
+        self._begun[answers] = len(programs)
 
     def close(self) -> None:
         self._executor.close()

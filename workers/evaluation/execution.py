@@ -1,4 +1,4 @@
-"""Execution of programs that a model wrote: each in a process of its own, confined, with limits of time and memory.
+"""Execution of programs that a model wrote, each in a confined process of its own.
 
 A program passes if it runs to its end without an error. It can make that up for itself, as in the published harnesses,
 which run tests and answers in one process too; it cannot change the outcome of another program.
@@ -6,6 +6,7 @@ which run tests and answers in one process too; it cannot change the outcome of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,9 +18,11 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from workers.errors import EngineUnavailable, InvalidTask
+from workers.evaluation.available_confinement import available_confinement
 from workers.evaluation.channel import Channel
 from workers.evaluation.confinement import MIB, Confinement
 from workers.evaluation.execution_server import WALL_FACTOR, ExecutionStart, serve
+from workers.evaluation.system_calls import ConfinementUnavailable
 
 __all__ = ["CPU_S", "Executor", "pass_at_k"]
 
@@ -33,37 +36,60 @@ class Executor:
     """A process that executes programs in Python, several at a time, each confined.
 
     A program reads the packages that are installed and the libraries of the system, and writes no file. `enforced` says
-    what confines it. `confinement` is for tests. Only one thread may use the object at a time; Linux kills the process
-    when the thread that started it ends. Raises InvalidTask if this machine cannot confine a program.
+    what confines it. `confinement` is for tests; by default it is what this machine offers. Only one thread may use the
+    object at a time; Linux kills the process when the thread that started it ends. Raises InvalidTask if this machine
+    cannot confine a program.
     """
 
-    def __init__(self, *, confinement: Callable[..., Confinement] = Confinement) -> None:
+    def __init__(self, *, confinement: Callable[..., Confinement] | None = None) -> None:
+        try:
+            means = confinement or available_confinement()
+        except ConfinementUnavailable as error:
+            raise _unavailable(str(error)) from error
         self._start = ExecutionStart(
-            confinement(memory_bytes=MEMORY, file_bytes=0, cpu_s=CPU_S), num_parallel=len(os.sched_getaffinity(0))
+            means(memory_bytes=MEMORY, file_bytes=0, cpu_s=CPU_S), num_parallel=len(os.sched_getaffinity(0))
         )
+        self._submitted: list[str] = []
         self._begin()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def run(self, programs: Sequence[str]) -> list[str | None]:
-        """Execute programs; for each, None if it ran to its end, or the reason why it did not, in words.
+    def submit(self, programs: Sequence[str]) -> None:
+        """Begin to execute programs, and return at once."""
+        self._submitted += programs
+        with contextlib.suppress(OSError):  # the process has ended, which `outcomes` finds out
+            self._channel.send(pickle.dumps(list(programs)), limit_s=START_S)
 
-        Raises EngineUnavailable if the process that starts them ends twice.
+    def outcomes(self) -> list[str | None]:
+        """Wait for all programs that were submitted since the last call.
+
+        For each, in the order in which they were submitted, None if it ran to its end, or the reason why it did not, in
+        words. Raises EngineUnavailable if the process that starts them ends twice.
         """
+        programs, self._submitted = self._submitted, []
         limit_s = START_S + WALL_FACTOR * CPU_S * len(programs)
         for is_last in (False, True):
             try:
-                self._channel.send(pickle.dumps(list(programs)), limit_s=limit_s)
+                self._channel.send(pickle.dumps(None), limit_s=limit_s)
                 found = json.loads(self._channel.receive(limit_s=limit_s))["reasons"]
+                if len(found) != len(programs):
+                    raise EOFError(f"{len(found)} outcomes of {len(programs)} programs")
                 return [None if reason is None else str(reason) for reason in found]
             except (EOFError, OSError) as error:
                 self.close()
                 if is_last:
                     raise EngineUnavailable(f"the process that executes programs ended twice: {error!r}") from error
                 self._begin()
+                with contextlib.suppress(OSError):
+                    self._channel.send(pickle.dumps(programs), limit_s=limit_s)
         raise AssertionError
+
+    def run(self, programs: Sequence[str]) -> list[str | None]:
+        """Execute programs, and wait for them: `submit` and `outcomes`."""
+        self.submit(programs)
+        return self.outcomes()
 
     def close(self) -> None:
         """End the process and all programs. May be called twice."""
@@ -79,28 +105,39 @@ class Executor:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**environment, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HOME": "/"},
+                env={
+                    **environment,
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                    "PYTHONHASHSEED": "0",  # the order of a set is the same each time
+                    "OMP_NUM_THREADS": "1",
+                    "HOME": "/",
+                },
             )
         self._end = weakref.finalize(self, _end, self._process, self._channel)
         self._channel.send(pickle.dumps(self._start), limit_s=START_S)
         reply = json.loads(self._channel.receive(limit_s=START_S))
         if "error" in reply:
             self.close()
-            raise InvalidTask(
-                f"what a model writes is executed only in a confined process, and this machine cannot confine one: "
-                f"{reply['error']}"
-            )
+            raise _unavailable(reply["error"])
         self.enforced = str(reply["enforced"])
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of `k` samples passes, after `num_passed` of `num_samples` did.
+    """Unbiased estimate of pass@k, the probability that at least one of `k` samples passes.
+
+    Of `num_samples` samples, `num_passed` passed; `k` is at most `num_samples`.
 
     Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), equation 1.
     """
     if num_samples - num_passed < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def _unavailable(why: str) -> InvalidTask:
+    return InvalidTask(
+        f"what a model writes is executed only in a confined process, and this machine cannot confine one: {why}"
+    )
 
 
 def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:

@@ -1,4 +1,4 @@
-"""The main function of the process that executes programs: it forks a confined process for each of them.
+"""The main function of the process that executes programs: it starts a confined process for each of them.
 
 This process runs no program itself and imports no large package, so that forking takes a millisecond. Programs see
 neither it nor each other.
@@ -15,25 +15,31 @@ import secrets
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from workers.evaluation.available_confinement import without_packages
+from workers.evaluation.bubblewrap import Bubblewrap
 from workers.evaluation.channel import Channel
-from workers.evaluation.confinement import PR_SET_PDEATHSIG, Confinement, ConfinementUnavailable
+from workers.evaluation.confinement import Confinement
+from workers.evaluation.program_process import REASON, run, run_confined, start_message
+from workers.evaluation.system_calls import PR_SET_PDEATHSIG, ConfinementUnavailable
 
 __all__ = ["WALL_FACTOR", "ExecutionStart", "serve"]
 
 # A program that waits, or gets no processor, ends after this multiple of its limit of processor time. The limit that
 # counts is that of processor time, because a value must not depend on what else the machine does.
 WALL_FACTOR = 10
-REASON = 500  # most characters of the reason why a program failed
+MAX_SAID = 4096  # bytes that a program's process may send; one that sends more is ended
 
 
 @dataclass(frozen=True)
 class ExecutionStart:
-    """The first message: what confines each program, and how many run at a time."""
+    """First message to the process: what confines each program, and how many run at a time."""
 
     confinement: Confinement
     num_parallel: int
@@ -51,100 +57,163 @@ class _Running:
 def serve() -> None:
     """Run until the other end of the connection closes, whose file descriptor is the only argument.
 
-    The first message is an ExecutionStart, each further one a list of programs (text). The reply to the first says what
-    confines a program, or why none can be confined ("error"). The reply to others has for each program null if it ran
-    to its end, or the reason why it did not.
+    The first message is an ExecutionStart. The reply says what confines a program, or why none can be confined
+    ("error"). Each further message is a list of programs (text), which are started at once as far as there are
+    processors, or None. The reply to None comes when all programs have ended, and has for each since the last reply
+    null if it ran to its end, or the reason why it did not.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    channel = Channel(connection)
     with contextlib.suppress(EOFError, ConnectionError):
         start: ExecutionStart = pickle.loads(channel.receive())
-        reason = _execute([""], start)[0]
-        channel.send(json.dumps({"error": reason} if reason else {"enforced": _enforced(start.confinement)}).encode())
-        while True:
-            channel.send(json.dumps({"reasons": _execute(pickle.loads(channel.receive()), start)}).encode())
+        with _Programs(start) as programs:
+            programs.add([""])
+            while not programs.have_ended:
+                programs.wait()
+            reason = programs.reasons()[0]
+            channel.send(
+                json.dumps({"error": reason} if reason else {"enforced": _enforced(start.confinement)}).encode()
+            )
+            programs.watch(connection)
+            is_asked = False
+            while True:
+                if programs.wait():
+                    message = pickle.loads(channel.receive())
+                    is_asked = message is None
+                    programs.add(message or ())
+                if is_asked and programs.have_ended:
+                    channel.send(json.dumps({"reasons": programs.reasons()}).encode())
+                    is_asked = False
 
 
-def _execute(programs: Sequence[str], start: ExecutionStart) -> list[str | None]:
-    reasons: list[str | None] = [None] * len(programs)
-    waiting = iter(enumerate(programs))
-    limit_s = WALL_FACTOR * (start.confinement.cpu_s or 1)
-    with selectors.DefaultSelector() as selector:
-        while True:
-            for index, program in _some(waiting, start.num_parallel - len(selector.get_map())):
-                pipe, pid, token = _fork(program, start.confinement)
-                selector.register(pipe, selectors.EVENT_READ, _Running(index, pid, token, time.monotonic() + limit_s))
-            if not selector.get_map():
-                return reasons
-            left = min(key.data.deadline for key in selector.get_map().values()) - time.monotonic()
-            ready = {key.fd for key, _ in selector.select(max(0.0, left))}
-            for key in list(selector.get_map().values()):
-                running: _Running = key.data
-                if key.fd in ready and (piece := os.read(key.fd, 4096)) and len(running.said) < 4096:
-                    running.said += piece
-                elif key.fd in ready or time.monotonic() > running.deadline:
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    reasons[running.index] = _outcome(
-                        running, limit_s, cpu_s=start.confinement.cpu_s or 1, is_late=key.fd not in ready
-                    )
+class _Programs:
+    """Programs that wait for a processor, run, or have ended."""
+
+    def __init__(self, start: ExecutionStart) -> None:
+        self._confinement = start.confinement
+        self._num_parallel = start.num_parallel
+        self._cpu_s = start.confinement.cpu_s or 1
+        self._reasons: list[str | None] = []
+        self._waiting: deque[tuple[int, str]] = deque()
+        self._num_running = self._num_started = 0
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> _Programs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+
+    @property
+    def have_ended(self) -> bool:
+        return not self._waiting and not self._num_running
+
+    def add(self, programs: Sequence[str]) -> None:
+        self._waiting.extend(enumerate(programs, start=len(self._reasons)))
+        self._reasons += [None] * len(programs)
+        self._start_some()
+
+    def reasons(self) -> list[str | None]:
+        """Return the outcomes of all programs, which must have ended, and forget the programs.
+
+        An outcome is None if the program ran to its end, else the reason why it did not.
+        """
+        found, self._reasons = self._reasons, []
+        return found
+
+    def watch(self, connection: socket.socket) -> None:
+        """Make `wait` also return when a message arrives at `connection`."""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def wait(self) -> bool:
+        """Wait until a program ends or a message arrives; returns whether a message has arrived."""
+        running = [key.data for key in self._selector.get_map().values() if key.data]
+        limit = min((each.deadline for each in running), default=None)
+        ready = {key.fd for key, _ in self._selector.select(limit and max(0.0, limit - time.monotonic()))}
+        has_message = False
+        for key in list(self._selector.get_map().values()):
+            each: _Running | None = key.data
+            if each is None:
+                has_message = key.fd in ready
+            elif key.fd in ready and (piece := os.read(key.fd, MAX_SAID)) and len(each.said) < MAX_SAID:
+                each.said += piece
+            elif key.fd in ready or time.monotonic() > each.deadline:
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+                self._num_running -= 1
+                self._reasons[each.index] = self._outcome(each, is_late=key.fd not in ready)
+        self._start_some()
+        return has_message
+
+    def _start_some(self) -> None:
+        while self._waiting and self._num_running < self._num_parallel:
+            index, program = self._waiting.popleft()
+            pipe, pid, token = _started(program, self._confinement.of_program(self._num_started))
+            self._num_started += 1
+            running = _Running(index, pid, token, time.monotonic() + WALL_FACTOR * self._cpu_s)
+            self._selector.register(pipe, selectors.EVENT_READ, running)
+            self._num_running += 1
+
+    def _outcome(self, running: _Running, *, is_late: bool) -> str | None:
+        """End a program's process; returns the reason why it did not run to its end, or None."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(running.pid, signal.SIGKILL)
+        _, status = os.waitpid(running.pid, 0)
+        if running.said == running.token:
+            return None
+        if is_late:
+            return f"did not end within {WALL_FACTOR * self._cpu_s:g} s"
+        if text := running.said.decode(errors="replace"):
+            return text[:REASON]
+        code = os.waitstatus_to_exitcode(status)
+        if isinstance(self._confinement, Bubblewrap) and code - 128 in signal.valid_signals():
+            code = 128 - code  # bwrap reports a signal as shells do
+        if code == -signal.SIGXCPU:
+            return f"used more than {self._cpu_s:g} s of processor time"
+        if code >= 0:
+            return f"exit code {code}"
+        # Most real-time signals have no name.
+        return f"signal {signal.Signals(-code).name if -code in {*signal.Signals} else -code}"
 
 
-def _some(waiting: Iterator[tuple[int, str]], number: int) -> Iterator[tuple[int, str]]:
-    for _ in range(number):
-        yield from [pair] if (pair := next(waiting, None)) else []
-
-
-def _outcome(running: _Running, limit_s: float, *, cpu_s: float, is_late: bool) -> str | None:
-    """End a program's process; returns the reason why it did not run to its end, or None."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(running.pid, signal.SIGKILL)
-    _, status, usage = os.wait4(running.pid, 0)
-    if running.said == running.token:
-        return None
-    if is_late:
-        return f"did not end within {limit_s:g} s"
-    if text := running.said.decode(errors="replace"):
-        return text[:REASON]
-    if usage.ru_utime + usage.ru_stime >= cpu_s - 0.1:  # the kernel ends it
-        return f"used more than {cpu_s:g} s of processor time"
-    code = os.waitstatus_to_exitcode(status)
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-
-def _fork(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
-    """Start a process for a program; returns where its outcome can be read, its id, and what success looks like."""
+def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
+    """Start the process of a program; returns a pipe with its outcome, its id, and the outcome that means success."""
     read, write = os.pipe()
     token = secrets.token_bytes(16)
-    if (pid := os.fork()) == 0:
-        _run(program, confinement, write, token)
+    if isinstance(confinement, Bubblewrap):
+        pid = _spawn(program, token, confinement, write)
+    elif (pid := os.fork()) == 0:
+        run(program, confinement.apply, write, token)
     os.close(write)
     return read, pid, token
 
 
-def _run(program: str, confinement: Confinement, pipe: int, token: bytes) -> None:
-    """Execute a program in this process, which ends with it."""
-    outcome = token
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.dup2(pipe, 3)
-        os.closerange(4, 1 << 16)
-        for standard in range(3):
-            os.dup2(os.open(os.devnull, os.O_RDWR), standard)
-        os.closerange(4, 64)
-        os.chdir("/")
-        sys.argv = [""]
-        confinement.apply()
-        exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
-    except BaseException as error:  # a program may raise anything
-        outcome = f"{type(error).__name__}: {error}"[:REASON].encode(errors="replace")
-    os.write(3, outcome)
-    os._exit(0)
+def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> int:
+    """Start the process of a program in namespaces of its own, with the output `pipe`, and return its id."""
+    command, environment = confinement.command(
+        without_packages(f"from {run_confined.__module__} import run_confined; run_confined()"),
+        os.environ,  # it has no secrets
+    )
+    with os.fdopen(os.memfd_create("program"), "wb") as file:
+        file.write(
+            start_message(
+                program,
+                token,
+                user=confinement.user,
+                limits=confinement.limits(),
+                is_filtered=confinement.filters_system_calls,
+            )
+        )
+        file.seek(0)
+        process = subprocess.Popen(command, env=environment, stdin=file, stdout=pipe, stderr=pipe)
+    process.returncode = 0  # it is waited for by its id
+    return process.pid
 
 
 def _enforced(confinement: Confinement) -> str:
-    """What confines a process, in words, asked of a process that is confined."""
+    """Name of what confines programs, as a process reports it that confines itself."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         with contextlib.suppress(ConfinementUnavailable):

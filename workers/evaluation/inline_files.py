@@ -16,7 +16,9 @@ from workers.models.remote import local_file
 
 __all__ = ["InlineRow", "RowTemplates", "parse_line", "program_of", "read_inline"]
 
-INLINE_KEYS = frozenset({"file", "prompt", "answer", "until", "max_tokens", "program"})
+INLINE_KEYS = frozenset(
+    {"file", "prompt", "answer", "until", "max_tokens", "program", "repeats", "temperature", "top_p"}
+)
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class RowTemplates:
 
 
 class _NullError(ValueError):
-    """A template uses a field whose value is null, where null is refused."""
+    """Raised when a template uses a field whose value is null, where null is refused."""
 
 
 def _not_null(value: Any) -> Any:

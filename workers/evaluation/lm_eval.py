@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,31 @@ class _Prepared:
             {document.instances[0].doc_id: document.instances[0].doc for document in documents}
             for documents in self.documents
         )
+
+
+class _Asked:
+    """A sample whose requests the backend is asked to answer.
+
+    `answers[i]` is the answer to the i-th request, None until it is there. That to a generation is a `Completion`, that
+    to a continuation (log-likelihood, whether it is greedy).
+    """
+
+    def __init__(self, task: BuiltTask, position: int, requests: tuple[_Request, ...]) -> None:
+        self.task = task
+        self.position = position
+        self.requests = requests
+        self.answers: list[Any] = [None] * len(requests)
+
+    @property
+    def in_order(self) -> Answers:
+        """The answers, grouped by lm-eval's requests; a request that lm-eval repeats has several."""
+        by_instance: dict[int, list[Any]] = {}
+        for request, answer in zip(self.requests, self.answers, strict=True):
+            by_instance.setdefault(id(request.instance), []).append(
+                answer.text if isinstance(answer, Completion) else answer
+            )
+        subtask, _ = self.task.order[self.position]
+        return Answers(subtask, self.requests[0].instance.doc_id, tuple(map(tuple, by_instance.values())))
 
 
 class BackendLM(TemplateLM):  # type: ignore[misc]
@@ -305,13 +331,21 @@ class TaskEvaluator:
         """
         prepared = [self._requests_of(span) for span in spans]
         self._forget_all_but({span.task.digest for span in spans})
-        every = [request for samples in prepared for _, requests in samples for request in requests]
-        answers = iter(self._ask(every))
-        answered = [[(position, [(r, next(answers)) for r in rs]) for position, rs in samples] for samples in prepared]
+        tasks = [self._prepare(span.task).task for span in spans]
+        every = [
+            _Asked(task, position, requests)
+            for task, samples in zip(tasks, prepared, strict=True)
+            for position, requests in samples
+        ]
+        try:
+            self._ask(every)
+            asked = iter(every)
+            samples = [self._judge(span, list(islice(asked, span.stop - span.start))) for span in spans]
+        finally:
+            for code in filter(None, (task.code for task in tasks)):
+                code.forget()
         return Scored(
-            samples=tuple(
-                sample for span, samples in zip(spans, answered, strict=True) for sample in self._judge(span, samples)
-            ),
+            samples=tuple(sample for each in samples for sample in each),
             prompts={
                 span.objective: _hash(request.tokenized.tokens for _, requests in samples for request in requests)
                 for span, samples in zip(spans, prepared, strict=True)
@@ -327,39 +361,49 @@ class TaskEvaluator:
             )
         return [(position, prepared.at(position)) for position in range(span.start, span.stop)]
 
-    def _ask(self, requests: Sequence[_Request]) -> list[Any]:
-        """Let the backend answer requests, and return the answers in the order of the requests.
+    def _ask(self, samples: Sequence[_Asked]) -> None:
+        """Let the backend answer the requests of samples.
 
-        The answer to a generation is a `Completion`. That to a continuation is (log-likelihood, whether it is greedy).
+        Tasks with code begin to judge each sample when its last completion is there, while the backend generates those
+        of others.
         """
         assert self.backend is not None
-        answers: list[Any] = [None] * len(requests)
-        generations = {i: r.tokenized for i, r in enumerate(requests) if isinstance(r.tokenized, Generation)}
-        continuations = {i: r.tokenized for i, r in enumerate(requests) if isinstance(r.tokenized, Continuation)}
-        if generations:
-            for i, completion in zip(generations, self.backend.generate(list(generations.values())), strict=True):
-                answers[i] = completion
-        if continuations:
-            scores = self.backend.loglikelihoods(list(continuations.values()))
-            for i, score in zip(continuations, scores, strict=True):
-                answers[i] = score
-        return answers
+        requests = [(each, index) for each in samples for index in range(len(each.requests))]
+        tokenized = [each.requests[index].tokenized for each, index in requests]
+        generations = [i for i, request in enumerate(tokenized) if isinstance(request, Generation)]
+        continuations = [i for i, request in enumerate(tokenized) if isinstance(request, Continuation)]
 
-    def _judge(self, span: Span, samples: Sequence[tuple[int, Sequence[tuple[_Request, Any]]]]) -> list[SampleResult]:
+        def answer(i: int, given: Any) -> None:
+            sample, index = requests[i]
+            sample.answers[index] = given
+            if sample.task.code is not None and all(found is not None for found in sample.answers):
+                sample.task.code.begin(sample.in_order)
+
+        if generations:
+            self.backend.generate(
+                [request for request in tokenized if isinstance(request, Generation)],
+                finished=lambda index, completion: answer(generations[index], completion),
+            )
+        if continuations:
+            scores = self.backend.loglikelihoods([each for each in tokenized if isinstance(each, Continuation)])
+            for i, score in zip(continuations, scores, strict=True):
+                answer(i, score)
+
+    def _judge(self, span: Span, samples: Sequence[_Asked]) -> list[SampleResult]:
         task = self._prepare(span.task).task
-        answers = [_answers(task.order[position][0], answered) for position, answered in samples]
+        answers = [sample.in_order for sample in samples]
         values = self._metrics.values(span.task.digest, answers) if task.code is None else task.code.values(answers)
         return [
             SampleResult(
                 objective=span.objective,
-                position=position,
-                document=task.document(position),
+                position=sample.position,
+                document=task.document(sample.position),
                 value=value,
-                response=_response([answer for _, answer in answered]),
-                is_truncated=any(request.is_truncated for request, _ in answered),
-                tokens=_tokens([answer for _, answer in answered]),
+                response=_response(sample.answers),
+                is_truncated=any(request.is_truncated for request in sample.requests),
+                tokens=_tokens(sample.answers),
             )
-            for (position, answered), value in zip(samples, values, strict=True)
+            for sample, value in zip(samples, values, strict=True)
         ]
 
     def _prepare(self, spec: TaskSpec) -> _Prepared:
@@ -377,11 +421,14 @@ class TaskEvaluator:
     def _forget_all_but(self, in_use: Collection[str]) -> None:
         """Drop tokenized tasks, least recently used first, until the others have at most MAX_KEPT_TOKENS prompt tokens.
 
-        Tasks whose digest is `in_use` are kept.
+        Tasks with an attacked template are dropped first, as each is scored once. Tasks whose digest is `in_use` are
+        kept.
         """
         kept = sum(prepared.num_tokens for prepared in self._prepared.values())
-        for digest in [digest for digest in self._prepared if digest not in in_use]:
-            if kept <= MAX_KEPT_TOKENS:
+        unused = [digest for digest in self._prepared if digest not in in_use]
+        attacked = {digest for digest in unused if self._prepared[digest].task.spec.template is not None}
+        for digest in sorted(unused, key=lambda digest: digest not in attacked):
+            if kept <= MAX_KEPT_TOKENS and digest not in attacked:
                 return
             forgotten = self._prepared.pop(digest)
             kept -= forgotten.num_tokens
@@ -422,19 +469,6 @@ def _temperature(arguments: Mapping[str, Any]) -> float:
         return 0.0
     given = arguments.get("temperature")
     return float(given) if given is not None else float(bool(arguments.get("do_sample")))
-
-
-def _answers(subtask: int, answered: Sequence[tuple[_Request, Any]]) -> Answers:
-    """Group the answers to one sample by lm-eval's requests; a request that lm-eval repeats has several answers.
-
-    `answered` has pairs of a tokenized request and its answer. `subtask` is the index of the sample's subtask.
-    """
-    by_instance: dict[int, list[Any]] = {}
-    for request, answer in answered:
-        by_instance.setdefault(id(request.instance), []).append(
-            answer.text if isinstance(answer, Completion) else answer
-        )
-    return Answers(subtask, answered[0][0].instance.doc_id, tuple(map(tuple, by_instance.values())))
 
 
 def _response(answers: Sequence[Any]) -> str:

@@ -9,26 +9,50 @@ import difflib
 import hashlib
 import logging
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from workers.errors import InvalidTask
-from workers.evaluation.built_tasks import BuiltTask, Subtask, permutation
+from workers.evaluation.built_tasks import Answers, BuiltTask, Subtask, permutation
 from workers.evaluation.inline_files import InlineRow, read_inline
+from workers.evaluation.metrics import results_of
+from workers.evaluation.sample_metrics import ACCURACY, METRICS, PER_SAMPLE_FORMS, names_for
+from workers.evaluation.task_index import (
+    IndexNeeded,
+    PlainIndex,
+    index_at_hand,
+    index_to_send,
+    is_shipped,
+    manager_of,
+    task_index,
+    use_index,
+)
 from workers.evaluation.task_loading import OwnCode, Recording, confined_loading, guarded_loading, recorded_loading
 from workers.file_access import FileAccess
 from workers.models.remote import local_file
 from workers.object_store import is_object_url
 from workers.types import TaskSpec
 
-__all__ = ["MAX_TOKENS", "LoadedTasks", "Prepared", "build", "content_hash", "inline_rows", "prepare"]
+__all__ = [
+    "MAX_TOKENS",
+    "PASS_AT",
+    "LoadedTasks",
+    "Prepared",
+    "build",
+    "content_hash",
+    "inline_rows",
+    "inline_template",
+    "is_file",
+    "prepare",
+]
 
 FEWSHOT_SEED = 1234  # lm-eval's default, so that few-shot prompts are those of its command line
-EXACT_MATCH, PASS_AT_1 = "exact_match", "pass@1"  # the metrics of inline tasks, without and with a program
+EXACT_MATCH, PASS_AT = "exact_match", "pass@"  # the metrics of inline tasks, without and with a program (pass@k)
 MEANS = ("mean", "nanmean")
 YAML = (".yaml", ".yml")
 OUTPUT_TYPES = ("generate_until", "loglikelihood", "multiple_choice")
@@ -45,14 +69,14 @@ class Prepared:
     """What a confined process needs to build a task, apart from its TaskSpec.
 
     `directories` hold the task's files, and `files` are those of them that its code may read. `datasets` has its data,
-    as `datasets.load_dataset` returned it, by `task_loading.data_key`. `index` is what lm-eval knows of its own tasks;
-    None if the task is a file.
+    as `datasets.load_dataset` returned it, by `task_loading.data_key`. `index` has the tasks with a name
+    (`task_index`); None if the task needs none.
     """
 
     directories: tuple[str, ...]
     files: tuple[str, ...]
     datasets: Mapping[str, Any]
-    index: Mapping[str, Any] | None
+    index: PlainIndex | None
 
 
 class LoadedTasks(dict[str, Any]):
@@ -73,11 +97,13 @@ def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
     if isinstance(spec.task, Mapping):
         name = Path(str(spec.task.get("file"))).stem
         rows = inline_rows(spec)
-        tasks = {name: _inline_task(name, rows, spec.task, num_fewshot=spec.num_fewshot or 0)}
+        tasks = {name: _inline_task(name, rows, spec.task, spec)}
     elif prepared is None:
         tasks = _load(spec, guarded_loading)
     else:
-        tasks = _load(spec, lambda directory, _: confined_loading(directory, prepared.datasets), index=prepared.index)
+        if prepared.index is not None:
+            use_index(prepared.index)
+        tasks = _load(spec, lambda directory, _: confined_loading(directory, prepared.datasets))
     if not tasks:
         raise InvalidTask(f"task {_label(spec)!r}: a group without tasks")
     categories = tasks.categories if isinstance(tasks, LoadedTasks) else {}
@@ -107,7 +133,7 @@ def prepare(spec: TaskSpec) -> Prepared:
             str(file) for directory in sorted(recording.directories) for file in _files_of_task(directory, spec.access)
         ),
         recording.datasets,
-        None if _is_file(spec) else _manager().task_index,
+        index_to_send(),
     )
 
 
@@ -115,8 +141,9 @@ def _files_of_task(directory: Path, access: FileAccess | None) -> Iterator[Path]
     """Yield the files in `directory` that code of a task there may read. Other things may be there too.
 
     They are the files of the directory itself, and Python and YAML files below it, but not hidden ones, nor those that
-    `access` refuses, such as links to files elsewhere.
+    `access` refuses, such as links to files elsewhere. Files of shipped tasks may always be read.
     """
+    access = None if is_shipped(directory) else access
     for place, folders, names in os.walk(directory):
         folders[:] = [folder for folder in folders if not folder.startswith(".")]
         is_own = Path(place) == directory
@@ -156,10 +183,7 @@ def inline_rows(spec: TaskSpec) -> list[InlineRow]:
     label = _label(spec)
     if "file" not in spec.task:
         raise InvalidTask(f"inline task: no file; found only {', '.join(sorted(spec.task)) or 'nothing'}")
-    has_program = spec.task.get("program") is not None
-    if spec.metric != (metric := PASS_AT_1 if has_program else EXACT_MATCH):
-        kind = "an inline task with a program" if has_program else "an inline task"
-        raise InvalidTask(f"task {label}: unknown metric {spec.metric!r}; {kind} has {metric}", "metric")
+    _check_metric_of_inline_task(spec, spec.task, label)
     if spec.filter not in (None, "none"):
         raise InvalidTask(f"task {label}: unknown filter {spec.filter!r}; an inline task has none", "filter")
     if spec.split is not None:
@@ -169,11 +193,43 @@ def inline_rows(spec: TaskSpec) -> list[InlineRow]:
         raise InvalidTask(f"task {label}: max_tokens is {spec.task['max_tokens']}; give at least 1", "task.max_tokens")
     _check_access(spec, spec.task["file"])
     _check_content(spec, spec.task["file"])
-    rows = read_inline(spec.task)
+    rows = read_inline({**spec.task, "prompt": inline_template(spec)})
     if (spec.num_fewshot or 0) >= len(rows):
         message = f"task {label}: num_fewshot {spec.num_fewshot} needs more than its {len(rows)} samples"
         raise InvalidTask(message, "num_fewshot")
     return rows
+
+
+def inline_template(spec: TaskSpec) -> str:
+    """The Jinja template of the prompts of an inline task."""
+    assert isinstance(spec.task, Mapping)
+    return str(spec.task.get("prompt", "{{prompt}}")) if spec.template is None else spec.template
+
+
+def _check_metric_of_inline_task(spec: TaskSpec, task: Mapping[str, Any], label: str) -> None:
+    if task.get("program") is None:
+        if spec.metric != EXACT_MATCH:
+            message = f"task {label}: unknown metric {spec.metric!r}; an inline task has {EXACT_MATCH}"
+            raise InvalidTask(message, "metric")
+        for key in ("repeats", "temperature", "top_p"):
+            if task.get(key) is not None:
+                message = f"task {label}: {key} is for tasks with a program; leave it out: decoding is greedy"
+                raise InvalidTask(message, f"task.{key}")
+        return
+    repeats = int(task.get("repeats", 1))
+    number = spec.metric.removeprefix(PASS_AT)
+    if not (spec.metric.startswith(PASS_AT) and number.isdecimal() and number.isascii() and int(number) >= 1):
+        message = f"task {label}: unknown metric {spec.metric!r}; an inline task with a program has pass@1, pass@10 ..."
+        raise InvalidTask(message, "metric")
+    if int(number) > repeats:
+        message = f"task {label}: {spec.metric} needs {number} completions of each prompt or more, repeats is {repeats}"
+        raise InvalidTask(message, "task.repeats")
+    if repeats > 1 and task.get("temperature") is None:
+        message = f"task {label}: repeats is {repeats}, but greedy completions are all equal; give a temperature"
+        raise InvalidTask(message, "task.temperature")
+    if task.get("top_p") is not None and task.get("temperature") is None:
+        message = f"task {label}: top_p {task['top_p']} has no effect without a temperature; leave it out"
+        raise InvalidTask(message, "task.top_p")
 
 
 def _check_access(spec: TaskSpec, file: str | Path) -> None:
@@ -186,7 +242,7 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
         raise InvalidTask(f"{file}: has changed since the study was planned; restore it or start a new study")
 
 
-def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], *, num_fewshot: int) -> Any:
+def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], spec: TaskSpec) -> Any:
     """Make an lm-eval task of `rows`, the samples of a JSONL file.
 
     A greedy completion is right if it equals the whole answer, apart from white space at its ends; `executed_task`
@@ -195,6 +251,7 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
+    temperature = task.get("temperature")
     columns = {"prompt": [row.prompt for row in rows], "answer": [row.answer for row in rows]}
 
     def exact_match(doc: Mapping[str, str], results: Sequence[str]) -> dict[str, float]:
@@ -207,7 +264,7 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
             "custom_dataset": lambda **_: {"test": Dataset.from_dict(columns)},
             "test_split": "test",
             "fewshot_split": "test",
-            "num_fewshot": num_fewshot,
+            "num_fewshot": spec.num_fewshot or 0,
             "output_type": "generate_until",
             "doc_to_text": lambda doc: doc["prompt"],
             "doc_to_target": lambda doc: doc["answer"],
@@ -216,13 +273,15 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
             "process_results": exact_match,
             "metric_list": [
                 {"metric": metric, "aggregation": "mean", "higher_is_better": True}
-                for metric in (EXACT_MATCH, PASS_AT_1)
+                for metric in (EXACT_MATCH, spec.metric)
             ],
             "generation_kwargs": {
                 "until": list(task.get("until", ("\n",))),
                 "max_gen_toks": int(task.get("max_tokens", 64)),
-                "do_sample": False,
+                **({"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}),
+                **({} if task.get("top_p") is None else {"top_p": float(task["top_p"])}),
             },
+            "repeats": int(task.get("repeats", 1)),
         }
     )
 
@@ -230,22 +289,22 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 # lm-eval's own tasks
 
 
-def _load(spec: TaskSpec, loading: Loading, *, index: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Let lm-eval load the tasks of `spec`, by name; `index` is what it knows of its own tasks, if known."""
+def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
+    """Let lm-eval load the tasks of `spec`, by name."""
     assert isinstance(spec.task, str)
-    return _from_yaml(spec.task, spec, loading) if _is_file(spec) else _from_name(spec.task, loading, index)
+    return _from_yaml(spec.task, spec, loading) if is_file(spec.task) else _from_name(spec.task, loading)
 
 
-def _from_name(name: str, loading: Loading, index: Mapping[str, Any] | None) -> dict[str, Any]:
-    manager = _manager() if index is None else _indexed(index)
-    if name not in manager.task_index:
-        nearest = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
+def _from_name(name: str, loading: Loading) -> dict[str, Any]:
+    index = task_index()
+    if name not in index:
+        nearest = difflib.get_close_matches(name, sorted(index), n=3, cutoff=0.5)
         raise InvalidTask(
             f"task {name!r}: lm-eval knows no such task"
             + (f"; nearest are {', '.join(nearest)}" if nearest else "; `lm-eval ls tasks` lists them")
         )
     with loading(None, None):
-        return _loaded(manager, name, label=name)
+        return _loaded(manager_of(index), name, label=name)
 
 
 def _from_yaml(name: str, spec: TaskSpec, loading: Loading) -> dict[str, Any]:
@@ -256,27 +315,33 @@ def _from_yaml(name: str, spec: TaskSpec, loading: Loading) -> dict[str, Any]:
     _check_content(spec, name)
     if is_object_url(name):  # the folder of its download may be read; Python functions in it are not trusted
         access = (access or FileAccess((os.sep,))).allowing([str(file.parent)])
-    # Data files are relative to the task file, not to the directory of the process.
+    try:
+        with loading(file.parent, access):  # data files are relative to the task file, not to the process's directory
+            return _load_yaml(file)
+    except IndexNeeded:
+        task_index()
     with loading(file.parent, access):
         return _load_yaml(file)
 
 
 def _load_yaml(file: Path) -> dict[str, Any]:
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
+    from lm_eval.tasks import _yaml_loader
+    from lm_eval.tasks._index import TaskIndex
 
     try:
-        config = load_yaml(file, resolve_func=False)
+        config = _yaml_loader.load_yaml(file, resolve_func=False)
     except InvalidTask as error:
         raise InvalidTask(f"{file}: {error}") from error
     except Exception as error:  # YAML of any origin, and its includes
         raise InvalidTask(f"{file}: not an lm-eval task: {error}") from error
     if not isinstance(config, dict) or not ({"task", "group"} & set(config)):
         raise InvalidTask(f"{file}: not an lm-eval task: neither `task` nor `group` in it")
-    manager = TaskManager(include_path=str(file.parent), include_defaults=False)
+    index = TaskIndex.build([file.parent])
     members = config["task"] if isinstance(config.get("task"), list) else []
-    if any(isinstance(member, str) and member not in manager.task_index for member in members):
-        manager = TaskManager(include_path=str(file.parent))  # with lm-eval's own tasks, which takes 5-10 s to index
+    names = [each.get("task", each.get("group")) if isinstance(each, Mapping) else each for each in members]
+    if any(isinstance(name, str) and name not in index for name in names):
+        index = {**index_at_hand(), **index}
+    manager = manager_of(index)
     # A group is loaded by name: loaded by path, its list of tasks is taken for the name.
     return _loaded(manager, str(config["group"]) if "group" in config else str(file), label=str(file))
 
@@ -290,33 +355,12 @@ def _loaded(manager: Any, name: str, *, label: str) -> dict[str, Any]:
         raise InvalidTask(f"task {label!r}: {error}", error.field) from error
     except Exception as error:  # a task is code and data of any origin: it may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        if isinstance(error, ConnectionError) or "offline" in str(error).lower():
-            raise InvalidTask(
-                f"task {label!r}: its data cannot be fetched ({reason}); where there is no network, use an lm-eval "
-                "YAML file or an inline JSONL task over local files, or fill the Hugging Face cache beforehand"
-            ) from error
         raise InvalidTask(f"task {label!r}: cannot be built: {reason}") from error
     tasks = LoadedTasks(found["tasks"])
     for group in found["groups"].values():
         for inner in group.get_all_groups():
             tasks.categories |= {inner.name: tuple(task.task_name for task in inner.get_all_tasks())}
     return tasks
-
-
-@lru_cache(maxsize=1)
-def _manager() -> Any:
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager()  # reads every YAML file of lm-eval: 5-10 s
-
-
-def _indexed(index: Mapping[str, Any]) -> Any:
-    """Make lm-eval's TaskManager of an index that another one has made."""
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_defaults=False)
-    manager._index = dict(index)
-    return manager
 
 
 def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
@@ -335,13 +379,18 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
         task.set_config("num_fewshot", spec.num_fewshot)
     elif task.get_config("num_fewshot") is None:
         task.set_config("num_fewshot", 0)
-    if spec.max_tokens is not None:
-        _use_max_tokens(task, spec.max_tokens, where)
+    is_inline = isinstance(spec.task, Mapping)
+    if spec.template is not None and not is_inline:
+        _use_template(task, spec.template, where)
+    if spec.max_tokens is not None:  # lm-eval knows the limit by several names, of which the task may have any
+        _set_generation(task, MAX_TOKENS, "max_gen_toks", spec.max_tokens, field="max_tokens", where=where)
+    if spec.until is not None:
+        _set_generation(task, ("until",), "until", list(spec.until), field="until", where=where)
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
     num_samples = len(task.eval_docs)
     if num_samples == 0:
         raise InvalidTask(f"{where}: holds no samples")
-    return Subtask(
+    subtask = Subtask(
         name=name,
         task=task,
         filter=_filter(task, spec, where),
@@ -350,25 +399,88 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
         higher_is_better=bool(task.higher_is_better().get(spec.metric, True)),
         prefix=str(task.config.gen_prefix or ""),
         delimiter=str(task.config.target_delimiter),
+        template=inline_template(spec) if is_inline else _template_of(task),
+        options=_fixed_options(task),
+        filters=tuple(str(ensemble.name) for ensemble in task._filters),
     )
+    _check_value(subtask, spec, where)
+    return subtask
 
 
 def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
+    """Check that the metric is a mean over samples. Adds the accuracy to a multiple choice that does not list it."""
     from lm_eval.api.registry import AGGREGATION_REGISTRY
 
     aggregations: Mapping[str, Any] = task.aggregation()
+    metrics = names_for(task.OUTPUT_TYPE)
     if spec.metric not in aggregations:
+        if spec.metric in METRICS and spec.metric in metrics:
+            return
+        if spec.metric == ACCURACY and spec.metric in metrics and task.config.process_results is None:
+            _add_accuracy(task)
+            return
+        others = [name for name in metrics if name not in aggregations]
         message = f"{where}: unknown metric {spec.metric!r}; it has {', '.join(sorted(aggregations))}"
-        raise InvalidTask(message, "metric")
+        raise InvalidTask(message + (f", and every such task {', '.join(others)}" if others else ""), "metric")
     function = aggregations[spec.metric]
     names = {registered: name for name, registered in AGGREGATION_REGISTRY.items()}
     name = names.get(function, getattr(function, "__name__", str(function)))
     if name not in MEANS:
         raise InvalidTask(
             f"{where}: metric {spec.metric!r} is aggregated by {name}, not by the mean over samples, so that a part "
-            "of the data does not estimate it; choose a metric that is a mean",
+            f"of the data does not estimate it; {_instead(spec.metric, metrics)}",
             "metric",
         )
+
+
+def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
+    """Check that a metric of lm-eval gives a number for a sample, by a made-up answer to the first one.
+
+    Some metrics give what only their own aggregation can use, and fail with `aggregation: mean`.
+    """
+    task = subtask.task
+    if task.config.process_results is not None or any(
+        callable(each["metric"]) for each in task.config.metric_list or ()
+    ):
+        return
+    document = task.eval_docs[0]
+    try:
+        answers = Answers(0, 0, _made_up(task, document))
+        value = results_of(subtask, document, answers, metric=spec.metric)[spec.metric]
+    except Exception:  # a made-up answer may be none that the metric expects
+        return
+    try:
+        float(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidTask(
+            f"{where}: metric {spec.metric!r} gives {reprlib.repr(value)} for a sample, not a number, so that it has "
+            f"no mean, whatever `aggregation` says; {_instead(spec.metric, names_for(task.OUTPUT_TYPE))}",
+            "metric",
+        ) from error
+
+
+def _made_up(task: Any, document: Any) -> tuple[tuple[Any, ...], ...]:
+    """Answers to the requests of a document, without building the requests, which draws few-shot examples."""
+    if task.OUTPUT_TYPE == "generate_until":
+        return (("",),)
+    if task.OUTPUT_TYPE == "loglikelihood":
+        return (((-1.0, False),),)
+    count = len(task.doc_to_choice(document)) * (2 if "acc_mutual_info" in task.aggregation() else 1)
+    return (((-1.0, False),),) * count
+
+
+def _instead(metric: str, metrics: Sequence[str]) -> str:
+    form = PER_SAMPLE_FORMS.get(metric)
+    return f"use {form} instead" if form in metrics else "choose a metric that is a mean"
+
+
+def _add_accuracy(task: Any) -> None:
+    from lm_eval.api.registry import get_aggregation, get_metric
+
+    task._metric_fn_list[ACCURACY] = get_metric(ACCURACY)
+    task._metric_fn_kwargs[ACCURACY] = {}
+    task._aggregation_list[ACCURACY] = get_aggregation("mean")
+    task._higher_is_better[ACCURACY] = True
 
 
 def _filter(task: Any, spec: TaskSpec, where: str) -> str:
@@ -380,13 +492,37 @@ def _filter(task: Any, spec: TaskSpec, where: str) -> str:
     return spec.filter
 
 
-def _use_max_tokens(task: Any, max_tokens: int, where: str) -> None:
-    """Limit the completions of a task; lm-eval knows the limit by several names, of which the task may have any."""
+def _set_generation(
+    task: Any, old: Sequence[str], name: str, value: int | list[str], *, field: str, where: str
+) -> None:
+    """Set the argument `name` of a task's generation in place of the arguments `old`."""
     if task.OUTPUT_TYPE != "generate_until":
-        message = f"{where}: max_tokens {max_tokens}: the task scores options and generates no text; leave it out"
-        raise InvalidTask(message, "max_tokens")
-    arguments = {key: value for key, value in task.get_config("generation_kwargs").items() if key not in MAX_TOKENS}
-    task.set_config("generation_kwargs", {**arguments, "max_gen_toks": max_tokens})
+        message = f"{where}: {field} {value}: the task scores options and generates no text; leave it out"
+        raise InvalidTask(message, field)
+    arguments = {key: given for key, given in task.get_config("generation_kwargs").items() if key not in old}
+    task.set_config("generation_kwargs", {**arguments, name: value})
+
+
+def _template_of(task: Any) -> str:
+    """The Jinja template of a task's prompts; "" if they come from a function or a column of the data."""
+    text = task.config.doc_to_text
+    return text if isinstance(text, str) and text not in getattr(task, "features", ()) else ""
+
+
+def _use_template(task: Any, template: str, where: str) -> None:
+    """Use another template for a task's prompts, and for its few-shot examples if they have the same template."""
+    if not _template_of(task):
+        raise InvalidTask(f"{where}: its prompts come from no template, and none can be put in place of it")
+    if task.fewshot_cfg.doc_to_text == task.config.doc_to_text:
+        task.fewshot_cfg.doc_to_text = template
+    task.set_config("doc_to_text", template)
+
+
+def _fixed_options(task: Any) -> tuple[str, ...]:
+    options = task.config.doc_to_choice
+    if isinstance(options, Mapping):
+        options = list(options.values())
+    return tuple(map(str, options)) if isinstance(options, list) else ()
 
 
 def _use_split(task: Any, split: str, where: str) -> None:
@@ -397,8 +533,9 @@ def _use_split(task: Any, split: str, where: str) -> None:
     task.task_docs = task.eval_docs
 
 
-def _is_file(spec: TaskSpec) -> bool:
-    return Path(str(spec.task)).suffix in YAML
+def is_file(task: str) -> bool:
+    """Whether `task` names a YAML file, not a task with a name."""
+    return Path(task).suffix in YAML
 
 
 def _label(spec: TaskSpec) -> str:

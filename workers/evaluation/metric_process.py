@@ -24,6 +24,7 @@ from typing import IO, Any
 from workers.errors import EngineUnavailable, InvalidTask, MetricFailed, WorkerError
 from workers.evaluation.built_tasks import Answers, BuiltTask
 from workers.evaluation.channel import Channel
+from workers.evaluation.confinement import Confinement
 from workers.evaluation.metrics import Documents, failure
 from workers.evaluation.task_server import serve
 
@@ -63,18 +64,29 @@ class TaskProcess(ABC):
         code = self._process.returncode
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
-    def _start(self, first: object, *, environment: Mapping[str, str], handles: Sequence[int] = ()) -> None:
+    def _start(
+        self,
+        first: object,
+        *,
+        environment: Mapping[str, str],
+        confinement: Confinement | None = None,
+        handles: Sequence[int] = (),
+    ) -> None:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by _end)
         with theirs:
+            command = [sys.executable, "-c", PROGRAM, str(theirs.fileno())]
+            environment = {**environment, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+            if confinement is not None:
+                command, environment = confinement.command(command, environment)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+                command,
                 pass_fds=[theirs.fileno(), *handles],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                env={**environment, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+                env=environment,
             )
         self._is_distrusted = False
         self._end = weakref.finalize(self, _end, self._process, self._channel, self._errors)
@@ -108,7 +120,7 @@ class TaskProcess(ABC):
             is_retry = True
 
     def _restart(self) -> str:
-        """Start a new process in place of one that has ended or hangs, as it was before.
+        """Replace the process, which has ended or hangs, by a new one with the same tasks.
 
         Returns how the old process ended: its exit code or signal.
         """
@@ -122,7 +134,7 @@ class TaskProcess(ABC):
 
     @abstractmethod
     def _start_again(self) -> None:
-        """Start the process anew, in the state in which it was."""
+        """Start the process again, with the tasks that it had."""
 
     def _last_words(self) -> str:
         """The end of what the process wrote to its standard error."""

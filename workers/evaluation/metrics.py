@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 from workers.errors import MetricFailed
 from workers.evaluation.built_tasks import Answers, BuiltTask, Subtask
+from workers.evaluation.right_answers import right_answer
+from workers.evaluation.sample_metrics import METRICS
 
-__all__ = ["Documents", "LocalMetrics", "Metrics", "failure"]
+__all__ = ["Documents", "LocalMetrics", "Metrics", "failure", "results_of"]
 
 # The documents of each subtask, by lm-eval's `doc_id`.
 Documents = tuple[Mapping[int, Any], ...]
@@ -71,7 +73,7 @@ class LocalMetrics:
         task, documents = self._tasks[digest]
         subtask, metric = task.subtasks[answers.subtask], task.spec.metric
         try:
-            found = _results(subtask, documents[answers.subtask][answers.document], answers, metric=metric)
+            found = results_of(subtask, documents[answers.subtask][answers.document], answers, metric=metric)
             value = float(found[metric]) if metric in found else None
         except (Exception, SystemExit) as error:  # a metric is code of any origin: it may raise anything
             what = f"raised {type(error).__name__}: {error}; the answer was {reprlib.repr(answers.responses)}"
@@ -92,10 +94,11 @@ def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
     return MetricFailed(f"task {name}, document {answers.document}: metric {task.spec.metric!r} {what}")
 
 
-def _results(subtask: Subtask, document: Any, answers: Answers, *, metric: str) -> Mapping[str, Any]:
-    """Apply lm-eval's filters and metrics to the answers to one document.
+def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str) -> Mapping[str, Any]:
+    """Apply a filter and metrics to the answers to one document.
 
-    Returns what each metric of the subtask gives for the document, by the metric's name.
+    Returns what each of the subtask's own metrics gives for the document, by the metric's name; if `metric` is not one
+    of them, the value of the sample metric of that name alone (`sample_metrics`).
     """
     from lm_eval.api.instance import Instance
 
@@ -105,10 +108,19 @@ def _results(subtask: Subtask, document: Any, answers: Answers, *, metric: str) 
     ]
     ensemble = next(ensemble for ensemble in subtask.task._filters if ensemble.name == subtask.filter)
     ensemble.apply(instances)
-    results: Mapping[str, Any] = subtask.task.process_results(
-        document, [instance.filtered_resps[subtask.filter] for instance in instances]
-    )
+    filtered = [instance.filtered_resps[subtask.filter] for instance in instances]
+    if metric in METRICS and metric not in subtask.task.aggregation():
+        right = right_answer(subtask.task, document)
+        if right.lack is not None:
+            raise ValueError(right.lack)
+        return {metric: METRICS[metric](str(subtask.task.doc_to_text(document)), right.texts, _text(filtered[0]))}
+    results: Mapping[str, Any] = subtask.task.process_results(document, filtered)
     config = subtask.task.config
     if metric not in results and len(results) == len(config.metric_list or ()) == 1 and config.process_results is None:
         return {metric: next(iter(results.values()))}  # a function may name its value itself, as "pass@1"
     return results
+
+
+def _text(answer: Any) -> str:
+    """The answer that a filter has left: a text, or one of several tries."""
+    return str(answer[0]) if isinstance(answer, list) else str(answer)

@@ -6,7 +6,7 @@ The engine and the transformers reference share this module, so that both read a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,9 +60,17 @@ class Completion:
 
 
 class Backend(Protocol):
-    """Interface of what answers requests: the warm engine, or plain transformers."""
+    """Interface of backends, which answer requests: the warm engine, or plain transformers."""
 
-    def generate(self, requests: Sequence[Generation]) -> list[Completion]: ...
+    def generate(
+        self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]:
+        """Complete prompts, and return the completions in the order of the requests.
+
+        `finished` is called with the index of a request and its completion, as soon as the completion is there. It must
+        not raise.
+        """
+        ...
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """For each request, the log-likelihood (natural) of the scored tokens, and whether greedy decoding gives them.

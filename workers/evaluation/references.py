@@ -42,7 +42,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Target:
-    """What the loss of one sample is computed from: texts that a model reads, and which of them are right.
+    """Texts that a model reads for the loss of one sample, and which of them are right.
 
     If `scales` is None, `readings` are alternative right completions; the loss is the negative log-likelihood (natural
     log) of the most likely one. Otherwise `readings` are the options of a multiple choice, and `right` has the indices
@@ -67,7 +67,7 @@ class Target:
 
 
 class References:
-    """What the losses of tasks' samples are computed from (`Target`): the samples' right answers, tokenized.
+    """The right answers of tasks' samples, tokenized, from which losses are computed (`Target`).
 
     `evaluator` provides the tokenized prompts. The targets of a task are built once.
     """
@@ -78,7 +78,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """For each sample of a task, by position, the texts from which its loss is computed (`Target`).
+        """Targets of samples of a task, by position: the texts from which their losses are computed.
 
         Raises InvalidTask if a sample has no right answer that a model could read.
         """

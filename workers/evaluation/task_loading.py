@@ -1,4 +1,4 @@
-"""What lm-eval may read and run while it builds a task: its YAML files, their Python functions, and data files.
+"""Limits on what lm-eval reads and runs while it builds a task: YAML files, Python functions, and data files.
 
 lm-eval resolves includes, groups and overrides itself. Therefore its own loading functions are wrapped while it builds
 a task, rather than its files being interpreted a second time. There are three ways to load a task:
@@ -25,8 +25,9 @@ from typing import Any
 from jinja2.sandbox import SandboxedEnvironment
 
 from workers.errors import InvalidTask
+from workers.evaluation.data_sets import data_dir, load
+from workers.evaluation.task_index import index_at_hand, is_shipped
 from workers.file_access import FileAccess
-from workers.models.remote import without_waiting
 
 __all__ = ["OwnCode", "Recording", "confined_loading", "data_key", "guarded_loading", "recorded_loading"]
 
@@ -54,7 +55,7 @@ class OwnCode(Exception):
 
 @dataclass
 class Recording:
-    """What `recorded_loading` found.
+    """Directories and data of tasks, as `recorded_loading` found them.
 
     `directories` are those of all YAML files that were read. `datasets` has the data of each task, as
     `datasets.load_dataset` returned it, by `data_key`.
@@ -127,6 +128,7 @@ def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterato
     """
     import datasets
     import lm_eval.api.task
+    from lm_eval.tasks import _yaml_loader
 
     def given(_: Callable[..., Any]) -> Callable[..., Any]:
         def load_dataset(path: str, name: str | None = None, **options: Any) -> Any:
@@ -145,6 +147,7 @@ def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterato
     with _TURN, contextlib.ExitStack() as stack:
         stack.enter_context(_wrapped(datasets, "load_dataset", given))
         stack.enter_context(_wrapped(lm_eval.api.task, "get_metric", _metric_guard))
+        stack.enter_context(_wrapped(_yaml_loader, "load_yaml", _includes_by_name))
         if directory is not None:
             stack.enter_context(contextlib.chdir(directory))
         yield
@@ -162,9 +165,12 @@ def _limited_loading(directory: Path | None, access: FileAccess | None) -> Itera
     from lm_eval.tasks import _yaml_loader
 
     _confine_templates()
+    if access is not None and (own := data_dir()) is not None:  # which the operator has chosen
+        access = access.allowing([str(own)])
     with _TURN, contextlib.ExitStack() as stack:
         stack.enter_context(_wrapped(datasets, "load_dataset", _data_guard(access)))
         stack.enter_context(_wrapped(lm_eval.api.task, "get_metric", _metric_guard))
+        stack.enter_context(_wrapped(_yaml_loader, "load_yaml", _includes_by_name))
         if access is not None:
             stack.enter_context(_wrapped(datasets.data_files, "resolve_pattern", _pattern_guard(access)))
             stack.enter_context(_wrapped(datasets.load, "dataset_module_factory", _format_guard))
@@ -201,16 +207,32 @@ def _wrapped(module: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
         setattr(module, name, original)
 
 
+def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrapper of lm-eval's `load_yaml(path)` that also reads the file of a task with a name (`include: gsm8k`).
+
+    lm-eval calls `load_yaml` by this name for each `include`, with a path in the directory of the file that includes
+    it. A file of that path comes first. Raises IndexNeeded if the index of names is not loaded yet.
+    """
+
+    def loaded(path: str | Path, **options: Any) -> Any:
+        path = Path(path)
+        if not path.suffix and not path.exists() and (named := index_at_hand().get(path.name)):
+            path = named.yaml_path or path
+        return load_yaml(path, **options)
+
+    return loaded
+
+
 def _yaml_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of lm-eval's `_make_loader(directory)` that refuses YAML files outside `access` (InvalidTask).
 
-    lm-eval calls `_make_loader` for every YAML file, with the file's directory. The files that lm-eval ships are
+    lm-eval calls `_make_loader` for every YAML file, with the file's directory. The files of shipped tasks are
     allowed.
     """
 
     def wrapper(make_loader: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(directory: Path, **options: Any) -> Any:
-            if not _is_shipped(directory):
+            if not is_shipped(directory):
                 _refuse(access.refusal(directory))
             return make_loader(directory, **options)
 
@@ -223,12 +245,13 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
     """Make a replacement of lm-eval's `_import_func_in_yml(name, directory)` that imports nothing.
 
     lm-eval calls `_import_func_in_yml` for each Python function (`!function`) that a YAML file in `directory` names.
-    `access` says which directories are trusted; lm-eval's own are, too. Functions of others are refused (InvalidTask).
-    For the rest OwnCode is raised or, if `name` is given, what it makes of the function's name is returned.
+    `access` says which directories are trusted; those of shipped tasks are, too. Functions of others are refused
+    (InvalidTask). For the rest OwnCode is raised or, if `name` is given, what it makes of the function's name is
+    returned.
     """
 
     def guarded(function: str, directory: Path) -> Any:
-        if access is not None and not _is_shipped(directory):
+        if access is not None and not is_shipped(directory):
             _refuse(access.distrust(directory))
         if name is None:
             raise OwnCode(function)
@@ -261,9 +284,7 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
                     raise InvalidTask(f"dataset_kwargs: {forbidden[0]} is not accepted, since it can name other hosts")
                 for directory in _directories(path, options, is_format=is_format):
                     _refuse(access.refusal_of_all(directory))
-            is_local = is_format or os.path.isdir(path)
-            with contextlib.nullcontext() if is_local else without_waiting():
-                found = load_dataset(path=path, name=name, **options)
+            found = load(load_dataset, path, name, options)
             if access is not None:
                 _refuse_media(found)
             return found
@@ -393,18 +414,6 @@ def _matches(pattern: Path) -> Iterator[Path]:
 
 def _place(path: str) -> Path:
     return Path(os.getcwd(), Path(path).expanduser())
-
-
-def _is_shipped(directory: Path) -> bool:
-    """Whether `directory` is in lm-eval's own directory of tasks."""
-    return Path(directory).is_relative_to(_shipped_dir())
-
-
-@functools.cache
-def _shipped_dir() -> Path:
-    import lm_eval.tasks
-
-    return Path(lm_eval.tasks.__file__).resolve().parent
 
 
 def _refuse(reason: str | None) -> None:

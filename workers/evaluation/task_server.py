@@ -33,10 +33,12 @@ from workers.evaluation.built_tasks import (
     lack_of_references,
 )
 from workers.evaluation.channel import Channel
-from workers.evaluation.confinement import PR_SET_PDEATHSIG, Confinement, ConfinementUnavailable
+from workers.evaluation.confinement import Confinement
 from workers.evaluation.execution import pass_at_k
 from workers.evaluation.lm_eval_tasks import Prepared, build
 from workers.evaluation.metrics import Documents, LocalMetrics
+from workers.evaluation.system_calls import PR_SET_PDEATHSIG, ConfinementUnavailable
+from workers.evaluation.task_index import PlainIndex
 from workers.types import TaskSpec
 
 __all__ = ["ConfinedStart", "serve"]
@@ -56,7 +58,7 @@ class ConfinedStart:
     confinement: Confinement
     spec: TaskSpec
     data: Mapping[str, Mapping[str | None, int]]
-    index: Mapping[str, Any] | None
+    index: PlainIndex | None
 
 
 def serve() -> None:
@@ -148,7 +150,7 @@ class _Server:
         self.reply(lack=lack_of_references(self._built, num_documents))
 
     def values(self, digest: str, answers: Sequence[Answers], one_by_one: bool) -> None:
-        """Reply that the task is built, then with lists of values."""
+        """Compute values of samples: reply first that the task is built, then with lists of values."""
         if self._task is not None:
             digest = self._task.spec.digest
         if digest in self._refused:
@@ -176,7 +178,10 @@ class _Server:
         return self._task
 
     def _evaluate(self) -> ModuleType:
-        """A stand-in of the package `evaluate`, whose metrics are code of the hub: it has "code_eval" only."""
+        """Replacement of the package `evaluate` that has the metric "code_eval" only.
+
+        The metrics of the package are code of the hub, which is not run.
+        """
 
         def load(name: str, *_: Any, **__: Any) -> Any:
             if name != "code_eval":
@@ -192,7 +197,7 @@ class _Server:
     def _code_eval(
         self, *, predictions: Sequence[Sequence[str]], references: Sequence[str], k: Sequence[int] = (1,), **_: Any
     ) -> tuple[dict[str, float], dict[int, list[str | None]]]:
-        """Execute programs, each a prediction and the tests of its reference, as the metric "code_eval" does.
+        """The metric "code_eval": execute programs, each a prediction followed by the tests of its reference.
 
         Returns the mean of pass@k over the references, by name, and what executing each program gave.
         """

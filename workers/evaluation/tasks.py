@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from workers.evaluation.built_tasks import BuiltTask
 from workers.evaluation.confined_task import ConfinedTask
 from workers.evaluation.executed_task import ExecutedTask
-from workers.evaluation.lm_eval_tasks import build, inline_rows
+from workers.evaluation.lm_eval_tasks import build, inline_rows, inline_template
 from workers.evaluation.task_loading import OwnCode
 from workers.types import TaskInfo, TaskSpec
 
@@ -27,7 +27,8 @@ def check_task(spec: TaskSpec) -> TaskInfo:
     outside the task's `access`; and for a task with code of its own if this machine cannot confine it.
     """
     if isinstance(spec.task, Mapping) and spec.task.get("program") is None:
-        return TaskInfo(len(inline_rows(spec)), higher_is_better=True, output_type="generate_until")
+        rows = inline_rows(spec)
+        return TaskInfo(len(rows), higher_is_better=True, output_type="generate_until", template=inline_template(spec))
     with build_task(spec) as task:
         return task.info
 

@@ -8,21 +8,18 @@ the CPU, from the same sources, instead of running out of memory there.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from search_spaces.methods import METHODS
+from workers.merging.bank import Bank
 from workers.merging.kernels.lowering import FUSED, ON_CUDA
 from workers.merging.merged_tensor import MergedTensor
 from workers.merging.methods.peaks import BLOCK_BYTES
 from workers.merging.methods.plain import PLAIN
+from workers.merging.plan import TensorPlan
 from workers.models.headers import DTYPE_BYTES, TensorInfo
 from workers.types import Placement
-
-if TYPE_CHECKING:
-    from workers.merging.bank import Bank
-    from workers.merging.plan import TensorPlan
 
 __all__ = ["bank_for", "devices_of", "peak_bytes"]
 

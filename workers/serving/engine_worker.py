@@ -91,8 +91,9 @@ class EngineWorker:
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         """Score samples again with plain transformers on the recipe's exported checkpoint, and compare with `samples`.
 
-        transformers computes in float32. A recipe with alignments, which has no ordinary checkpoint, is built in
-        transformers instead. Returns a report of 0 samples if nothing can be compared.
+        The checkpoint is computed on the CPU, and transformers computes in float32. A recipe with alignments, which has
+        no ordinary checkpoint, is built in transformers instead. Returns a report of 0 samples if nothing can be
+        compared.
         """
         import torch
 
@@ -107,7 +108,8 @@ class EngineWorker:
             return VerificationReport(recipe.digest, 0, 0, 0.0, LOGPROB_TOLERANCE[engine.dtype], (), 0, reason=reason)
         engine.swap(recipe)
         texts = texts_to_read(self.evaluator, samples, spans)
-        bank, model = open_bank(family_to_json(engine.family)), None
+        # Users' exports are computed on the CPU, also where the engine merges on a GPU.
+        bank, model = open_bank(family_to_json(engine.family)).on("cpu"), None
         with tempfile.TemporaryDirectory(prefix="mergesearch-verify-") as directory:
             if any(layer.alignment for layer in recipe.layers):
                 model = merged_model(recipe, bank, dtype=engine.dtype)

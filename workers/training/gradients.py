@@ -48,11 +48,12 @@ Batch = Mapping[str, Sequence[int]]
 class CoefficientGradients:
     """Computes losses of merges of one family, and their derivatives with respect to the merges' coefficients.
 
-    Merges are written, one at a time, into a transformers model. `tasks` has the task of each objective; all tasks must
-    have right answers (`references.lack_of_references`). `options` are the options of the study's engines, which define
-    prompts and dtype. float32 replaces float16, in which gradients vanish. Sums over tensors are in float32 or finer.
-    `placement` is the place where the source weights are kept. `device` computes; it is not looked for, because a GPU
-    that this process sees may be an engine's. `recomputes` saves the memory of activations, and takes
+    Merges are written, one at a time, into a transformers model, which is replaced if a merge has other layers. `tasks`
+    has the task of each objective; all tasks must have right answers (`references.lack_of_references`). `options` are
+    the options of the study's engines, which define prompts and dtype. float32 replaces float16, in which gradients
+    vanish. Sums over tensors are in float32 or finer. `placement` is the place where the source weights are kept.
+    `device` computes; it is not looked for, because a GPU that this process sees may be an engine's. `recomputes` saves
+    the memory of activations, and takes
     a third more time. Equal calls give equal bits on the same device with the same number of threads, independent of
     earlier calls. All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be
     used.
@@ -79,6 +80,7 @@ class CoefficientGradients:
         if options.rank_cache:
             self.bank.keep_ranks()
         self.dtype = _dtype(options.dtype, target)
+        self._recomputes = recomputes
         self.model = TrainableModel(self.bank, self.dtype, device=target, recomputes=recomputes)
         self._references = References(TaskEvaluator(None, Prompts(self.bank.sources.result_dir, options)))
         self._tasks = dict(tasks)
@@ -131,6 +133,7 @@ class CoefficientGradients:
                 f"gradients: no weight for objective {missing[0]!r}; given are {', '.join(sorted(weights))}"
             )
         plan = plan_as_stated(recipe, self.bank)
+        self._fit(recipe)
         reducers = {}
         for tensor in plan.tensors:
             is_end = by_scales and tensor.layer is not None and ends_a_branch(tensor.suffix)
@@ -164,6 +167,8 @@ class CoefficientGradients:
         (`references.References.unit`).
         """
         targets = self._targets(batch, completions)
+        plan_tensors(recipe, self.bank)  # raises the errors of the recipe before the model is replaced
+        self._fit(recipe)
         self._hold(recipe)
         with _deterministic(), torch.no_grad():
             return _by_objective(batch, self._read(_samples(batch, targets), None), targets)
@@ -188,6 +193,15 @@ class CoefficientGradients:
                 message = f"gradients: objective {name!r} at positions {list(lacking or positions)[:5]}; give some of"
                 raise ValueError(f"{message} 0 to {max(known[name].at, default=0)} with {has}")
         return found
+
+    def _fit(self, recipe: Recipe) -> None:
+        """Replace the model by one with the layers of the merge of `recipe`, unless the model has these layers."""
+        if self.model.holds(recipe, self.bank):
+            return
+        device = self.model.device
+        self._held = {}
+        del self.model  # the memory of both together may not be free
+        self.model = TrainableModel(self.bank, self.dtype, device=device, recomputes=self._recomputes, like=recipe)
 
     def _hold(self, recipe: Recipe) -> None:
         """Write the merge of `recipe` into the model, except tensors that the model already holds.

@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 
+from search_spaces.recipe import Recipe
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.models.components import first_few
+from workers.models.merged_files import merged_config
 
 __all__ = ["ParameterPart", "TrainableModel"]
+
+# Fields of a configuration that do not depend on a merge's layers.
+OF_DTYPE = ("dtype", "torch_dtype")
 
 # Settings that make a forward pass random in training mode.
 RANDOM = ("drop", "jitter")
@@ -46,16 +51,28 @@ Leaves = Sequence[tuple[torch.nn.Parameter, Mapping[str, ParameterPart]]]
 class TrainableModel:
     """A transformers model into which merges are written, with gradients of its parameters.
 
-    It has the architecture of the family in `bank`, in `dtype` on `device`, with one copy of its weights. `memory` has
-    the merged tensors by name. `leaves` has the parameters, each with the merged tensors that it contains. A tied
-    output head is a separate parameter in the embedding's memory, so that the gradients of both are computed, and can
-    be freed, one after the other. With `recomputes` activations within layers are computed again in the backward pass.
-    Raises InvalidModel if transformers holds the tensors of the model in another form.
+    It has the architecture of the family in `bank`, in `dtype` on `device`, with one copy of its weights. Its layers
+    are those of merges like `like`, by default the base's. `memory` has the merged tensors by name. `leaves` has the
+    parameters, each with the merged tensors that it contains. A tied output head is a separate parameter in the
+    embedding's memory, so that the gradients of both are computed, and can be freed, one after the other. With
+    `recomputes` activations within layers are computed again in the backward pass. Raises InvalidModel if transformers
+    holds the tensors of the model in another form, and InvalidRecipe for an order of layers that the configuration
+    cannot express.
     """
 
-    def __init__(self, bank: Bank, dtype: torch.dtype, *, device: torch.device, recomputes: bool = False) -> None:
-        self.module = _loaded(bank, dtype).to(device)
-        parts = _parts(self.module, bank, dtype)
+    def __init__(
+        self,
+        bank: Bank,
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        recomputes: bool = False,
+        like: Recipe | None = None,
+    ) -> None:
+        self._of_layers = {} if like is None else _of_layers(like, bank)
+        origins = _origins(bank, like if self._of_layers else None)
+        self.module = _loaded(bank, dtype, origins, self._of_layers).to(device)
+        parts = _parts(self.module, bank, dtype, origins)
         self.memory: Mapping[str, torch.Tensor] = {name: part.of(part.leaf.detach()) for name, part in parts.items()}
         self.leaves: Leaves = _leaves(self.module, parts)
         self.device: torch.device = device
@@ -63,6 +80,10 @@ class TrainableModel:
         self.module.train(recomputes)
         if recomputes:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def holds(self, recipe: Recipe, bank: Bank) -> bool:
+        """Whether the merge of `recipe` can be written into this model: whether it has the same kinds of layers."""
+        return _of_layers(recipe, bank) == self._of_layers
 
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         """The logits [rows, last, vocabulary] after the last `last` columns of `tokens` [rows, columns].
@@ -75,20 +96,48 @@ class TrainableModel:
         return logits
 
 
-def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
+def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
+    """The fields of a merge's configuration that differ from the base's because of the merge's layers."""
+    config = merged_config(recipe.canonical(), bank.base, bank.views(recipe.models), dtype="float32")
+    base = bank.base.config
+    return {key: value for key, value in config.items() if key not in OF_DTYPE and base.get(key) != value}
+
+
+def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
+    """For each tensor of a merge, by name, the tensor of the base that the model holds in its place at first.
+
+    The layers are those of the merge `like`; if it is None, they are the base's.
+    """
+    layout, names = bank.layout, bank.base.tensors
+    if like is None:
+        return {name: name for name in names}
+    numbers = [layer.attention.sources[0].layer for layer in like.canonical().layers]
+    places = layout.places
+    origins = {name: name for name in names if name not in places or places[name].layer is None}
+    return origins | {
+        layout.name(place.suffix, index): name
+        for index, number in enumerate(numbers)
+        for name, place in places.items()
+        if place.layer == number
+    }
+
+
+def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layers: Mapping[str, Any]) -> Any:
     """Make a transformers model of the base's tensors in `bank`.
 
-    Its parameters are copies, because otherwise transformers would use the bank's memory.
+    `origins` has the name in the base of each of the model's tensors; `of_layers` are the fields of its configuration
+    that differ from the base's. Its parameters are copies, because otherwise transformers would use the bank's memory.
     """
     import transformers
 
     config = _settled(transformers.AutoConfig.from_pretrained(bank.sources.result_dir, trust_remote_code=False))
+    config.update(dict(of_layers))
     kind = getattr(transformers, config.architectures[0])
     base = bank.sources.base_alias
     model, found = kind.from_pretrained(
         None,
         config=config,
-        state_dict={name: bank.get(base, name).to("cpu", dtype, copy=True) for name in bank.base.tensors},
+        state_dict={name: bank.get(base, of).to("cpu", dtype, copy=True) for name, of in origins.items()},
         dtype=dtype,
         attn_implementation=_attention(config),
         output_loading_info=True,
@@ -114,26 +163,27 @@ def _attention(config: Any) -> str | None:
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 
-def _parts(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, ParameterPart]:
-    """For every tensor of the base, by name, the part of a parameter of `module` that is this tensor.
+def _parts(module: Any, bank: Bank, dtype: torch.dtype, origins: Mapping[str, str]) -> dict[str, ParameterPart]:
+    """For every merged tensor, by name, the part of a parameter of `module` that is this tensor.
 
     A part is found by the tensor's name or, if this fails, by its values. Therefore the model must hold the base's
-    weights, in `dtype`. Raises InvalidModel if a part is not found, or if several parts have the tensor's values.
+    weights, in `dtype`; `origins` has the name in the base of each tensor. Raises InvalidModel if a part is not found,
+    or if several parts have the tensor's values.
     """
     named = dict(module.named_parameters())
     prefix = f"{module.base_model_prefix}."
     found = {}
-    for name in bank.base.tensors:
+    for name in origins:
         known = name if name in named else prefix + name
         if known in named:
             found[name] = ParameterPart(named.pop(known))
     base = bank.sources.base_alias
-    for name in bank.base.tensors.keys() - found.keys():
+    for name in origins.keys() - found.keys():
         around = [leaf for other, leaf in named.items() if _layer(other) == _layer(name)]
-        parts = list(_with_content(bank.get(base, name).to(device=module.device, dtype=dtype), around))
+        parts = list(_with_content(bank.get(base, origins[name]).to(device=module.device, dtype=dtype), around))
         if len(parts) == 1:  # two tensors of equal values are not told apart
             found[name] = parts[0]
-    if missing := bank.base.tensors.keys() - found.keys():
+    if missing := origins.keys() - found.keys():
         raise InvalidModel(
             (
                 f"gradients: {type(module).__name__} holds {first_few(missing)} in another form than the model's "

@@ -41,13 +41,21 @@ router = APIRouter(tags=["results"])
 
 MAX_PAGE = 1000
 
+BENCHMARKS = {"benchmarks": [{"name": "piqa", "task": "piqa", "metric": "acc", "trials": ["best", "sources"]}]}
+
 # OpenAPI description of the body that adds benchmarks.
 BENCHMARKS_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "description": "The keys `benchmarks` and `contamination` of a study file. Its paths must be absolute: the "
         "server reads them.",
-        "content": {media: {"schema": {"type": "object"}} for media in (*JSON_TYPES, *YAML_TYPES)},
+        "content": {
+            **{
+                media: {"schema": {"$ref": "#/components/schemas/AddedBenchmarks"}, "example": BENCHMARKS}
+                for media in JSON_TYPES
+            },
+            **{media: {"schema": {"type": "object"}, "example": BENCHMARKS} for media in YAML_TYPES},
+        },
     }
 }
 # Both are derived from the declared charts.

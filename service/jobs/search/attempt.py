@@ -176,6 +176,7 @@ def execute(
         EngineUnavailable: Engines cannot score at the moment; the study's stored state is unchanged.
         StaleAttempt: Another driver has taken over the study.
     """
+    from service.tune.proposing.ray_gradients import RayGradients
     from service.tune.proposing.ray_proposer import RayProposer
     from service.tune.ray_tune import run_evaluations
 
@@ -190,6 +191,7 @@ def execute(
         setting = preflight.search_setting(
             num_baselines=len(plan.baselines), batch=plan.batch, version=resolved.searcher_version
         )
+        inputs = preflight.gradient_inputs()
         coordinator = Coordinator(
             plan,
             space=preflight.space,
@@ -201,15 +203,17 @@ def execute(
                 seed=preflight.study.search.seed,
                 setting=setting,
                 steps=store.steps(study_id),
-                gradient_inputs=preflight.gradient_inputs(),
+                gradient_inputs=inputs,
                 completions=SourceCompletions(store, study_id, preflight.tasks.objectives),
                 checkpoints=_checkpoints(algorithm, artifacts, study_id, setting),
             ),
+            gradients=None if inputs is None or plan.refinement is None else RayGradients(inputs),
             observer=observer,
             is_out_of_budget=lambda: _exhausted_limit(preflight.study, heartbeat.wall_clock_s),
         )
         expected = preflight.expected_samples()
-        planned = preflight.within_limit(expected.search) + expected.holdout + expected.benchmarks
+        refined = 0 if plan.refinement is None else plan.refinement.options.paths * sum(plan.rung_samples[-1].values())
+        planned = preflight.within_limit(expected.search + refined) + expected.holdout + expected.benchmarks
         snapshots = _Snapshots(coordinator, preflight, planned, _planned_steps(algorithm, setting))
         watch = _EngineWatch(scorer, writer, heartbeat)
 
@@ -324,13 +328,17 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 
 
 def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
-    """Number of gradient steps and policy updates that a search takes if nothing ends it early."""
+    """Number of gradient steps and policy updates that a study takes if nothing ends it early.
+
+    The refinement is counted with the largest number of paths.
+    """
     options = setting.options
+    refined = 0 if options.refinement is None else options.refinement.paths * options.refinement.steps
     if algorithm == GRADIENT:
         return num_steps_for(options.max_trials, descents_of(options.gradient, setting.vectors))
     if SEARCHERS[algorithm].trains_policy:
-        return (options.max_trials - 1) // options.hm3.episodes  # none follows the last iteration
-    return 0
+        return (options.max_trials - 1) // options.hm3.episodes + refined  # no update follows the last iteration
+    return refined
 
 
 class _EngineWatch:
@@ -376,11 +384,6 @@ class _Snapshots:
     def due(self) -> ProgressSnapshot | None:
         return self.now() if time.monotonic() - self._taken_at >= SNAPSHOT_S else None
 
-    def _stage(self) -> str:
-        if self._coordinator.is_benchmark_stage:
-            return "benchmarks"
-        return "held-out" if self._coordinator.is_holdout_stage else "searching"
-
     def now(self) -> ProgressSnapshot:
         self._taken_at = time.monotonic()
         trials = self._coordinator.trials
@@ -390,7 +393,7 @@ class _Snapshots:
         scored = self._coordinator.num_samples_scored
         return ProgressSnapshot(
             study=study.name,
-            stage=self._stage(),
+            stage=self._coordinator.stage,
             trials={state: sum(trial.state is state for trial in trials) for state in TrialState},
             max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.num_proposals,
             bracket=position[0] if position else None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.file import Study
 from service.disk import free_bytes, gib
 from service.errors import NotFound
@@ -19,9 +20,11 @@ from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.contamination import overlaps_of
 from service.studies.preflight.durations import expected_time
 from service.studies.preflight.examine import EXPORT
-from service.studies.preflight.result import ExpectedSamples, PreflightResult
+from service.studies.preflight.result import ExpectedSamples, PreflightResult, refinement_of
 from service.tune.searchers.descents import descents_of
 from service.tune.searchers.loss_comparison import most_compared_samples
+from workers.engines.transformers.outlines import outline
+from workers.errors import InvalidModel
 from workers.models.remote import is_metadata_only, named
 
 __all__ = ["CheckedPlan", "check"]
@@ -38,7 +41,7 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 class CheckedPlan:
     """Expected costs of running a study: samples, time, memory and disk space.
 
-    - `step_samples`: the samples that the searcher's gradients count as; 0 for searchers without gradients
+    - `step_samples`: the samples that gradients count as, and those of the trials that refine paths; 0 without both
     - `rungs`: for each rung, the samples by objective
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
     - `max_samples`: the limit of samples of the search; None if there is none
@@ -157,6 +160,8 @@ class CheckedPlan:
     def _download(self) -> tuple[str, ...]:
         if not self.absent_models:
             return ()
+        if not self.disk_bytes["download"]:
+            return ("weights   not read: sizes are those of the models' configurations",)
         return (
             f"download  {gib(self.disk_bytes['download'])} of weights before it starts: "
             f"{', '.join(self.absent_models)}; they are checked for NaN and infinity then",
@@ -173,19 +178,42 @@ class CheckedPlan:
         return f"{next(iter(ladders.values()))} samples of each objective, {_count(len(ladders), 'objective')}"
 
 
-def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPlan:
+def check(study: Study, directory: Path, *, exports: bool = False, metadata_only: bool = False) -> CheckedPlan:
     """Check a study that would run in `directory`, and compute its expected cost.
+
+    With `metadata_only`, models need no weights: their sizes are those of their configurations.
 
     No engine is started, and no weights are downloaded. With `exports`, it is also checked whether the best merge can
     be exported. Sources that are merges of other studies are exported to a temporary directory. Raises InvalidStudy
     with every problem.
     """
+    study = _outlined(study) if metadata_only else study
     with TemporaryDirectory() as temporary:
         export_dir = directory / EXPORT if exports else None
         preflight = prepared_in(
             directory, study, sources_in=Path(temporary), note=logger.info, export_dir=export_dir, downloads=False
         )
         return _plan(study, preflight, directory)
+
+
+def _outlined(study: Study) -> Study:
+    """Replace the models of a study by outlines, where their weights are not here. Raises InvalidStudy."""
+    problems: list[Problem] = []
+
+    def outlined(model: str, place: str) -> str:
+        try:
+            return outline(model)
+        except InvalidModel as error:
+            problems.extend(Problem(place, text) for text in error.problems)
+            return model
+
+    models = study.models
+    base = outlined(models.base, "models.base")
+    named = {alias: outlined(model, f"models.experts.{alias}") for alias, model in models.named.items()}
+    if problems:
+        raise InvalidStudy(tuple(problems))
+    changed = models.model_copy(update={"base": base, "experts": {**models.experts, **named}})
+    return study.model_copy(update={"models": changed})
 
 
 def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedPlan:
@@ -246,12 +274,18 @@ def _samples_used(directory: Path) -> int:
 
 def _step_samples(preflight: PreflightResult) -> int:
     if preflight.algorithm.name != GRADIENT:
-        return 0
+        return _refined_samples(preflight)
     setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
     options = setting.options.gradient
     descents = descents_of(options, setting.vectors)
     num_steps = sum(descent.num_steps for descent in descents)
     return num_steps * options.batch * GradientRequest.charge
+
+
+def _refined_samples(preflight: PreflightResult) -> int:
+    """The most samples that the refinement of the front takes, for its gradients and its trials together."""
+    plan = refinement_of(preflight.study, preflight.tasks.search_infos)
+    return 0 if plan is None else plan.most_samples(sum(preflight.budget.rung_samples[-1].values()))
 
 
 def _most_compared(preflight: PreflightResult) -> int:

@@ -17,10 +17,12 @@ __all__ = ["SEARCH"]
 
 
 def _schemas(template: str) -> Mapping[str, Any]:
+    from search_spaces.study.benchmarks import AddedBenchmarks
     from search_spaces.study.file import Study
 
     schema = Study.model_json_schema(ref_template=template)
-    return {"Study": schema, **schema.pop("$defs", {})}
+    added = AddedBenchmarks.model_json_schema(ref_template=template)
+    return {"Study": schema, "AddedBenchmarks": added, **added.pop("$defs", {}), **schema.pop("$defs", {})}
 
 
 def _load(file: Path) -> Mapping[str, Any]:

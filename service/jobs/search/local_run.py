@@ -34,6 +34,7 @@ from service.studies.benchmarks import study_with
 from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
+from service.tune.refinement_stage import has_begun
 from service.tune.searchers.hm3 import FIRST_GAMMA
 from service.types import JobRecord, JobState
 from workers.errors import EngineUnavailable
@@ -211,6 +212,12 @@ def _created_or_resumed(
             "only limits, a larger search.max_trials and more benchmarks may change; give another directory"
         )
     check_unchanged(record, resolved)
+    if study.search.max_trials > before.search.max_trials and has_begun(store.steps(record.id)):
+        raise Conflict(
+            f"{directory}: search.max_trials is {study.search.max_trials}, and the search ended at "
+            f"{before.search.max_trials} trials, because its front is refined (search.refinement); give another "
+            "directory"
+        )
     if before != study or (continues and record.state is JobState.COMPLETE):
         writer = store.open_attempt(record.id)
         writer.set_document(study.canonical())

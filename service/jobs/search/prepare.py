@@ -67,7 +67,7 @@ def prepared(
         access = access.allowing(source.directory for source in chained.values())
     if before is not None:
         exported = with_revisions(exported, replace(before, chained={}))
-    preflight = examine(exported, chained=chained, access=access, note=note, **options)
+    preflight = examine(exported, chained=chained, is_new=before is None, access=access, note=note, **options)
     check_overlaps(
         study,
         preflight.tasks.search,

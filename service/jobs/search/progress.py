@@ -20,8 +20,8 @@ __all__ = ["Pace", "PaceMeter", "ProgressReporter", "ProgressSnapshot", "as_line
 # Samples per second and time left are measured over this window: long enough to hold several chunks and swaps.
 RATE_WINDOW_S = 60.0
 
-# The stage in which a searcher makes steps.
-SEARCHING = "searching"
+# The stages in which steps are computed.
+WITH_STEPS = ("searching", "refining")
 
 
 class ProgressReporter(Protocol):
@@ -46,7 +46,7 @@ class ProgressReporter(Protocol):
 class ProgressSnapshot:
     """Snapshot of a study's progress. All counts include the work of earlier attempts.
 
-    - `stage`: the current stage, "searching", "held-out" or "benchmarks".
+    - `stage`: the current stage, "searching", "refining", "held-out" or "benchmarks".
     - `trials`: the number of trials in each state; `max_trials`: the planned number of trials, baselines included.
     - `bracket`, `rung`: the current bracket and rung, counted from 0; None while trials of several are scored.
     - `num_brackets`: the number of brackets; None if it is not known.
@@ -144,7 +144,7 @@ class PaceMeter:
         samples, steps = self._samples.now(now), self._steps.now(now)
         time_left_s: float | None = None
         if snapshot is not None and (self._samples.is_known or self._steps.is_known):
-            steps_left = snapshot.steps_planned - snapshot.steps if snapshot.stage == SEARCHING else 0
+            steps_left = snapshot.steps_planned - snapshot.steps if snapshot.stage in WITH_STEPS else 0
             needed = (
                 self._samples.seconds_for(snapshot.samples_planned - snapshot.samples_scored),
                 self._steps.seconds_for(steps_left),

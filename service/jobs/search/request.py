@@ -17,6 +17,7 @@ from service.store import Store
 from service.store.database_url import known_url
 from service.studies.chains import OpenStudy, on_server
 from service.studies.preflight.files import (
+    attack_models,
     check_files,
     file_path_problem,
     model_path_problem,
@@ -36,6 +37,7 @@ def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
     study = parse_study(dict(document))
     models = {"base": study.models.base} | {f"experts.{alias}": model for alias, model in study.models.named.items()}
     found = {f"models.{place}": model_path_problem(model) for place, model in models.items()}
+    found |= {place: model_path_problem(model) for place, model in attack_models(study)}
     found |= {place: file_path_problem(file) for place, file in task_files(study)}
     _refuse(found)
     check_files(study, context.access)

@@ -1,12 +1,13 @@
-"""The section on benchmarks: a forest plot for each average or benchmark, the table, comparisons, and subtasks."""
+"""The section on benchmarks: forest plots of averages and benchmarks, the table, attacks, comparisons, and subtasks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.results.documents import benchmarks_document
-from service.results.format import comparison_text
+from service.results.format import ATTACK_NAMES, comparison_text
 from service.results.record import RunRecord
 from service.results.report.charts import Interval, forest
 from service.results.report.scales import nice_scale
@@ -37,6 +38,7 @@ def benchmarks_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | 
             *(_chart(rows, f"average of {g}", "averages", g, columns[groups[g][0]], best) for g in averages),
             *(_chart(rows, name, "values", name, column, best) for name, column in columns.items()),
         ],
+        "attacks": [_attacked(rows, column, best) for column in columns.values() if column["attack"] is not None],
         "comparisons": [comparison_text(test) for test in document["tests"]],
         "subtasks": [_subtasks(document, column) for column in columns.values() if len(column["subtasks"]) > 1],
         "failures": document["failures"],
@@ -75,6 +77,24 @@ def _chart(
     low, high = column["range"]
     drawn = forest(intervals, nice_scale(ends, bounds=(low, high)), label=label, reference=mine) if intervals else ""
     return {"name": title, "svg": drawn}
+
+
+def _attacked(
+    rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocument, best: int | None
+) -> dict[str, Any]:
+    """The table of a benchmark whose prompts are attacked, with the most robust trial first."""
+    name, attack = column["name"], column["attack"] or {}
+    found = [(row, row["attacks"][name]) for row in rows if name in row["attacks"]]
+    found.sort(key=lambda each: math.inf if each[1]["drop"] is None else each[1]["drop"]["value"])
+    return {
+        "name": name,
+        "kind": ATTACK_NAMES[attack["kind"]],
+        "template": attack["template"],
+        "rows": [
+            {"name": row_name(row), "is_best": row["trial"] == best, "clean": row["values"][name], **attacked}
+            for row, attacked in found
+        ],
+    }
 
 
 def _subtasks(document: BenchmarksDocument, column: BenchmarkColumnDocument) -> dict[str, Any]:

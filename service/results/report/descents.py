@@ -39,33 +39,39 @@ def descents_section(run: RunRecord) -> dict[str, Any] | None:
     entries.append(Legend("trial", "mark front"))
     if len(found) > 1:
         entries.append(Legend("the next descent begins", "reference", "line"))
-    is_relative = any(trial.origin in (Origin.SOURCE, Origin.PUBLISHED) for trial in run.trials)
+    unit = _unit(run)
     return {
-        "chart": _chart(found, names, colours, is_relative=is_relative),
+        "chart": _chart(found, names, colours, unit=unit),
         "legend": legend(entries),
         "names": names,
         "window": WINDOW,
         "num_gradients": found[-1].steps[-1].gradient,
         "rows": [_row(descent, names) for descent in found[:MAX_ROWS]],
         "num_descents": len(found),
-        "is_relative": is_relative,
+        "unit": unit,
+        "each": "refined path" if run.has_refined else "preference vector",
     }
 
 
-def _chart(
-    found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str], *, is_relative: bool
-) -> Markup:
-    """Draw the losses of all descents; with `is_relative`, each loss is divided by its mean over the baselines."""
+def _unit(run: RunRecord) -> str:
+    """The loss by which each objective's losses are divided, in words; "" if they are not divided."""
+    if run.has_refined:
+        return "the objective's loss before the first gradient"
+    is_relative = any(trial.origin in (Origin.SOURCE, Origin.PUBLISHED) for trial in run.trials)
+    return "the objective's mean loss over the baselines" if is_relative else ""
+
+
+def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str], *, unit: str) -> Markup:
+    """Draw the losses of all descents, each divided by the loss that `unit` describes."""
     lines = [(descent, _smooth(descent.steps)) for descent in found]
     values = [value for _, line in lines for _, losses, loss in line for value in (*losses.values(), loss)]
     last = found[-1].steps[-1].gradient
     plot = Plot(
         Scale(0, max(last, 1), max(1.0, nice_scale((0, last), count=8).step)),
         nice_scale([0.0, *values]),
-        label="loss of each objective over the gradients of all descents"
-        + (", in units of its mean over the baselines" if is_relative else ""),
+        label="loss of each objective over the gradients of all descents" + (f", in units of {unit}" if unit else ""),
         x_title="gradient",
-        y_title="loss, 1 is the mean of the baselines" if is_relative else "loss",
+        y_title=f"loss, 1 is {unit}" if unit else "loss",
         height=300,
     )
     for number, (descent, _) in enumerate(lines):

@@ -64,11 +64,11 @@ def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup
     Bars are in the order of the objective's values, the best first.
     """
     ranked = sorted(points, key=lambda point: (objective.cost_of_stored(point.values[objective.name]), point.trial))
-    proposed = [point.trial for point in ranked if point.origin == Origin.SEARCH][:10]
+    proposed = [point.trial for point in ranked if Origin(point.origin).is_searched][:10]
     low, high = objective.bounds
     intervals = []
     for point in ranked:
-        if point.origin != Origin.SEARCH or point.trial in proposed:
+        if not Origin(point.origin).is_searched or point.trial in proposed:
             css = "best" if point.is_best else point.origin
             ends = _ends(point, objective)
             intervals.append(Interval(point_name(point), point.values[objective.name], ends[0], ends[1], css=css))
@@ -96,13 +96,13 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
         height=320,
     )
     plot.steps(_pair_front(shown, x, y), css="frontline")
-    for point in sorted(shown, key=lambda point: (point.is_on_front, point.origin != Origin.SEARCH)):
+    for point in sorted(shown, key=lambda point: (point.is_on_front, not Origin(point.origin).is_searched)):
         values = point.values[x.name], point.values[y.name]
         if point.is_on_front:
             (left, right), (bottom, top) = _ends(point, x), _ends(point, y)
             plot.line(left, values[1], right, values[1], css="error")
             plot.line(values[0], bottom, values[0], top, css="error")
-        css = point.origin if point.origin != Origin.SEARCH else "front" if point.is_on_front else "dominated"
+        css = point.origin if not Origin(point.origin).is_searched else "front" if point.is_on_front else "dominated"
         title = f"{point_name(point)}: {x.name} {number_text(values[0])}, {y.name} {number_text(values[1])}"
         shape = SHAPES[Origin(point.origin)]
         plot.point(*values, css=f"mark {css}", shape=shape, title=title, size=6 if point.is_best else 4)
@@ -126,8 +126,8 @@ def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
 
 
 def _thinned(points: Sequence[FrontPoint]) -> list[FrontPoint]:
-    special = [point for point in points if point.is_on_front or point.origin != Origin.SEARCH]
-    rest = [point for point in points if not point.is_on_front and point.origin == Origin.SEARCH]
+    special = [point for point in points if point.is_on_front or not Origin(point.origin).is_searched]
+    rest = [point for point in points if not point.is_on_front and Origin(point.origin).is_searched]
     return special + evenly(rest, max(0, MAX_POINTS - len(special)))
 
 

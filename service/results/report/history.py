@@ -49,6 +49,8 @@ def history_section(run: RunRecord) -> dict[str, Any] | None:
         Legend("baseline: published recipe", "mark published", "square"),
         Legend("best so far at full budget", "record", "line"),
     ]
+    if run.has_refined:
+        entries.append(Legend("refined path", "mark refined"))
     if plot.failed:
         entries.append(Legend("failed", "failed", "cross"))
     trials = sorted(full_budget_trials(run.trials), key=lambda trial: trial.number)

@@ -39,7 +39,7 @@ def hypervolume_picture(run: RunRecord) -> dict[str, Any] | None:
         "rows": news[:MAX_ROWS],
         "num_rows_left": max(0, len(news) - MAX_ROWS),
         "legend": legend(entries),
-        "baselines": max((p.hypervolume for p in plot.points if p.origin != Origin.SEARCH), default=None),
+        "baselines": max((p.hypervolume for p in plot.points if not Origin(p.origin).is_searched), default=None),
         "last": plot.points[-1].hypervolume,
         "spent": plot.points[-1].spent,
         "baselines_spent": plot.baselines_spent,
@@ -61,7 +61,7 @@ def _chart(points: Sequence[HypervolumePoint], news: Sequence[HypervolumePoint],
     plot.steps([(point.spent, point.hypervolume) for point in (*news, points[-1])], css="record")
     for point in evenly(news, MAX_POINTS):
         origin = Origin(point.origin)
-        css = "mark front" if origin is Origin.SEARCH else f"mark {point.origin}"
+        css = "mark front" if origin.is_searched else f"mark {point.origin}"
         title = f"{point.label}: {number_text(point.hypervolume)} after {point.spent:,} samples"
         plot.point(point.spent, point.hypervolume, css=css, shape=SHAPES[origin], title=title, size=3.5)
     return plot.render()

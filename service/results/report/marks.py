@@ -28,6 +28,7 @@ SHAPES: dict[Origin, Shape] = {
     Origin.PUBLISHED: "square",
     Origin.USER: "square",
     Origin.SEARCH: "circle",
+    Origin.REFINED: "circle",
 }
 
 

@@ -22,7 +22,13 @@ __all__ = ["DescentPoint", "DescentSeries", "DescentStep", "DescentsPlot", "desc
 class DescentStep:
     gradient: Annotated[int, Field(ge=1, description="Counted over all descents.")]
     losses: Annotated[dict[str, float], Field(description="By objective: the mean over the batch, before the step.")]
-    relative: Annotated[dict[str, float], Field(description="The same in units of the mean over the baselines.")]
+    relative: Annotated[
+        dict[str, float],
+        Field(
+            description="The same in units of the mean over the baselines, or of the loss before the first gradient "
+            "along a path that is refined."
+        ),
+    ]
     loss: Annotated[float, Field(description="What the step makes smaller: relative, weighted by the preference.")]
 
 
@@ -56,17 +62,18 @@ def descents(run: RunRecord) -> DescentsPlot:
     for number, gradient in enumerate(run.gradients, start=1):
         found.setdefault(gradient.request.descent, []).append((number, gradient))
     proposed = {trial.number for trial in run.trials}
-    return DescentsPlot("descents", tuple(_series(descent, steps, proposed) for descent, steps in found.items()))
+    return DescentsPlot("descents", tuple(_series(steps, proposed) for steps in found.values()))
 
 
-def _series(descent: int, steps: Sequence[tuple[int, GradientStep]], proposed: set[int]) -> DescentSeries:
+def _series(steps: Sequence[tuple[int, GradientStep]], proposed: set[int]) -> DescentSeries:
+    first = steps[0][1].request
     preference = _preference(steps[0][1])
     failure = next((step.result.failure for _, step in steps if step.result.failure), None)
     done = [(number, step) for number, step in steps if not step.result.failure]
     last = {step.proposal: number for number, step in done}
     failed = {step.proposal for _, step in steps if step.result.failure}
     return DescentSeries(
-        name=f"descent {descent}",
+        name=first.label or f"descent {first.descent}",
         preference=dict(preference),
         steps=tuple(_step(number, step, preference) for number, step in done),
         points=tuple(

@@ -14,7 +14,7 @@ from search_spaces.study.objectives import CostSpec
 from workers.errors import InvalidTask
 from workers.types import TaskSpec
 
-__all__ = ["AUTO", "GRADIENT", "Algorithm", "algorithm_of", "iterations_ahead", "num_policies_of"]
+__all__ = ["AUTO", "GRADIENT", "Algorithm", "algorithm_of", "check_refinement", "iterations_ahead", "num_policies_of"]
 
 AUTO, GRADIENT = "auto", "gradient"
 
@@ -50,7 +50,8 @@ def algorithm_of(
     why = f", and auto is {found.name} here as {found.reason}" if study.search.algorithm == AUTO else ""
     paths = space.parameters.structure
     is_merged_by_them = isinstance(paths, LayerPaths) and paths.num_preferences > 1
-    if study.search.preferences is not None and not (declared.uses_preferences or is_merged_by_them):
+    is_used = declared.uses_preferences or is_merged_by_them or study.search.refinement is not None
+    if study.search.preferences is not None and not is_used:
         able = ", ".join(name for name, each in SEARCHERS.items() if each.uses_preferences)
         message = f"{found.name} does not use preference vectors{why}; leave them out; searchers that use them: {able}"
         problems.append(Problem("search.preferences", message))
@@ -190,14 +191,34 @@ def _algorithm_of(
 
 
 def _lack_of_gradients(study: Study, space: SearchSpace, tasks: Mapping[str, TaskSpec]) -> str | None:
-    from workers.evaluation.references import lack_of_references
-
     if study.search.warm_start is not None:
         return "a descent cannot begin with results of another study (search.warm_start)"
     if space.parameters.structure is not None:
         return "which layers a merge has, and in which order, are discrete choices, which have no gradients"
     if not isinstance(space, DifferentiableSpace):
         return f"coefficients of a space of kind {space.kind} have no gradients, those of layerwise and sfs do"
+    return _lack_of_references(tasks)
+
+
+def check_refinement(
+    study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem], *, lack_of_room: str = ""
+) -> None:
+    """Add a problem to `problems` if the front is to be refined, and gradients cannot be computed.
+
+    Every objective must have reference answers. `lack_of_room` is the reason if no device has room for gradients.
+    """
+    if study.search.refinement is None:
+        return
+    lack = _lack_of_references(tasks)
+    if lack is not None:
+        problems.append(Problem("search.refinement", f"{lack}; gradients need them; leave it out"))
+    elif lack_of_room:
+        problems.append(Problem("search.refinement", f"there is no room for gradients: {lack_of_room}; leave it out"))
+
+
+def _lack_of_references(tasks: Mapping[str, TaskSpec]) -> str | None:
+    from workers.evaluation.references import lack_of_references
+
     for name, spec in tasks.items():
         try:
             lack = lack_of_references(spec)

@@ -22,7 +22,7 @@ from search_spaces.study.file import Study
 from service.disk import gib, lack_of_space
 from service.engine_machines import VARIABLE, EngineMachines
 from service.resolved_study import ChainedSource
-from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of
+from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of, check_refinement
 from service.studies.preflight.dtype import DTYPE_BYTES, dtype_note, engine_dtype
 from service.studies.preflight.files import check_files
 from service.studies.preflight.gradients import GradientPlace, gradient_place
@@ -37,7 +37,7 @@ from service.studies.preflight.models import (
 )
 from service.studies.preflight.recipes import given_recipes
 from service.studies.preflight.resources import check_devices, check_memory, machines_for, plan_memory
-from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks
+from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks, refinement_of
 from service.studies.preflight.tasks import benchmarks_of, check_prompts, check_tasks, objectives_of
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
@@ -58,6 +58,7 @@ def examine(
     machines: Sequence[EngineMachines] = (),
     export_dir: Path | None = None,
     downloads: bool = True,
+    is_new: bool = False,
     access: FileAccess | None = None,
     chained: Mapping[str, ChainedSource] | None = None,
     before_weights: Callable[[], None] = lambda: None,
@@ -72,6 +73,7 @@ def examine(
     - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
     - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
       otherwise they are not checked
+    - `is_new`: whether the study is not stored yet; some checks are made of new studies only
     - `access`: the files that may be read, or None for all; if the study names a file that may not be read, no file is
       opened
     - `chained`: the sources that were exported from other studies for this one (`service.studies.chains`)
@@ -85,11 +87,11 @@ def examine(
     located = locate_family(study.models.base, study.models.named)
     probe = start_probe(located)
     sources = check_models(located, study, problems)
-    tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, access=access)
+    tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, is_new=is_new, access=access)
     holdout = dict(enumerate(study.holdout))
-    holdout_tasks, holdout_infos = check_tasks(holdout, "holdout", study, problems, access=access)
+    holdout_tasks, holdout_infos = check_tasks(holdout, "holdout", study, problems, is_new=is_new, access=access)
     specs = dict(enumerate(study.benchmarks))
-    benchmark_tasks, benchmark_infos = check_tasks(specs, "benchmarks", study, problems, access=access)
+    benchmark_tasks, benchmark_infos = check_tasks(specs, "benchmarks", study, problems, is_new=is_new, access=access)
     benchmarks = benchmarks_of(study, benchmark_tasks, benchmark_infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     check_devices(study, sources, problems)
@@ -116,19 +118,24 @@ def examine(
         for_engines = machines_for(study, known=machines, available_bytes=available_bytes)
         plan = partial(plan_memory, study, sources, for_engines, aligns=aligns)
         lack_of_room = ""
-        if isinstance(unread, DifferentiableSpace):
+        if isinstance(unread, DifferentiableSpace) or study.search.refinement is not None:
             gradients, lack_of_room = gradient_place(
                 study,
                 sources,
                 for_engines,
                 plan=lambda place: plan(max_layers=max_layers, gradients_on=place.device if place else None),
+                max_layers=max_layers,
             )
         if unread is not None:
             algorithm = algorithm_of(study, unread, tasks, problems, lack_of_room=lack_of_room)
-        if algorithm is None or algorithm.name != GRADIENT:
+        is_refined = study.search.refinement is not None
+        check_refinement(study, tasks, problems, lack_of_room=lack_of_room)
+        is_needed = is_refined or (algorithm is not None and algorithm.name == GRADIENT)
+        if not is_needed:
             gradients = None
-        elif gradients is not None and gradients.reason:
-            algorithm = replace(algorithm, reason=f"{algorithm.reason}; {gradients.reason}")
+        elif algorithm is not None and gradients is not None and gradients.reason:
+            of = "" if algorithm.name == GRADIENT else "for the gradients of the refinement: "
+            algorithm = replace(algorithm, reason=f"{algorithm.reason}; {of}{gradients.reason}")
         plan = partial(plan, gradients_on=gradients.device if gradients else None)
         memory = plan(max_layers=max_layers)
         check_prompts(study, sources.result_dir, problems)
@@ -140,7 +147,7 @@ def examine(
                 f"{gib(memory.needed_bytes)} that the study needs: state these machines in {VARIABLE}"
             )
         if not problems:
-            _check_sample_limit(study, sources, rung_samples, cycle, problems)
+            _check_sample_limit(study, sources, rung_samples, cycle, infos, problems)
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):
             problems.append(Problem("", f"--export: {lack}"))
     objectives = objectives_of(study, infos, size, problems)
@@ -214,12 +221,14 @@ def _check_sample_limit(
     sources: ResolvedFamily,
     rung_samples: Sequence[Mapping[str, int]],
     cycle: Sequence[Bracket],
+    infos: Mapping[str, TaskInfo],
     problems: list[Problem],
 ) -> None:
-    """Check that the limit of samples suffices for the baselines and the first proposals.
+    """Check that the limit of samples suffices for the baselines, the first proposals and the refinement of the front.
 
     The first proposals are one trial or, with Hyperband, the whole first bracket of `cycle`. `rung_samples` has the
-    number of samples at each rung by objective. A limit that is too low is added to `problems`.
+    number of samples at each rung by objective; `infos` has facts about each task. A limit that is too low is added to
+    `problems`.
     """
     if (most := study.limits.max_samples) is None:
         return
@@ -238,9 +247,13 @@ def _check_sample_limit(
     first, *_ = bracket_plan(cycle, study.search.max_trials)
     is_whole = study.fidelity.scheduler == "hyperband" and first.first_rung < len(totals) - 1
     least = len(baselines) * totals[-1] + (first.samples(totals) if is_whole else totals[-1])
+    refinement = refinement_of(study, infos)
+    least += 0 if refinement is None else refinement.most_samples(totals[-1])
     if most < least:
         what = f"the first bracket of {first.num_configurations} trials" if is_whole else "one trial"
-        scored = f"{len(baselines)} baselines and {what}" if baselines else what
+        parts = [f"{len(baselines)} baselines"] * bool(baselines) + [what]
+        parts += [f"the refinement of {refinement.options.paths} paths"] if refinement is not None else []
+        scored = " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else what
         message = f"{most:,} is below the {least:,} samples of {scored}"
         problems.append(Problem("limits.max_samples", f"{message}; give at least {least:,}"))
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.study.attacks import BertAttack
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import InlineTask
 from workers.file_access import FileAccess
@@ -18,6 +19,7 @@ from workers.object_store import is_object_url
 
 __all__ = [
     "FilesRefused",
+    "attack_models",
     "check_files",
     "file_path_problem",
     "model_path_problem",
@@ -50,6 +52,9 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
     for place, model in (("base", study.models.base), *((f"experts.{a}", m) for a, m in study.models.named.items())):
         if reason := model_refusal(model, access):
             yield Problem(f"models.{place}", reason)
+    for place, model in attack_models(study):
+        if reason := model_refusal(model, access):
+            yield Problem(place, reason)
     for place, file in _recipe_files(study):
         if reason := access.refusal(file):
             yield Problem(place, reason)
@@ -87,6 +92,15 @@ def _recipe_files(study: Study) -> Iterator[tuple[str, str]]:
     for index, given in enumerate(study.search.recipes):
         if given.file is not None:
             yield f"search.recipes.{index}.file", given.file
+
+
+def attack_models(study: Study) -> Iterator[tuple[str, str]]:
+    """The models that attacks of benchmarks use, each as (place in the study file, directory, hub id or URL)."""
+    for index, spec in enumerate(study.benchmarks):
+        if isinstance(spec.attack, BertAttack):
+            yield f"benchmarks.{index}.attack.model", spec.attack.model
+            if spec.attack.encoder is not None:
+                yield f"benchmarks.{index}.attack.encoder", spec.attack.encoder
 
 
 def model_path_problem(model: str) -> str | None:

@@ -40,6 +40,7 @@ def gradient_place(
     machines: Sequence[EngineMachines],
     *,
     plan: Callable[[GradientPlace | None], MemoryPlan],
+    max_layers: int = 0,
 ) -> tuple[GradientPlace | None, str]:
     """Choose where a study's gradients are computed; returns the place, and the reason if there is none.
 
@@ -47,7 +48,8 @@ def gradient_place(
     recomputed activations if they fit only then. Otherwise it is the CPU, if the host has room beside the engines.
     Nothing shares a GPU with an engine. `machines` are the groups of machines that can run engines, and `plan`
     computes the memory of a study with gradients at a place, or without gradients. If the study fits nowhere even
-    without gradients, the place is the CPU.
+    without gradients, the place is the CPU. `max_layers` is the number of layers of the longest merge if merges have
+    any number of layers, else 0.
     """
     has_gpus = any(group.num_gpus for group in machines)
     why = ""
@@ -55,7 +57,7 @@ def gradient_place(
         free = sum(group.num_gpus * group.most for group in machines) - study.engine.num_gpus
         why = f"engines use all {study.engine.num_gpus} GPUs"
         if free > 0:
-            place, why = _on_gpu(sources, machines, gradient_value_bytes(study, "cuda"))
+            place, why = _on_gpu(sources, machines, gradient_value_bytes(study, "cuda"), max_layers)
             if place is not None and plan(place).fits:
                 return place, ""
     on_cpu = GradientPlace("cpu", reason=f"the CPU computes them, as {why}" if why else "")
@@ -70,7 +72,7 @@ def gradient_place(
 
 
 def _on_gpu(
-    sources: ResolvedFamily, machines: Sequence[EngineMachines], value_bytes: int
+    sources: ResolvedFamily, machines: Sequence[EngineMachines], value_bytes: int, max_layers: int
 ) -> tuple[GradientPlace | None, str]:
     """The place on a GPU without an engine, with the reason if gradients do not fit into its memory."""
     known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
@@ -80,9 +82,11 @@ def _on_gpu(
     total = max(known)
     room = usable_gpu_bytes(total, total)
     needed = 0
+    settings = dict(sources.base.settings)
+    settings["num_hidden_layers"] = max(int(settings["num_hidden_layers"]), max_layers)
     for recomputes in (False, True):
-        activations = activation_bytes(sources.base.settings, PASS_TOKENS, value_bytes, recomputes=recomputes)
-        needed = gradient_model_bytes(sources, value_bytes) + activations
+        activations = activation_bytes(settings, PASS_TOKENS, value_bytes, recomputes=recomputes)
+        needed = gradient_model_bytes(sources, value_bytes, max_layers=max_layers) + activations
         if needed <= room:
             twice = ", with activations computed twice" if recomputes else ""
             reason = f"a GPU without an engine computes them in {gib(needed)} of its {gib(total)}{twice}"

@@ -202,7 +202,8 @@ def _plan_on(
     weights = held * copies * element_bytes + sources.num_parameters * ranks
     keeps_recent = any(PLAIN[method].uses & OF_SEVERAL for method in study.search_space.merge_methods)
     statistics = recent_bytes(sources) if keeps_recent else 0
-    model = gradient_model_bytes(sources, gradient_value_bytes(study, "cpu")) if gradients_on == "cpu" else 0
+    value_bytes = gradient_value_bytes(study, "cpu")
+    model = gradient_model_bytes(sources, value_bytes, max_layers=max_layers) if gradients_on == "cpu" else 0
     on_gpu = sources.num_parameters * element_bytes // study.engine.tensor_parallel_size
     return MemoryPlan(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
@@ -215,10 +216,16 @@ def _plan_on(
     )
 
 
-def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
-    """Bytes of one merged model and of the gradient of its largest tensor, each value of `value_bytes` bytes."""
+def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layers: int = 0) -> int:
+    """Bytes of one merged model and of the gradient of its largest tensor, each value of `value_bytes` bytes.
+
+    `max_layers` is the number of layers of the longest merge if merges have any number of layers, else 0.
+    """
     largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
-    return (sources.num_parameters + largest) * value_bytes
+    held = sources.num_parameters
+    if max_layers:
+        held = max(held, outside_bytes(sources, 1) + widest_layer_bytes(sources, 1) * max_layers)
+    return (held + largest) * value_bytes
 
 
 def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
@@ -10,6 +10,7 @@ from search_spaces.baselines import all_baselines
 from search_spaces.costs import ModelSize
 from search_spaces.fidelity import Bracket, bracket_plan, open_brackets
 from search_spaces.objectives import Objective
+from search_spaces.preferences import equal_preference
 from search_spaces.recipe import Recipe
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import DifferentiableSpace, LayeredSpace, SearchSpace
@@ -19,14 +20,22 @@ from service.resolved_study import ChainedSource, ResolvedStudy
 from service.studies.preflight.algorithm import Algorithm, iterations_ahead, num_policies_of
 from service.studies.preflight.gradients import GradientPlace
 from service.studies.preflight.resources import MemoryPlan
-from service.tune.plan import Baseline, Benchmark, Plan
+from service.tune.plan import Baseline, Benchmark, Plan, RefinementPlan
 from service.tune.proposing.gradient_actor import GradientInputs
 from service.tune.searchers.base import Observation, SearchSetting
 from service.types import Origin
 from workers.file_access import FileAccess
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
 
-__all__ = ["ExpectedSamples", "PreflightResult", "StudyBudget", "StudyModels", "StudyTasks"]
+__all__ = [
+    "ExpectedSamples",
+    "PreflightResult",
+    "StudyBudget",
+    "StudyModels",
+    "StudyTasks",
+    "preference_vectors",
+    "refinement_of",
+]
 
 # Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
 CHUNK_SAMPLES = 512
@@ -49,9 +58,9 @@ class ExpectedSamples:
 
     `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
     at full budget. All of them include baselines, which take `baselines` samples in the search and `holdout_baselines`
-    in the held-out stage. `benchmarks` is for the benchmark stage. With the scheduler asha, `search` is a lower
-    bound: asha decides early, so it also promotes trials that later turn out not to be among the best of their
-    rung.
+    in the held-out stage. `benchmarks` is for the benchmark stage, with attacks that take as long as they can. With the
+    scheduler asha, `search` is a lower bound: asha decides early, so it also promotes trials that later turn out not to
+    be among the best of their rung.
     """
 
     search: int
@@ -118,6 +127,24 @@ class StudyBudget:
 
     rung_samples: tuple[Mapping[str, int], ...]
     cycle: tuple[Bracket, ...]
+
+
+def refinement_of(study: Study, infos: Mapping[str, TaskInfo]) -> RefinementPlan | None:
+    """How the front of a study is refined, or None if it is not. `infos` has facts about the task of each objective."""
+    if study.search.refinement is None:
+        return None
+    names = tuple(infos)
+    return RefinementPlan(
+        options=study.search.refinement,
+        num_samples={name: info.num_samples for name, info in infos.items()},
+        vectors=preference_vectors(study, names) or (equal_preference(len(names)),),
+    )
+
+
+def preference_vectors(study: Study, objectives: Sequence[str]) -> tuple[tuple[float, ...], ...]:
+    """The study's preference vectors, with the weights in the order of `objectives`; empty if the study has none."""
+    given = study.search.preferences
+    return () if given is None else given.weights(objectives, seed=study.search.seed)
 
 
 @dataclass(frozen=True)
@@ -211,7 +238,6 @@ class PreflightResult:
         that are made from the same results. `version` is the version of the searcher that the study was created with;
         None means a new study, which uses the newest version.
         """
-        given = self.study.search.preferences
         scored = {
             name: self.study.search.num_scored(info.num_samples) for name, info in self.tasks.search_infos.items()
         }
@@ -221,7 +247,7 @@ class PreflightResult:
             num_baselines=num_baselines,
             batch=batch,
             options=self.study.search,
-            preferences=() if given is None else given.weights(tuple(self.tasks.search), seed=self.study.search.seed),
+            preferences=preference_vectors(self.study, tuple(self.tasks.search)),
             first_fitted=scored if self.study.search.fit_share < 1 else {},
             family=self.models.family if SEARCHERS[self.algorithm.name].trains_policy else None,
             start=self.start,
@@ -230,15 +256,16 @@ class PreflightResult:
         )
 
     def gradient_inputs(self) -> GradientInputs | None:
-        """Input of the gradient actor, or None if the search space is not differentiable."""
-        if not isinstance(self.space, DifferentiableSpace):
+        """Input of the gradient actor, or None if neither the searcher nor the refinement can need gradients."""
+        space = self.space if isinstance(self.space, DifferentiableSpace) else None
+        if space is None and self.study.search.refinement is None:
             return None
         place = self.gradients or GradientPlace("cpu")
         return GradientInputs(
             self.models.family,
             self.engine_options,
             dict(self.tasks.search),
-            self.space,
+            space,
             device=place.device,
             recomputes=place.recomputes,
         )
@@ -284,6 +311,7 @@ class PreflightResult:
             error_rate=self.study.fidelity.bound_error_rate,
             max_samples=self.study.limits.max_samples,
             size=self.models.size,
+            refinement=refinement_of(self.study, self.tasks.search_infos),
             waits_for_baselines=declared.waits_for_baselines,
             **({"max_duplicates": self._num_repeated} if declared.trains_policy else {}),
         )
@@ -343,5 +371,5 @@ class PreflightResult:
             full_budget=baselines + self.study.search.num_proposals * totals[-1],
             baselines=baselines,
             holdout_baselines=per_row * num_baselines,
-            benchmarks=sum(self.num_scored_on(b) * b.facts.num_samples for b in self.tasks.benchmarks),
+            benchmarks=sum(self.num_scored_on(b) * b.most_samples for b in self.tasks.benchmarks),
         )

@@ -11,11 +11,14 @@ from search_spaces.constraints import parse_constraint
 from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.objectives import Objective
+from search_spaces.study.benchmarks import BenchmarkSpec
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import CostSpec, InlineTask, ScoredTask
 from service.store.documents import BenchmarkFacts
 from service.tune.plan import Benchmark
 from workers.errors import InvalidTask
+from workers.evaluation.attacks.checks import prepared_attack
+from workers.evaluation.attacks.search import PromptAttack
 from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task
@@ -32,12 +35,14 @@ def check_tasks(
     study: Study,
     problems: list[Problem],
     *,
+    is_new: bool,
     access: FileAccess | None = None,
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
     """Check the tasks in a section of the study file, "objectives", "holdout" or "benchmarks".
 
     `specs` are the section's entries by position. Returns two mappings by the entry's name: the tasks in the form
-    from which replicas build them, and facts about their data. `access` limits the files that task files may refer to;
+    from which replicas build them, and facts about their data. What `is_new` must choose a filter where a task has
+    several; what is stored has the first. `access` limits the files that task files may refer to;
     None is no limit.
     """
     tasks: dict[str, TaskSpec] = {}
@@ -46,6 +51,9 @@ def check_tasks(
         try:
             tasks[spec.name] = task_spec(spec, seed=study.search.seed, access=access)
             infos[spec.name] = check_task(tasks[spec.name])
+            if is_new and spec.filter is None and (filters := infos[spec.name].filters):
+                message = f"is missing; task {spec.task} has several: give one of {', '.join(filters)}"
+                problems.append(Problem(f"{section}.{index}.filter", message))
         except InvalidTask as error:
             problems.append(Problem(f"{section}.{index}.{error.field}", str(error)))
     return tasks, infos
@@ -72,6 +80,7 @@ def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> Task
         split=spec.split,
         num_fewshot=spec.num_fewshot,
         max_tokens=spec.max_tokens,
+        until=spec.until,
         content=content,
         permutation_seed=seed,
         access=access,
@@ -92,6 +101,7 @@ def benchmarks_of(
         if spec.name not in infos:
             continue
         info, task = infos[spec.name], tasks[spec.name]
+        attack = _attack(spec, info, f"benchmarks.{index}", problems)
         facts = BenchmarkFacts(
             name=spec.name,
             metric=spec.metric,
@@ -102,13 +112,15 @@ def benchmarks_of(
             subtasks=tuple(info.groups.items()),
             categories=info.categories,
             seed=study.search.seed,
+            attack=None if spec.attack is None else spec.attack.model_dump(mode="json"),
+            template="" if spec.attack is None else info.template,
         )
         try:
             objective = facts.objective
         except InvalidStudy as error:
             problems.extend(Problem(f"benchmarks.{index}", problem.message) for problem in error.problems)
             continue
-        found.append(Benchmark(facts, task, spec.trials))
+        found.append(Benchmark(facts, task, spec.trials, attack))
         if spec.group is None:
             continue
         first = groups.setdefault(spec.group, objective)
@@ -121,6 +133,22 @@ def benchmarks_of(
                 )
             )
     return tuple(found)
+
+
+def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Problem]) -> PromptAttack | None:
+    """The attack on a benchmark's prompts; None if it is not attacked, or cannot be, which is added to `problems`."""
+    if spec.attack is None:
+        return None
+    if spec.direction == "minimize" or (spec.direction is None and not info.higher_is_better):
+        message = (
+            f"{spec.metric} is better where it is less; the performance drop needs a metric of which more is better"
+        )
+        problems.append(Problem(f"{place}.attack", message))
+    try:
+        return prepared_attack(spec.attack, info)
+    except InvalidTask as error:
+        problems.append(Problem(f"{place}.{error.field}", f"benchmark {spec.name}: {error}"))
+        return None
 
 
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:

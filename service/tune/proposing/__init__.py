@@ -7,5 +7,6 @@
 - `checkpoints`: checkpoints of policies, stored as artifacts
 - `completions`: the sources' own correct completions, as references of gradients
 - `alignments`: alignments between layers, learned by Ray tasks
-- `gradient_actor`: computes losses and their gradients with respect to the parameters of a space
+- `gradient_actor`: computes losses and their gradients with respect to the coefficients of merges
+- `ray_gradients`: the gradient actor on Ray
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from search_spaces.methods import METHODS
 from search_spaces.parameters import Float
 from search_spaces.recipe import COEFFICIENT_DECIMALS, Recipe
-from search_spaces.spaces.base import DifferentiableSpace
+from search_spaces.spaces.base import Coefficients
 from search_spaces.study.engine import EngineOptions
 from service.store.steps import GradientRequest, GradientResult, LossesRequest, LossesResult
 from workers.errors import TrialFailed
@@ -24,16 +24,17 @@ __all__ = ["GradientActor", "GradientInputs"]
 
 @dataclass(frozen=True)
 class GradientInputs:
-    """The input of a gradient actor: models, engine options, the objectives' tasks by name, and the search space.
+    """The input of a gradient actor: models, engine options, the objectives' tasks by name, and the coefficients.
 
-    `device` is the device on which the actor computes ("cpu" or "cuda"), and `recomputes` says whether it computes
-    activations twice to save their memory.
+    `space` has the coefficients of the merges, which requests name by their values; None if `use_coefficients` sets
+    them before each request. `device` is the device on which the actor computes ("cpu" or "cuda"), and `recomputes`
+    says whether it computes activations twice to save their memory.
     """
 
     family: Family
     options: EngineOptions
     tasks: dict[str, TaskSpec]
-    space: DifferentiableSpace
+    space: Coefficients | None = None
     device: str = "cpu"
     recomputes: bool = False
 
@@ -47,6 +48,7 @@ class GradientActor:
 
     def __init__(self, inputs: GradientInputs) -> None:
         self._inputs = inputs
+        self._space = inputs.space
         self._opened: CoefficientGradients | None = None
         self._completions: Completions | None = None  # those that are not set yet
 
@@ -54,10 +56,14 @@ class GradientActor:
         """Set the completions that later requests use as references, for the objectives that they name."""
         self._completions = completions
 
+    def use_coefficients(self, coefficients: Coefficients) -> None:
+        """Set the coefficients to which the points of later requests belong."""
+        self._space = coefficients
+
     def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:
         """Compute the mean loss of each objective and, for a GradientRequest, the derivatives of their weighted sum.
 
-        The derivatives are with respect to all parameters of the search space. If a loss is not finite, the result
+        The derivatives are with respect to all parameters of the coefficients. If a loss is not finite, the result
         contains a failure instead of losses. Raises InvalidModel and InvalidTask if models or task data cannot be used.
         """
         return self._losses(request) if isinstance(request, LossesRequest) else self._gradient(request)
@@ -72,7 +78,7 @@ class GradientActor:
         return replace(held, losses={name: sum(found) / len(found) for name, found in each.items()})
 
     def _gradient(self, request: GradientRequest) -> GradientResult:
-        gradients, space = self._gradients(), self._inputs.space
+        gradients, space = self._gradients(), self._known_space
         recipe = self._recipe(_with_stated_coefficients(space, request.point))
         held = GradientResult(recipe=recipe.digest, bank=self._inputs.family.fingerprint)
         try:
@@ -89,8 +95,13 @@ class GradientActor:
         gradient = tuple(slopes.get(name, 0.0) for name in space.parameters.names)
         return replace(held, losses=result.losses, gradient=gradient, seconds=result.seconds)
 
+    @property
+    def _known_space(self) -> Coefficients:
+        assert self._space is not None, "a request for losses, and no coefficients"
+        return self._space
+
     def _recipe(self, point: tuple[float, ...]) -> Recipe:
-        space = self._inputs.space
+        space = self._known_space
         return space.to_recipe(dict(zip(space.parameters.names, point, strict=True)))
 
     def _gradients(self) -> CoefficientGradients:
@@ -121,18 +132,20 @@ class GradientActor:
         return self._opened
 
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
-        """The derivatives of a loss with respect to the parameters of the search space, by the parameter's name.
+        """The derivatives of a loss with respect to the parameters of the coefficients, by the parameter's name.
 
         `result` has the derivatives with respect to the coefficients of the merge. Several coefficients may have the
         value of one parameter. The derivative with respect to this parameter is the sum of the derivatives with respect
-        to these coefficients.
+        to these coefficients. If a tensor has a coefficient for each source, those that its sources share are fixed.
         """
-        space = self._inputs.space
+        space = self._known_space
         slopes: dict[str, float] = {}
         for tensor, of_models in result.by_source.items():
             for model, parameter in space.slots(tensor):
                 slopes[parameter] = slopes.get(parameter, 0.0) + of_models.get(model, 0.0)
         for tensor, of_coefficients in result.shared.items():
+            if tensor in result.by_source:
+                continue
             for _, parameter in space.slots(tensor)[:1]:
                 slopes[parameter] = slopes.get(parameter, 0.0) + of_coefficients.get(space.coefficient, 0.0)
         for layer, parameter in space.layer_scales.items():
@@ -140,7 +153,7 @@ class GradientActor:
         return slopes
 
 
-def _with_stated_coefficients(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
+def _with_stated_coefficients(space: Coefficients, point: tuple[float, ...]) -> tuple[float, ...]:
     """Change `point` as little as possible so that its recipe contains every coefficient, and return the new point.
 
     A loss has derivatives only with respect to coefficients that the recipe contains. A point has a value for each

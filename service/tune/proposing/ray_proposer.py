@@ -7,11 +7,10 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from search_spaces.parameters import Parameters
 from search_spaces.searchers import SEARCHERS
@@ -32,23 +31,15 @@ from service.store.steps import (
 )
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.completions import Chosen, SourceCompletions
-from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
+from service.tune.proposing.gradient_actor import GradientInputs
+from service.tune.proposing.ray_gradients import ACTOR_DEATH, MAX_DEATHS, RayGradients
 from service.tune.proposing.searcher_state import SearcherState, SentObservations
 from service.tune.searchers.base import SearchSetting
-from workers.errors import EngineUnavailable, InvalidModel, InvalidTask, TrainingFailed
+from workers.errors import EngineUnavailable, TrainingFailed
 
-__all__ = ["RayProposer", "on_free_device"]
+__all__ = ["RayProposer"]
 
 logger = logging.getLogger(__name__)
-
-# Errors of calls to an actor that died; the latter if Ray's memory monitor ended it.
-ACTOR_DEATH = (RayActorError, OutOfMemoryError)
-
-# An actor that died is replaced. After this many deaths without a step or a proposal between them, the attempt ends.
-MAX_DEATHS = 3
-
-# CPUs that Ray reserves for the gradient actor. As for a replica, the actor may use more.
-ACTOR_CPUS = 0.1
 
 
 class RayProposer:
@@ -83,18 +74,18 @@ class RayProposer:
         self._checkpoints = checkpoints
         self._searcher = self._new_searcher()
         self._seed = seed
-        self._gradient_inputs = gradient_inputs
+        self._gradients = None if gradient_inputs is None else RayGradients(gradient_inputs)
         self._completions = completions
         self._chosen: Chosen = {}
         for step in steps:
             if isinstance(step, CompletionsStep):
                 self._chosen = step.result.completions
+        self._send_completions()
         self._call: dict[str, Any] = {}
         self._pending: Any = None  # the actor's call whose result is awaited
         self._next: deque[Any] = deque()  # the actor's calls for the rest of the batch, in order
         self._answered: Mapping[str, Any] = {}  # the last call's configuration, repaired
         self._computing: ChargedRequest | UpdateRequest | None = None  # None: the searcher proposes
-        self._gradients: Any = None
         self._num_deaths = 0
 
     def submit(self, **call: Any) -> None:
@@ -220,8 +211,15 @@ class RayProposer:
         return None
 
     def _replace_searcher(self, error: Exception) -> None:
-        """Start another searcher actor with the same state, after the previous actor died of `error`."""
-        self._count_death("searcher", error)
+        """Start another searcher actor with the same state, after the previous actor died of `error`.
+
+        Raises EngineUnavailable if MAX_DEATHS searchers have died since one last returned a result.
+        """
+        self._num_deaths += 1
+        logger.warning("the searcher died: %s", error)
+        if self._num_deaths >= MAX_DEATHS:
+            message = f"the searcher died {MAX_DEATHS} times; the last time: {error}"
+            raise EngineUnavailable(message) from None
         self._next.clear()
         self._searcher = self._new_searcher()
 
@@ -243,84 +241,41 @@ class RayProposer:
         self._num_deaths = 0
         return self._step(request, result)
 
-    # -- the gradient actor ----------------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------------
 
     def _compute(self, request: ChargedRequest | UpdateRequest) -> None:
-        """Begin to compute a step: updates of policies in the searcher's actor, all other steps in the gradient actor.
-
-        The gradient actor computes losses and gradients. It is started when it is first needed, on the device of its
-        inputs; on the CPU if this is a GPU and engines have all of them.
-        """
+        """Begin to compute a step: an update of a policy in the searcher's actor, any other in the gradient actor."""
         self._computing = request
         if isinstance(request, UpdateRequest):
             self._pending = self._searcher.update.remote(request, **self._message())
             return
-        if self._gradient_inputs is None:
-            raise AssertionError("the searcher asks for gradients, and the study has none")
         if self._gradients is None:
-            inputs = on_free_device(self._gradient_inputs, ray.available_resources())
-            kind: Any = ray.remote(GradientActor)
-            num_gpus = int(inputs.device == "cuda")
-            self._gradients = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(inputs)
-            self._send_completions()
-        self._pending = self._gradients.run.remote(request)
+            raise AssertionError("the searcher asks for gradients, and the study has none")
+        self._gradients.begin(request)
+        self._pending = self._gradients.pending
 
     def _send_completions(self) -> None:
-        """Send the completions that serve as references to the gradient actor, if it runs and there are any.
-
-        The actor runs its calls in order, so later losses and gradients may use the completions.
-        """
-        if self._gradients is not None and self._completions is not None and self._chosen:
-            self._gradients.use_completions.remote(self._completions.read(self._chosen))
+        """Use the completions of sources that serve as references, if there are any, for losses and gradients."""
+        found, chosen = self._completions, self._chosen
+        if self._gradients is not None and found is not None and chosen:
+            self._gradients.use_completions(lambda: found.read(chosen))
 
     def _measured(self, request: LossesRequest | GradientRequest) -> Step | None:
         """The losses or the gradient that the gradient actor has computed, as a step.
 
-        Returns None if the gradient actor died; this method has then started a new actor, which computes the step
-        again. Raises InvalidModel and InvalidTask if the actor cannot use its models or task data, EngineUnavailable if
-        it cannot read its files, StudyFailed after any other error.
+        Returns None if the gradient actor died, and another one computes the step again. Raises the errors of
+        `RayGradients.finish`.
         """
-        try:
-            result: StepResult = ray.get(self._pending)
-        except ACTOR_DEATH as error:
-            self._gradients = None
-            self._count_death("gradient actor", error)
-            self._compute(request)
+        assert self._gradients is not None
+        result = self._gradients.finish()
+        if result is None:
+            self._computing, self._pending = request, self._gradients.pending
             return None
-        except RayTaskError as error:
-            if isinstance(error.cause, (InvalidModel, InvalidTask)):
-                raise error.cause from None
-            if isinstance(error.cause, OSError):  # files that are temporarily missing
-                raise EngineUnavailable(f"a gradient cannot be computed: {error.cause}") from error
-            raise StudyFailed(f"a gradient cannot be computed: {error.cause or error}") from error
         self._num_deaths = 0
         return self._step(request, result)
 
-    # -- both ------------------------------------------------------------------------------------------------------
-
-    def _count_death(self, what: str, error: Exception) -> None:
-        """Count the death of an actor; `what` is the word for the actor in messages.
-
-        Raises EngineUnavailable if MAX_DEATHS actors have died since an actor last returned a result.
-        """
-        self._num_deaths += 1
-        logger.warning("the %s died: %s", what, error)
-        if self._num_deaths >= MAX_DEATHS:
-            raise EngineUnavailable(f"the {what} died {MAX_DEATHS} times; the last time: {error}") from None
-
     def _step(self, request: StepRequest, result: StepResult) -> Step:
         return step_of(len(self._steps), self._call["number"], request, result)
-
-
-def on_free_device(inputs: GradientInputs, resources: Mapping[str, float]) -> GradientInputs:
-    """The inputs of a gradient actor with a device that is free; `resources` are Ray's free resources.
-
-    An actor that is planned for a GPU computes on the CPU if no GPU is free, because it would wait for one forever.
-    """
-    if inputs.device != "cuda" or resources.get("GPU", 0) >= 1:
-        return inputs
-    logger.warning("no GPU is free for gradients, so the CPU computes them")
-    return replace(inputs, device="cpu")
 
 
 def _learned(call: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +25,15 @@ class SampleCache:
     """The stored sample values of one study, in memory, by recipe.
 
     Trials with equal recipes share their samples. Holdout data have a single rung, which has all samples. A rung of
-    benchmark data is the benchmark of this position in `Plan.benchmarks`, with all its samples.
+    benchmark data is the benchmark of this position in `Plan.benchmarks`, with all its samples, and with all samples of
+    the templates by which the recipe's prompts are attacked at present (`set_attacked`).
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan = plan
         self._void: dict[tuple[str, str, int], float] = {}  # removed search samples, until they are added again
+        self._attacked: dict[tuple[str, int], Collection[str]] = {}  # by recipe and position of the benchmark
+        self._attacked_tasks: dict[str, TaskSpec] = {}
         self._values = {split: store.sample_values(plan.study_id, split) for split in Split}
         self._num_scored = {
             split: sum(int(np.count_nonzero(~np.isnan(array))) for of in by.values() for array in of.values())
@@ -69,7 +72,7 @@ class SampleCache:
         Chunks are stored whole, so gaps between stored samples exist only where an attempt was interrupted or void
         samples were removed.
         """
-        samples, tasks = self._num_samples(rung, split), self._tasks(split)
+        samples, tasks = self._num_samples(digest, rung, split), self._tasks(split)
         known = self._values[split].get(digest, {})
         missing = {
             name: np.flatnonzero(np.isnan(with_room(known.get(name), stop)[:stop])).tolist()
@@ -142,7 +145,22 @@ class SampleCache:
 
         return tuple(difference(objective) for objective in self._plan.objectives)
 
-    def _num_samples(self, rung: int, split: Split) -> Mapping[str, int]:
+    def add_attacked_tasks(self, tasks: Mapping[str, TaskSpec]) -> None:
+        """Make known the tasks of attacked templates, by the name under which their samples are stored."""
+        self._attacked_tasks |= tasks
+
+    def set_attacked(self, digest: str, benchmark: int, names: Collection[str]) -> None:
+        """State by which attacked templates a recipe is scored at present, on the benchmark at position `benchmark`.
+
+        `names` are the names of their samples; their tasks must be known.
+        """
+        self._attacked[digest, benchmark] = names
+
+    def mean(self, digest: str, split: Split, name: str) -> float:
+        """The mean value of a recipe's stored samples of one name, of which at least one must be stored."""
+        return float(np.nanmean(self._values[split][digest][name]))
+
+    def _num_samples(self, digest: str, rung: int, split: Split) -> Mapping[str, int]:
         match split:
             case Split.SEARCH:
                 return self._plan.rung_samples[rung]
@@ -150,7 +168,9 @@ class SampleCache:
                 return self._plan.holdout_samples
             case Split.BENCHMARK:
                 benchmark = self._plan.benchmarks[rung]
-                return {benchmark.name: benchmark.facts.num_samples}
+                return dict.fromkeys(
+                    (benchmark.name, *self._attacked.get((digest, rung), ())), benchmark.facts.num_samples
+                )
 
     def _tasks(self, split: Split) -> Mapping[str, TaskSpec]:
         match split:
@@ -159,7 +179,7 @@ class SampleCache:
             case Split.HOLDOUT:
                 return self._plan.holdout_tasks
             case Split.BENCHMARK:
-                return {benchmark.name: benchmark.task for benchmark in self._plan.benchmarks}
+                return {b.name: b.task for b in self._plan.benchmarks} | self._attacked_tasks
 
 
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:

@@ -3,6 +3,7 @@
 Importing this package does not import the libraries that propose: SMAC, scikit-learn, Optuna and cmaes.
 
 - `base`: the interface of searchers, and the data that they receive
+- `adam`: gradient descent from stored steps
 - `descents`: the descents of a search by gradients, in their order
 - `elites`: the best known layer paths of each preference vector, and mutants of them
 - `encoding`: configurations as rows of numbers

@@ -1,4 +1,4 @@
-"""Elites of HM3: mutants of the best known layer paths, and new paths in place of repeated ones.
+"""Elites of a search of layer paths: mutants of the best known paths, and new paths in place of repeated ones.
 
 A policy learns slowly and proposes the same path again, so a share of a search's paths are mutants of the best known
 paths. Each preference vector has a separate archive: the paths with the best outcomes for this vector, even if they

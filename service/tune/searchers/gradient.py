@@ -2,8 +2,7 @@
 
 The loss is the cross-entropy of reference answers under teacher forcing (`workers.training.gradients`): a few forward
 and backward passes improve all coefficients at once. AdaMerging (Yang et al., "AdaMerging: Adaptive Model Merging for
-Multi-Task Learning", 2024) also learns coefficients by gradients, but of the entropy of predictions. Adam is algorithm
-1 of Kingma and Ba (2015).
+Multi-Task Learning", 2024) also learns coefficients by gradients, but of the entropy of predictions.
 
 First, `loss_comparison` decides whether gradients are used. If they are not used, SMAC proposes all trials. If they are
 used, a descent starts at the defaults of the space's parameters, and some of its points become trials. A local search
@@ -17,16 +16,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from search_spaces.parameters import Float, Parameters
+from search_spaces.parameters import Parameters
 from service.store.steps import GradientRequest, GradientStep, NoteStep, Step, StepRequest
-from service.tune.searchers.base import Observation, ProposalContext, SearchSetting, proposal_generator
+from service.tune.searchers.adam import Point, minibatch, numbers_of, point_after, share_of
+from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from service.tune.searchers.descents import Descent, descents_of, place_of
 from service.tune.searchers.es import SEARCHER as LOCAL_SEARCH
 from service.tune.searchers.loss_comparison import NOT_USED, compare, mean_loss, reference_completions
@@ -35,20 +34,9 @@ from service.tune.searchers.smac import SEARCHER as WITHOUT_GRADIENTS
 
 __all__ = ["SEARCHER", "GradientSearcher"]
 
-Point = NDArray[np.float64]
 
-# Minibatches are drawn with the generators of proposals from this number on, which no trial has.
-BATCHES = 10**9
-
-
-@dataclass(frozen=True)
 class GradientSearcher:
     """The searcher by gradient descent with Adam, followed by midpoints of the front or a local search."""
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    last_rate: float = 5e-4  # the learning rate falls linearly to this share of its first value
 
     def advance(self, context: ProposalContext) -> StepRequest | dict[str, Any]:
         setting = context.setting
@@ -78,7 +66,7 @@ class GradientSearcher:
         done = _steps_of(number, steps)[:wanted]
         if any(step.result.failure is not None for step in done):
             return None
-        reached = self._after(context.parameters, self._start(context, number), descent, done)
+        reached = _after(context.parameters, self._start(context, number), descent, done)
         if len(done) == wanted:
             return dict(zip(context.parameters.names, reached.tolist(), strict=True))
         preference = dict(zip(setting.objectives, descent.preference, strict=True))
@@ -108,27 +96,8 @@ class GradientSearcher:
         for neighbour in descents[number].neighbours:
             before = _steps_of(neighbour, steps)
             if before and all(step.result.failure is None for step in before):
-                return self._after(parameters, np.array(before[0].request.point), descents[neighbour], before)
-        return np.array([parameter.default_value for parameter in _numbers(parameters)])
-
-    def _after(self, parameters: Parameters, start: Point, descent: Descent, done: Sequence[GradientStep]) -> Point:
-        """The point that Adam reaches from `start` with the gradients of the steps `done`.
-
-        After each step the point is kept within the parameters' ranges.
-        """
-        numbers = _numbers(parameters)
-        low, high = np.array([p.low for p in numbers]), np.array([p.high for p in numbers])
-        point = start
-        mean, square = np.zeros_like(point), np.zeros_like(point)
-        for number, step in enumerate(done):
-            gradient = np.array(step.result.gradient)
-            mean = self.beta1 * mean + (1 - self.beta1) * gradient
-            square = self.beta2 * square + (1 - self.beta2) * gradient**2
-            rate = descent.learning_rate * (1 - number / descent.num_steps + self.last_rate)
-            direction = mean / (1 - self.beta1 ** (number + 1))
-            size = np.sqrt(square / (1 - self.beta2 ** (number + 1))) + self.epsilon
-            point = np.clip(point - rate * direction / size, low, high)
-        return point
+                return _after(parameters, np.array(before[0].request.point), descents[neighbour], before)
+        return np.array([parameter.default_value for parameter in numbers_of(parameters)])
 
 
 SEARCHER = GradientSearcher()
@@ -142,35 +111,22 @@ def _steps_of(descent: int, steps: Sequence[Step]) -> list[GradientStep]:
     return [step for step in steps if isinstance(step, GradientStep) and step.request.descent == descent]
 
 
-def _numbers(parameters: Parameters) -> list[Float]:
-    return [parameter for parameter in parameters if isinstance(parameter, Float)]
+def _after(parameters: Parameters, start: Point, descent: Descent, done: Sequence[GradientStep]) -> Point:
+    """The point that a descent reaches from `start` with the gradients of the steps `done`."""
+    return point_after(parameters, start, done, num_steps=descent.num_steps, learning_rate=descent.learning_rate)
 
 
 def _minibatch(context: ProposalContext, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The sample positions of the next gradient, ascending, with an equal share for each of the objectives `names`.
-
-    Over all descents, every sample of an objective is drawn once before any sample is drawn again.
-    """
+    """The sample positions of the next gradient, ascending, with an equal share for each of the objectives `names`."""
     setting = context.setting
-    share = max(1, setting.options.gradient.batch // len(names))
     completed = reference_completions(context.steps) or {}
-    batch = {}
-    for index, name in enumerate(setting.objectives):
-        if name not in names:
-            continue
-        positions = completed.get(name, setting.fitted(name))
-        size = len(positions)
-        gradients = (step for step in context.steps if isinstance(step, GradientStep))
-        before = sum(len(step.request.positions.get(name, ())) for step in gradients)
-        drawn: list[int] = []
-        for count in range(before, before + share):
-            epoch, offset = divmod(count, size)
-            if not drawn or offset == 0:
-                rng = proposal_generator(seed=context.seed, number=BATCHES + epoch * 1000 + index)
-                order = rng.permutation(size)
-            drawn.append(positions[int(order[offset])])
-        batch[name] = tuple(sorted(drawn))
-    return batch
+    return minibatch(
+        {name: completed.get(name, setting.fitted(name)) for name in setting.objectives if name in names},
+        [step for step in context.steps if isinstance(step, GradientStep)],
+        share=share_of(setting.options.gradient.batch, len(names)),
+        indices={name: index for index, name in enumerate(setting.objectives)},
+        seed=context.seed,
+    )
 
 
 def _with_one_cost(context: ProposalContext) -> list[Observation]:

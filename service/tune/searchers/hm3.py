@@ -1,4 +1,4 @@
-"""HM3: a policy that builds layer paths, learned from the trials' results (`workers.training.hm3`).
+"""The searcher of HM3: a policy that builds layer paths and learns from the trials' results (`workers.training.hm3`).
 
 Every trial is an episode, and an update follows each iteration. Policies are read from checkpoints, so the searcher
 keeps no state that matters. The training of the last call is cached, because the episodes of an iteration are played
@@ -151,7 +151,7 @@ class Hm3Searcher:
         return [paths.configuration(path) for path in found]
 
     def _training_of(self, context: ProposalContext) -> PolicyTraining:
-        """The object that trains the policies, with the checkpoints of the context.
+        """The object that trains the study's policies, with the checkpoints of the context.
 
         The object of the last call is used again if parameters, seed and setting are the same.
         """
@@ -168,7 +168,7 @@ SEARCHER = Hm3Searcher()
 
 
 def paths_of(parameters: Parameters) -> LayerPaths:
-    """The layer paths that the parameters of a space describe. The space must be one of layer paths."""
+    """The layer paths that the parameters of a space describe; the space must be one of layer paths."""
     assert isinstance(parameters.structure, LayerPaths), "hm3 searches layer paths"
     return parameters.structure
 
@@ -181,6 +181,7 @@ def _is_for(training: PolicyTraining, iteration: int, preference: tuple[float, .
 def training_of(
     parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]
 ) -> PolicyTraining:
+    """Make the object that trains a study's policies, which continue from the checkpoints of earlier iterations."""
     from workers.training.hm3.actions import Action
     from workers.training.hm3.learner import LearnerOptions
     from workers.training.hm3.networks import NetworkOptions

@@ -83,7 +83,7 @@ def test_a_study_may_get_more_benchmarks(tmp_path: Path) -> None:
     added = with_benchmarks(before, parse_benchmarks({"benchmarks": [PIQA], "contamination": shares}))
     assert (added.contamination.allowed, added.contamination.max_share) == (("piqa",), 0.5)
     assert with_benchmarks(added, parse_benchmarks({"benchmarks": [PIQA]})).contamination == added.contamination
-    with pytest.raises(InvalidStudy, match="arc is a benchmark of this study with another task or metric"):
+    with pytest.raises(InvalidStudy, match="arc is a benchmark of this study with another task, metric or attack"):
         with_benchmarks(before, parse_benchmarks({"benchmarks": [{**ARC, "metric": "acc_norm"}]}))
 
 

@@ -19,6 +19,7 @@ from search_spaces.spaces import SPACES
 from search_spaces.study.engine import Verify
 from search_spaces.study.file import Study, load_study, parse_study, same_but_limits, study_json_schema
 from search_spaces.study.objectives import CostSpec, ObjectiveSpec
+from search_spaces.study.search import RefinementOptions
 
 DOCUMENT = yaml.safe_load("""
 name: math-text-lookup
@@ -300,7 +301,7 @@ def test_a_study_cannot_be_changed() -> None:
         (
             "objectives.0.rungs",
             [1, 3, 2],
-            "[1, 3, 2] does not increase; give each rung more samples than the one before",
+            "[1, 3, 2] shrinks; give each rung at least as many samples as the one before",
         ),
         ("fidelity.rule", "bound", "bound is a rule of scheduler: racing and has no effect with hyperband; leave"),
         ("fidelity.rule", "sure", '"sure" is not known; available: behind, bound'),
@@ -449,6 +450,29 @@ def test_unknown_space_is_refused_alone() -> None:
     assert problems(changed("search_space", space)) == [
         ("search_space.kind", f'"hm4" is not known; did you mean "hm3"? available: {KINDS}')
     ]
+
+
+def test_refinement_is_of_paths_without_alignments() -> None:
+    """A refinement is refused in other spaces than hm3, and with alignments."""
+    place, found = "search.refinement", changed("search.refinement", {})
+    assert problems(found) == [
+        (
+            place,
+            "a space of kind lfs has no paths whose coefficients are fixed; leave it out, or search a space of kind "
+            "hm3",
+        )
+    ]
+    of_paths = changed("search_space", {"kind": "hm3", "alignment": "mlp"}, found)
+    assert problems(of_paths) == [
+        (
+            place,
+            "losses along paths with alignment: mlp have no gradients; leave it out, or write alignment: none",
+        )
+    ]
+    study = parse_study(changed("search_space", {"kind": "hm3"}, found))
+    assert study.search.refinement == RefinementOptions()
+    assert parse_study(changed("search_space", {"kind": "hm3"})).search.refinement is None
+    assert same_but_limits(study, parse_study(changed("search_space", {"kind": "hm3"}))) != ()
 
 
 DEPTH = {"name": "depth", "cost": "layers"}
@@ -650,9 +674,13 @@ def with_rungs(fidelity: dict[str, Any], *own: list[int]) -> Any:
             with_rungs({"max_samples": 9}, [2, 1], [1, 2, 3]),
             {
                 "fidelity.max_samples": "9 is given without min_samples",
-                "objectives.0.rungs": "does not increase",
+                "objectives.0.rungs": "[2, 1] shrinks",
                 "objectives.1.rungs": "differs in length from [2, 1] of objectives.0.rungs",
             },
+        ),
+        (
+            with_rungs({"scheduler": "asha"}, [1, 3, 3], [2, 4, 4]),
+            {"objectives.0.rungs": "no objective has more samples at rung 3 than at rung 2; leave one of them out"},
         ),
         (with_rungs({}, [1, 2]), {"fidelity": "racing needs min_samples and max_samples, or rungs"}),
     ],
@@ -671,6 +699,8 @@ def test_contradictory_fidelity_is_refused_in_all_its_places(
         (with_rungs({"rungs": [10, 50]}, [7, 9]), [(7, 9), (10, 50)]),
         (with_rungs({"min_samples": 30, "max_samples": 270}, [1, 2, 3]), [(1, 2, 3), (30, 90, 270)]),
         (with_rungs({"scheduler": "asha"}, [7, 9], [1, 100]), [(7, 9), (1, 100)]),
+        (with_rungs({"rungs": [100, 300, 900]}, [100, 300, 300]), [(100, 300, 300), (100, 300, 900)]),
+        (with_rungs({"scheduler": "asha"}, [3, 3, 9], [1, 4, 4]), [(3, 3, 9), (1, 4, 4)]),
         (with_rungs({"scheduler": "none"}, [7]), [(7,), (None,)]),
         (with_rungs({"scheduler": "none", "max_samples": 40}, [7]), [(7,), (40,)]),
     ],

@@ -101,6 +101,10 @@ def schema(server: ApiServer) -> Any:
         is_name = len(name) == 32 and set(name) <= set("0123456789abcdef")
         if is_name and context.operation.path.endswith(":resume"):
             path_parameters["study_id"] = failed.id
+        elif is_name and context.operation.label == "POST /v1/studies/{study_id}/benchmarks":
+            ended = stored_study(server.store)
+            server.store.open_attempt(ended.id).set_state(JobState.COMPLETE)
+            path_parameters["study_id"] = ended.id
         elif is_name and (study := next(turns)) is not None:
             if context.operation.method.upper() == "DELETE":
                 ours = dict(zip(("study_id", "export_id"), disposable(), strict=True))
@@ -113,7 +117,8 @@ def schema(server: ApiServer) -> Any:
 
     @schema.hook
     def map_query(context: Any, query: Any) -> Any:
-        if any(len(str(name)) == 32 for name in (query or {}).get("against") or ()):
+        against = (query or {}).get("against")  # of any type where a mistake is generated
+        if isinstance(against, list) and any(len(str(name)) == 32 for name in against):
             query["against"] = [tuned.id]
         return query
 

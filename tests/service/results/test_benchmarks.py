@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from service.results.benchmarks import BenchmarkColumn, benchmark_table
+from service.results.robustness import performance_drop
 from service.results.statistics import estimate, paired_difference
-from service.store.documents import BenchmarkFacts
+from service.store.documents import AttackResult, BenchmarkFacts
 from service.types import Origin, RecipeDigest, TrialResult, TrialState
 from workers.evaluation.built_tasks import permutation
 
@@ -137,3 +138,45 @@ def test_trials_with_equal_recipes_share_values() -> None:
     twins = [*trials(), TrialResult(5, Origin.SEARCH, "t5", TrialState.COMPLETE, RecipeDigest("d3"))]
     table = benchmark_table(twins, [column("arc")], drawn("arc"), reference=3)
     assert table.rows[5].values == table.rows[3].values
+
+
+def attacked(name: str, digest: str, *, samples: str = "@worst", queries: int = 7) -> AttackResult:
+    return AttackResult(name, digest, "Cassify: {{text}}", samples, queries, is_cut=False)
+
+
+def test_attacked_values_stand_beside_the_original() -> None:
+    """A row has the value with the worst template and the drop rate, paired with the original samples."""
+    values = drawn("sst2")
+    for number in ORIGINS:
+        values[f"d{number}"]["@worst"] = values[f"d{number}"]["sst2"] * (np.arange(200) % 4 > 0)
+    columns = [column("sst2", attack={"kind": "stress"}, template="Classify: {{text}}")]
+    attacks = [attacked("sst2", "d1"), attacked("sst2", "d3", samples="sst2", queries=0)]
+    rows = benchmark_table(trials(), columns, values, reference=3, attacks=attacks).rows
+    found = rows[1].attacks["sst2"]
+    assert found.value == estimate(values["d1"]["@worst"], bounds=(0, 1))
+    assert found.drop == performance_drop(values["d1"]["sst2"], values["d1"]["@worst"])
+    assert found.drop is not None
+    assert 0.1 < found.drop.ci95[0] < found.drop.value < found.drop.ci95[1] < 0.5
+    assert (found.found.template, found.found.num_queries) == ("Cassify: {{text}}", 7)
+    same = rows[3].attacks["sst2"].drop
+    assert same is not None
+    assert (same.value, same.ci95) == (0.0, (0.0, 0.0))
+    assert not rows[0].attacks
+    assert rows[1].values.keys() == {"sst2"}
+
+
+def test_an_attack_without_all_samples_has_no_value() -> None:
+    """Samples of the worst template that were removed leave no value, and a failed attack is named."""
+    values = drawn("sst2")
+    values["d1"]["@worst"] = values["d1"]["sst2"][:-1]
+    columns = [column("sst2", attack={"kind": "stress"})]
+    table = benchmark_table(
+        trials(),
+        columns,
+        values,
+        reference=3,
+        attacks=[attacked("sst2", "d1")],
+        failures=[(0, "sst2", "no fill-mask model"), (1, "sst2", "later attacked")],
+    )
+    assert not table.rows[1].attacks
+    assert table.failures == ((0, "sst2", "no fill-mask model"),)

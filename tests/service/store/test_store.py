@@ -423,6 +423,32 @@ def test_a_named_document_is_replaced_and_absent_until_written(store: Store, wri
     assert store.document(writer.job_id, "verification") == {"reports": [1]}
 
 
+def test_prompt_templates_are_stored_once(store: Store, writer: JobWriter) -> None:
+    """Templates of a study are found by the name of their samples; a name keeps its first template."""
+    writer.add_prompt_templates("sst2", {"@a": "Clasify {{x}}\n", "@b": "\u00e9\ud83d {{x}}"})
+    writer.add_prompt_templates("sst2", {"@a": "other", "@c": "{{x}}"})
+    other = store.create_job(kind="search", name="other", document={}, accepted=RESOLVED.to_json()).id
+    its_own = store.open_attempt(other)
+    its_own.add_prompt_templates("cola", {"@a": "its own"})
+    its_own.set_state(JobState.FAILED)
+    assert store.prompt_templates(writer.job_id) == {
+        "@a": ("sst2", "Clasify {{x}}\n"),
+        "@b": ("sst2", "\u00e9\ud83d {{x}}"),
+        "@c": ("sst2", "{{x}}"),
+    }
+    store.delete_job(other)
+    assert not store.prompt_templates(other)
+
+
+def test_values_of_chosen_objectives_are_read(store: Store, writer: JobWriter) -> None:
+    """Only the samples of the named objectives are read, or all without names."""
+    writer.add_trial(TRIAL)
+    for name in ("math", "@a"):
+        writer.record_chunk(3, Split.BENCHMARK, chunk(range(2), objective=name))
+    read = [store.sample_values(writer.job_id, Split.BENCHMARK, objectives=names) for names in (("@a",), (), None)]
+    assert [set(found.get(RECIPE.digest, {})) for found in read] == [{"@a"}, set(), {"math", "@a"}]
+
+
 # Events.
 
 
@@ -472,6 +498,7 @@ WRITES: dict[str, Callable[[JobWriter], None]] = {
     "record_engine_fault": lambda w: w.record_engine_fault("replica-1", 0, "x"),
     "add_event": lambda w: w.add_event("x", {}),
     "add_step": lambda w: w.add_step(losses_step(0)),
+    "add_prompt_templates": lambda w: w.add_prompt_templates("x", {"@x": "{{x}}"}),
 }
 
 

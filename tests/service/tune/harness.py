@@ -21,6 +21,7 @@ from service.store.steps import ChargedRequest, NoteRequest, NoteResult, Step, s
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.tune.plan import Plan
+from service.tune.refinement_stage import Gradients
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import ProposalContext, Searcher, SearchSetting
 from service.types import Origin
@@ -171,6 +172,7 @@ def coordinator_of(
     observer: Callable[[str], None] = lambda _: None,
     is_out_of_budget: Callable[[], str | None] = lambda: None,
     space: SearchSpace | None = None,
+    gradients: Gradients | None = None,
     **plan: Any,
 ) -> Coordinator:
     """A new attempt at the study; `plan` as for `make_plan`."""
@@ -181,6 +183,7 @@ def coordinator_of(
         store=store,
         writer=store.open_attempt(study_id),
         proposer=proposer or InlineProposer(space),
+        gradients=gradients,
         observer=observer,
         is_out_of_budget=is_out_of_budget,
     )

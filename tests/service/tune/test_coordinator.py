@@ -143,11 +143,13 @@ def test_without_a_scheduler_every_trial_is_scored_in_full(tmp_path: Path) -> No
     assert {tuple(rung.rung for rung in trial.rungs) for trial in trials} == {(0,)}
 
 
-def test_own_rungs_decide_what_is_scored(tmp_path: Path) -> None:
-    """An objective's own rungs decide how many of its samples are scored."""
-    ladders = {"math": (4, 12, 36), "text": (10, 11, 20)}
+@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing"])
+@pytest.mark.parametrize("own", [(10, 11, 20), (10, 20, 20), (20, 20, 20)])
+def test_own_rungs_decide_what_is_scored(tmp_path: Path, scheduler: Scheduler, own: tuple[int, ...]) -> None:
+    """An objective's own rungs decide how many of its samples are scored; they may stop growing."""
+    ladders = {"math": (4, 12, 36), "text": own}
     samples = tuple({name: counts[rung] for name, counts in ladders.items()} for rung in range(3))
-    store, study, _ = finished_study(tmp_path, rung_samples=samples)
+    store, study, _ = finished_study(tmp_path, scheduler=scheduler, rung_samples=samples)
     climber = next(t for t in store.trials(study) if [rung.rung for rung in t.rungs] == [0, 1, 2])
     assert [dict(rung.num_samples) for rung in climber.rungs] == [dict(counts) for counts in samples]
     assert climber.samples_scored == 36 + 20

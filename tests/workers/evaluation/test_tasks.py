@@ -13,7 +13,7 @@ from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from tests.conftest import write_choices
 from workers.errors import InvalidTask
-from workers.evaluation.built_tasks import permutation
+from workers.evaluation.built_tasks import PromptSettings, documents_of, permutation
 from workers.evaluation.inline_files import read_inline
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Generation, Prompts
@@ -203,18 +203,99 @@ def test_objective_limits_the_length_of_completions(tmp_path: Path, stated: dict
     before, stop = longest(TaskSpec(file, "exact_match"))
     assert before == (7 if stated else 256)
     assert longest(TaskSpec(file, "exact_match", max_tokens=400)) == (400, stop)
+    assert longest(TaskSpec(file, "exact_match", until=("Q:", "\n\n"))) == (before, ("Q:", "\n\n"))
+
+
+def test_filters_of_a_task_are_named_if_it_has_several(tmp_path: Path) -> None:
+    steps = [{"function": "regex", "regex_pattern": "(\\d+)"}, {"function": "take_first"}]
+    metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
+    generates: dict[str, Any] = {"output_type": "generate_until", "doc_to_choice": None, "metric_list": metrics}
+    one = [{"name": "strict-match", "filter": steps}]
+    file = str(write_choices(tmp_path, **generates, filter_list=[*one, {"name": "flexible", "filter": steps}]))
+    assert check_task(TaskSpec(file, "exact_match")).filters == ("strict-match", "flexible")
+    assert check_task(TaskSpec(str(write_choices(tmp_path, **generates, filter_list=one)), "exact_match")).filters == ()
 
 
 def test_options_have_no_longest_completion(choices: TaskSpec) -> None:
-    with pytest.raises(InvalidTask, match="max_tokens 400: the task scores options and generates no text") as error:
-        check_task(replace(choices, max_tokens=400))
-    assert error.value.field == "max_tokens"
+    fields: dict[str, Any] = {"max_tokens": 400, "until": ("x",)}
+    for field, value in fields.items():
+        with pytest.raises(InvalidTask, match=f"{field} .*: the task scores options and generates no text") as error:
+            check_task(replace(choices, **{field: value}))
+        assert error.value.field == field
 
 
 def test_digests_of_tasks_without_new_fields_do_not_change() -> None:
     digest = "e4ebf657c7ab4d7f173e24f7f70bb49daf3229d7e052c85a228c6608ea968a66"
     assert TaskSpec("gsm8k", "exact_match", "strict-match", "test", 5, None, 3).digest == digest
     assert TaskSpec("gsm8k", "exact_match", "strict-match", "test", 5, None, 3, max_tokens=256).digest != digest
+    assert TaskSpec("gsm8k", "exact_match", "strict-match", "test", 5, None, 3, template="{{q}}").digest != digest
+    assert TaskSpec("gsm8k", "exact_match", "strict-match", "test", 5, None, 3, until=("x",)).digest != digest
+
+
+def first_prompt(spec: TaskSpec) -> str:
+    """The prompt of the sample at position 0, without its options."""
+    with build_task(spec) as task:
+        subtask, index = task.order[0]
+        return str(documents_of(task, PromptSettings(None, None, "x"))[subtask][index].instances[0].args[0])
+
+
+def test_template_replaces_that_of_a_yaml_task(tmp_path: Path) -> None:
+    """Prompts and few-shot examples have the other template; nothing else changes, not even the samples' order."""
+    file = str(write_choices(tmp_path, doc_to_text="Question: {{question}}"))
+    spec = TaskSpec(file, "acc", num_fewshot=2)
+    other = replace(spec, template="Qestion: {{question}}")
+    assert check_task(spec).template == "Question: {{question}}"
+    assert check_task(other).template == "Qestion: {{question}}"
+    assert other.digest != spec.digest
+    assert first_prompt(spec).count("Question: Is") == 3
+    assert first_prompt(other) == first_prompt(spec).replace("Question: Is", "Qestion: Is")
+
+
+def test_few_shot_template_of_its_own_is_kept(tmp_path: Path) -> None:
+    """Examples that have another template than the prompt keep it."""
+    file = str(write_choices(tmp_path, fewshot_config={"doc_to_text": "Example: {{question}}"}))
+    prompt = first_prompt(TaskSpec(file, "acc", num_fewshot=1, template="Hm {{question}}"))
+    assert prompt.count("Example: Is") == 1
+    assert prompt.count("Hm Is") == 1
+
+
+def test_template_replaces_that_of_an_inline_task(tmp_path: Path) -> None:
+    """The prompts of an inline task have the other template."""
+    spec = TaskSpec(inline(tmp_path / "a.jsonl", GOOD, prompt="Say {{prompt}}"), "exact_match")
+    assert check_task(spec).template == "Say {{prompt}}"
+    assert first_prompt(spec) == "Say 1+1="
+    assert first_prompt(replace(spec, template="Sya {{prompt}}")) == "Sya 1+1="
+    assert check_task(TaskSpec(inline(tmp_path / "a.jsonl", GOOD), "exact_match")).template == "{{prompt}}"
+
+
+def test_options_are_known_where_all_samples_have_the_same(tmp_path: Path) -> None:
+    """Fixed options are facts of a task, as a list or a mapping; options from the data are not."""
+    for options in (["no", "yes"], {"0": "no", "1": "yes"}):
+        file = write_choices(tmp_path, name="fixed", doc_to_choice=options, doc_to_target="{{0}}")
+        assert check_task(TaskSpec(str(file), "acc")).options == ("no", "yes")
+    assert check_task(TaskSpec(str(write_choices(tmp_path)), "acc")).options == ()
+
+
+def test_column_of_the_data_is_no_template(tmp_path: Path) -> None:
+    """A prompt that is a column of the data has no template, and none can replace it; nor do differing subtasks."""
+    spec = TaskSpec(str(write_choices(tmp_path, doc_to_text="question")), "acc")
+    assert check_task(spec).template == ""
+    with pytest.raises(InvalidTask, match="its prompts come from no template"):
+        check_task(replace(spec, template="{{question}}"))
+    write_choices(tmp_path, name="first")
+    write_choices(tmp_path, name="second", doc_to_text="Q: {{question}}")
+    (tmp_path / "both.yaml").write_text("group: both_of_them\ntask: [first, second]\n")
+    assert check_task(TaskSpec(str(tmp_path / "both.yaml"), "acc")).template == ""
+
+
+def test_attacked_templates_are_forgotten_first(tmp_path: Path) -> None:
+    """A task with another template than its own is kept only while it is in use; others stay."""
+    spec = TaskSpec(inline(tmp_path / "a.jsonl", GOOD), "exact_match")
+    evaluator = TaskEvaluator(None, Prompts(str(tiny_llama(tmp_path / "llama")), EngineOptions()))
+    attacked = [replace(spec, template=f"{word} {{{{prompt}}}}") for word in ("a", "b")]
+    for each in (spec, *attacked):
+        evaluator.describe(each)
+    assert set(evaluator._prepared) == {spec.digest, attacked[1].digest}
 
 
 def test_broken_yaml_and_files_of_another_kind_are_refused(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_banks_of_two_devices_share_statistics(untied_family: Family, tmp_path: 
     # Sorting is the CPU's, wherever merges are computed: a GPU has no memory left for it.
     (table,) = other.magnitudes([("math", NAME)], ("base", NAME))
     assert bank.magnitudes([("math", NAME)], ("base", NAME)) == (table,)
-    assert table is not None
+    assert isinstance(table, MagnitudeTable)
     assert bank.summary()["statistics_bytes"] == other.summary()["statistics_bytes"] == table.num_bytes
 
 

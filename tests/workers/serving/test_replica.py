@@ -1,16 +1,22 @@
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from search_spaces.study.attacks import DeepWordBugAttack
 from tests.workers.judged_tasks import write_task
 from tests.workers.recipes import arithmetic, slerp
 from tests.workers.serving.test_lost_processes import controller
 from workers.engines.source_recipes import base_recipe
 from workers.errors import TrialFailed
+from workers.evaluation.attacks.checks import prepared_attack
+from workers.evaluation.attacks.search import run, search
+from workers.evaluation.tasks import check_task
 from workers.serving.serve_scorer import ServeScorer
-from workers.types import Family, ScoreRequest, Span, TaskSpec
+from workers.types import Family, ScoreRequest, ScoreResult, Span, TaskSpec
 
 
 def request(family: Family, weight: float, stop: int, task: TaskSpec) -> ScoreRequest:
@@ -69,6 +75,29 @@ def test_metrics_have_timers_in_a_real_replica(scorer: ServeScorer, tied_family:
     spec = write_task(tmp_path, "timer", TIMER, equations)
     samples = scorer.score(request(tied_family, 0.1, 2, spec)).samples
     assert {sample.document: sample.value for sample in samples} == {"0": 1.0, "1": 0.0}
+
+
+def test_real_replica_is_attacked(scorer: ServeScorer, tied_family: Family, sums: TaskSpec) -> None:
+    """An attack runs on a real replica, which scores attacked templates as transformers does, and always alike."""
+    assert isinstance(sums.task, Mapping)
+    task = replace(sums, task={**sums.task, "prompt": "Answer the question {{prompt}}"}, content=None)
+    recipe = base_recipe(tied_family)
+
+    def scored(template: str) -> ScoreResult:
+        return scorer.score(ScoreRequest("study", recipe, (Span("@x", replace(task, template=template), 0, 8),)))
+
+    def variety(template: str) -> float:  # of a random model's answers, as none is right
+        return float(np.mean([len(set(sample.response)) for sample in scored(template).samples]))
+
+    attack = prepared_attack(DeepWordBugAttack(kind="deepwordbug", labels=("none",)), check_task(task))
+    found, again = (run(search(attack, clean=variety(attack.original.text), seed=1), variety) for _ in range(2))
+    assert found == again
+    assert found.num_queries == 2 * (1 + 4)
+    changed = next(iter(search(attack, clean=1, seed=1)))[0]
+    assert scored(changed).evidence.prompts != scored(attack.original.text).evidence.prompts
+    for template in (changed, found.template):
+        span = Span("@x", replace(task, template=template), 0, 8)
+        assert scorer.verify(recipe, scored(template).samples, (span,)).num_beyond == 0
 
 
 def test_real_replica_agrees(scorer: ServeScorer, tied_family: Family, sums: TaskSpec, choices: TaskSpec) -> None:

@@ -2,5 +2,6 @@
 
 - `backend`: generate completions, read and compare log-probabilities
 - `merged_models`: a merge as a transformers model
+- `outlines`: tensors of a model by name and shape, from its configuration alone
 - `verification`: score an exported checkpoint again and compare with stored samples
 """

@@ -5,7 +5,7 @@ The backend always computes in float32 on CPU, and generates greedily. The modul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,10 @@ class Reference:
         )
         self.gaps: dict[tuple[int, ...], list[tuple[str, float]]] = {}
 
-    def generate(self, requests: Sequence[Generation]) -> list[Completion]:
-        """Generate greedy completions.
+    def generate(
+        self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]:
+        """Generate greedy completions; `finished` gets each with its index, after its batch (`prompts.Backend`).
 
         Raises InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be
         repeated.
@@ -56,7 +58,10 @@ class Reference:
         completions: dict[int, Completion] = {}
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
-            completions.update(zip(batch, self._generate([requests[i] for i in batch]), strict=True))
+            for index, completion in zip(batch, self._generate([requests[i] for i in batch]), strict=True):
+                completions[index] = completion
+                if finished is not None:
+                    finished(index, completion)
         return [completions[i] for i in range(len(requests))]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:

@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -315,8 +315,10 @@ class Engine:
         """
         return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
 
-    def generate(self, requests: Sequence[Generation]) -> list[Completion]:
-        """Generate one batch of completions.
+    def generate(
+        self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]:
+        """Generate one batch of completions; `finished` gets each with its index while others are still generated.
 
         Raises TrialFailed if the model's logits were NaN or infinite at any step.
         """
@@ -342,13 +344,22 @@ class Engine:
                 )
             return known[key]
 
-        distinct = list(dict.fromkeys(requests))  # a task may repeat a greedy request
+        places: dict[Generation, list[int]] = {}  # a task may repeat a greedy request
+        for index, request in enumerate(requests):
+            places.setdefault(request, []).append(index)
+        distinct = list(places)
         ordered = [distinct[index] for index in neighbours([request.tokens for request in distinct])]
-        outputs = self._run([request.tokens for request in ordered], [parameters(request) for request in ordered])
-        completions = {
-            request: Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids))
-            for request, output in zip(ordered, outputs, strict=True)
-        }
+        completions: dict[Generation, Completion] = {}
+
+        def finish(index: int, output: Any) -> None:
+            request = ordered[index]
+            completion = Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids))
+            completions[request] = completion
+            if finished is not None:
+                for place in places[request]:
+                    finished(place, completion)
+
+        self._run([request.tokens for request in ordered], [parameters(request) for request in ordered], finish)
         return [completions[request] for request in requests]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
@@ -408,16 +419,30 @@ class Engine:
 
         return self._run([reading.tokens for reading in readings], list(map(parameters, readings)))
 
-    def _run(self, prompts: Sequence[Sequence[int]], parameters: list[Any]) -> list[Any]:
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        parameters: list[Any],
+        finished: Callable[[int, Any], None] = lambda index, output: None,
+    ) -> list[Any]:
         from vllm import TokensPrompt
 
         self._refuse_after_a_fault()
         self._is_checked = False
         self._call("mergesearch_bad_rows")
         with engine_errors():
-            outputs: list[Any] = self._llm.generate(
+            ids = self._llm.enqueue(
                 [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=False
             )
+            # vLLM numbers requests, returns the numbers with random characters behind them, and reports them without.
+            positions = {name.partition("-")[0]: index for index, name in enumerate(ids)}
+            outputs: list[Any] = [None] * len(ids)
+            while self._llm.llm_engine.has_unfinished_requests():
+                for output in self._llm.llm_engine.step():
+                    if output.finished:
+                        index = positions[output.request_id]
+                        outputs[index] = output
+                        finished(index, output)
         if any(rows := self._call("mergesearch_bad_rows")):
             self._llm.reset_prefix_cache()
             raise TrialFailed(f"the merged model's logits are {in_words(rows, num_prompts=len(prompts))}")

@@ -90,7 +90,9 @@ def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
 
 
 def _absent_files(record: SnapshotRecord) -> dict[str, int]:
-    """The sizes in bytes, by file, of the weights of a model that are not on this machine."""
+    """The sizes in bytes, by file, of the weights of a model that are to be downloaded to this machine."""
+    if record.is_outline:
+        return {}
     place = _origin(record).place(record)
     return {file: size for file, size in record.sizes.items() if not has_size(place / file, size)}
 

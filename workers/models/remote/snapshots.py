@@ -58,7 +58,8 @@ class SnapshotRecord:
 
     It lists the model's files, and the sizes and sha256 (hex) of the weights as the hub or the object store states
     them. `name` is a hub id or the URL of a folder in an object store, `revision` the branch, tag or commit that was
-    requested, `commit` the version of the files.
+    requested, `commit` the version of the files. An outline (`workers.engines.transformers.outlines`) has only what the
+    model's configuration says, and its weights cannot be downloaded.
     """
 
     name: str
@@ -67,6 +68,7 @@ class SnapshotRecord:
     small_files: tuple[str, ...]
     sizes: Mapping[str, int]
     hashes: Mapping[str, str]
+    is_outline: bool = False
 
 
 def is_metadata_only(directory: Path) -> bool:

@@ -221,6 +221,7 @@ def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = 
         split=objective.split,
         num_fewshot=objective.num_fewshot,
         max_tokens=objective.max_tokens,
+        until=objective.until,
         permutation_seed=seed,
         access=access,
     )

@@ -2,7 +2,7 @@
 
 They are computed over all numbers of each component of a layer (attention, MLP, norms): the mean, the logarithm of the
 standard deviation, the kurtosis, and the logarithm of the distance from the base's layer relative to the base's norm.
-HM3's authors embed the layers' parameters without saying how; these statistics were chosen here.
+The paper embeds the layers' parameters without stating how. These statistics are a choice of this project.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The runner of HM3's policies: builds episodes, each one layer path, with given networks.
+"""The runner of HM3's policies, which builds layer paths with given networks; each path is an episode.
 
 Axes: B episodes, T steps, A steps of the pool with the end, C candidates, D dimensions of an embedding, H of a state.
 """
@@ -25,11 +25,12 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 
 @dataclass(frozen=True)
 class Role:
-    """The conditions under which the episode with the number `number` is built.
+    """How one episode is built: its preference vector, its randomness, and its path if that is given.
 
-    `preference` is the preference vector. `exploration` is the probability, in [0, 1], that a step is drawn at random.
-    `noise` multiplies the standard deviation of the point that the policy draws for each step. `path` is a given path
-    to follow, and `scales` those of its layers if they are given; if they are None, the policy chooses.
+    `number` is the episode's number. `preference` is the preference vector. `exploration` is the probability, in
+    [0, 1], that a step is drawn at random. `noise` multiplies the standard deviation of the point that the policy draws
+    for each step. `path` is a given path to follow, and `scales` those of its layers if they are given; if they are
+    None, the policy chooses.
     """
 
     number: int
@@ -79,7 +80,7 @@ def play(
     action: Action = Action.WOLPERTINGER,
     ideal: Tensor | None = None,
 ) -> list[Episode]:
-    """Build several layer paths with a policy, side by side; each path is an episode, built as its role says.
+    """Build several layer paths with a policy, side by side; each path is an episode with a role of its own.
 
     With the action WOLPERTINGER the policy draws, for each step, a proto-action: a point in the space of the steps'
     embeddings. The `k` nearest allowed steps are the candidates, of which the one with the best expected outcome is

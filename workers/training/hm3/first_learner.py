@@ -1,9 +1,11 @@
-"""The learner of policies in studies of version 1 of the searcher `hm3`, which continue with it.
+"""The learner of studies of version 1 of the searcher `hm3`, which continue with it.
 
-It differs from `learner` in these points: the ratios of PPO refer to the networks that built the episodes, which are
-one update older; policy network, value network and encoder have one optimizer and learn in the same steps; each step of
-an episode is paid an equal share of the outcome. The density ratios are outside PPO's clip almost always, so the clip
-has no effect.
+It differs from `learner` in three points:
+
+- The ratios of PPO refer to the networks that built the episodes, which are one update older. They are outside PPO's
+  clip almost always, so the clip has no effect.
+- Policy network, value network and encoder have one optimizer, and learn in the same steps.
+- Each step of an episode is paid an equal share of the outcome.
 """
 
 from __future__ import annotations

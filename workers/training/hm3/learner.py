@@ -1,6 +1,6 @@
-"""The learner of a policy in HM3: updates the policy's networks from the episodes of one iteration, by PPO.
+"""The learner of HM3's policies, which updates a policy's networks by the episodes of one iteration, with PPO.
 
-Its state is saved and restored as bytes.
+The learner's state is saved and restored as bytes.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class BaseLearner:
         raise NotImplementedError
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore that part from a saved state."""
+        """Restore the part of a saved state that only this version has (`_state`)."""
         raise NotImplementedError
 
     # -- for all versions ------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ class Learner(BaseLearner):
 
 
 def action_in(content: bytes) -> Action:
-    """What a policy draws for each step, by its saved state `content`."""
+    """The action of a saved policy, which is what it draws for each step; `content` is the saved state."""
     return _action_of(torch.load(io.BytesIO(content), weights_only=True))
 
 

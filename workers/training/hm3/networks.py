@@ -1,4 +1,4 @@
-"""The networks of a policy in HM3: they map the path so far to a state, a proto-action, and the expected outcomes.
+"""The networks of HM3's policies, which map the path so far to a state, a proto-action and the expected outcomes.
 
 Sizes in shapes: B episodes, T steps, A possible steps (those of the pool, and the end), D dimensions of an embedding, H
 of a state, K objectives.
@@ -80,9 +80,9 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the mean and the unit of the value network's results to the mean and standard deviation of `outcomes_BK`.
+        """Set the centre and the unit of the value network's results: the mean and the deviation of `outcomes_BK`.
 
-        `outcomes_BK` [episodes, objectives] are the first outcomes that are known.
+        `outcomes_BK` [episodes, objectives] are the first known outcomes.
         """
         self.centre.copy_(outcomes_BK.mean(dim=0))
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
@@ -116,7 +116,8 @@ class Networks(nn.Module):
 
         A proto-action is a point in the D-dimensional space of the steps' embeddings; a state has H numbers. If layers
         have scales, one more number follows: the place in the range of scales of the last layer of the path so far.
-        HM3's equation 16 has it from a network of that layer and the number of the step; the state knows both.
+        In the paper (equation 16) a network of that layer and of the step's number gives the scale. The state knows
+        both here.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found

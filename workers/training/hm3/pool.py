@@ -1,4 +1,4 @@
-"""The steps that a layer path may take, as tensors: layers of models, and the end of the path."""
+"""The steps that a layer path may have, layers of models and the end of the path, as tensors."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Losses:
     """PPO's losses for one mini-batch, of which `total` is minimised.
 
     `policy` and `value` are the losses of the policy network and of the value network. `entropy` is that of the
-    distribution of proto-actions, and `kl` the divergence of the new policy from the one that built the episodes.
+    distribution of proto-actions.
     """
 
     total: Tensor

@@ -1,4 +1,4 @@
-"""Scalarisation: how the values of several objectives become the one outcome that a policy learns to raise.
+"""Scalarisation: functions from the values of several objectives to the one outcome that policies maximise.
 
 Miettinen, "Nonlinear Multiobjective Optimization" (1998), sections 3.1 (weighted sum) and 3.4 (Tchebycheff).
 """
@@ -15,7 +15,7 @@ __all__ = ["Scalarisation", "scalarised"]
 
 
 class Scalarisation(StrEnum):
-    """The function of an episode's outcomes by objective and its preference vector that is the outcome R."""
+    """The function by which an episode's outcome R follows from its outcomes by objective and its preference vector."""
 
     WEIGHTED_SUM = "weighted_sum"
     TCHEBYCHEFF = "tchebycheff"

@@ -1,9 +1,9 @@
-"""Training of policies: which networks play which episode, with which preference.
+"""Training of policies: the networks and the preference vector by which each episode is built.
 
-This is a function of the options, the seed and earlier outcomes. All iterations have the same number of episodes. The
-networks that play iteration i have learned from the iterations up to i - 2. So the episodes of one iteration can be
-scored while those of the next are played. With one policy per preference vector the policies take turns, one iteration
-each. A policy that is conditioned on the vector plays all vectors in each iteration, one after the other.
+Both follow from the options, the seed and earlier outcomes alone. All iterations have the same number of episodes. The
+networks that build iteration i have learned from the iterations up to i - 2. So the episodes of one iteration can be
+scored while those of the next are built. With one policy for each preference vector, the policies take turns, one
+iteration each. A policy that is conditioned on the vector takes all vectors in each iteration, one after the other.
 
 A search may begin with given policies. They have no warm-up, and explore from the beginning as rarely as a search does
 at its end. If they do not learn either, the first episode of each preference vector is the path that the policy
@@ -74,7 +74,7 @@ class _Played:
 
 
 class PolicyTraining:
-    """The policies of one search: builds their episodes, and learns from the outcomes.
+    """The policies of one search, with which episodes are built and which learn from the outcomes.
 
     `preferences` are the preference vectors, at least one. `descriptors` are statistics of the layers' weights, or
     None. `saved` has the checkpoints that were saved after iterations of this search, by iteration. Only those of the
@@ -108,6 +108,7 @@ class PolicyTraining:
 
     @property
     def num_policies(self) -> int:
+        """The number of policies: one that is conditioned on preference vectors, or one for each vector."""
         return 1 if self.options.is_conditioned else len(self.preferences)
 
     def iteration_of(self, number: int) -> int:
@@ -131,6 +132,7 @@ class PolicyTraining:
         return max(0, self.iteration_of(number) + 1 - max(2, self.num_policies))
 
     def policy_of(self, iteration: int) -> int:
+        """The number of the policy that builds the episodes of an iteration."""
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
@@ -138,11 +140,13 @@ class PolicyTraining:
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
+        """The preference vector of episode `number`."""
         takes_turns = self.options.is_conditioned or not self.options.learns
         place = number if takes_turns else self.iteration_of(number)
         return self.preferences[place % len(self.preferences)]
 
     def is_learned_from(self, iteration: int) -> bool:
+        """Whether the policy of an iteration learns from the outcomes of the iteration's episodes."""
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
@@ -164,7 +168,7 @@ class PolicyTraining:
     # -- episodes and updates --------------------------------------------------------------------------------------
 
     def play(self, number: int) -> Episode:
-        """Episode `number`, which is built together with the other episodes of its iteration.
+        """Build episode `number`, together with all other episodes of its iteration.
 
         Raises KeyError if the checkpoint that these episodes need is not saved.
         """

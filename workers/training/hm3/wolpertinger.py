@@ -1,7 +1,7 @@
 """Choice of a step from a proto-action: of the k steps with the nearest embeddings, the best by expected outcome.
 
 Dulac-Arnold et al., "Deep Reinforcement Learning in Large Discrete Action Spaces" (2015), section 4, with the value of
-the state after a step in place of the action-value, as HM3's authors describe it. B episodes, A steps, C candidates.
+the state after a step in place of the action-value, as in HM3. B episodes, A steps, C candidates.
 """
 
 from __future__ import annotations

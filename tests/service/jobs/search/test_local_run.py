@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from search_spaces.study.file import Study, same_but_limits
-from service.jobs.search.local_run import _with_new_defaults
+import pytest
+
+from search_spaces.study.file import Study, parse_study, same_but_limits
+from service.errors import Conflict
+from service.jobs.search.local_run import _created_or_resumed, _with_new_defaults
+from service.store import Store
+from service.store.steps import NoteRequest, NoteResult, NoteStep
+from service.tune.refinement_stage import CHOICE
 from service.types import JobRecord, JobState
 from tests.service.resolved import resolved_study
 
@@ -36,3 +44,27 @@ def test_an_earlier_default_is_no_other_study() -> None:
     assert differing(earlier, study_of(), algorithm="hm3", version=2) == gamma
     assert differing(study_of(gamma=0.9), study_of(), algorithm="hm3", version=1) == gamma
     assert differing(earlier, study_of(gamma=1.0), algorithm="hm3", version=1) == gamma
+
+
+def test_a_refined_study_has_no_more_trials(tmp_path: Path) -> None:
+    """Once the paths to refine are chosen, a larger number of trials is refused, and larger limits are not."""
+    study = parse_study(
+        {
+            **study_of().canonical(),
+            "search_space": {"kind": "hm3"},
+            "search": {"algorithm": "hm3", "max_trials": 8, "refinement": {}},
+            "fidelity": {"scheduler": "none"},
+        }
+    )
+    resolved = resolved_study()
+    preflight: Any = SimpleNamespace(resolved=lambda: resolved)
+    store = Store(f"sqlite:///{tmp_path / 'study.db'}")
+    record = _created_or_resumed(store, study, preflight, tmp_path, continues=False)
+    more = study.model_copy(update={"search": study.search.model_copy(update={"max_trials": 9})})
+    step = NoteStep(0, 8, NoteRequest(label="", decision=f"{CHOICE}[]"), NoteResult())
+    store.open_attempt(record.id).add_step(step)
+    with pytest.raises(Conflict, match=r"search\.max_trials is 9, and the search ended at 8 trials, because its front"):
+        _created_or_resumed(store, more, preflight, tmp_path, continues=False)
+    longer = study.model_copy(update={"limits": study.limits.model_copy(update={"max_wall_clock_s": 1e6})})
+    assert _created_or_resumed(store, longer, preflight, tmp_path, continues=False).id == record.id
+    store.close()

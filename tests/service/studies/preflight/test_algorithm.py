@@ -13,7 +13,7 @@ from search_spaces.errors import Problem
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import SearchSpace
 from search_spaces.study.file import Study, parse_study
-from service.studies.preflight.algorithm import Algorithm, algorithm_of
+from service.studies.preflight.algorithm import Algorithm, algorithm_of, check_refinement
 from tests.conftest import write_choices
 from tests.search_spaces.spaces.families import models, space
 from workers.types import TaskSpec
@@ -33,10 +33,11 @@ def tasks(tmp_path: Path) -> dict[str, TaskSpec]:
     }
 
 
-def study(algorithm: str, **search: Any) -> Study:
+def study(algorithm: str, *, search_space: Any = None, **search: Any) -> Study:
     return parse_study(
         {
             "name": "s",
+            "search_space": search_space or {},
             "models": {"base": "/b", "experts": {"math": "/m", "code": "/c", "text": "/t"}},
             "search": {"algorithm": algorithm, **search},
             "fidelity": {"scheduler": "none"},
@@ -129,6 +130,23 @@ def test_merged_pool_takes_preferences(tasks: Any) -> None:
         assert chosen(name, space("hm3", family, merged={}), tasks, preferences=given)[1] == []
         _, (problem,) = chosen(name, space("hm3", family), tasks, preferences=given)
         assert problem.field == "search.preferences"
+
+
+def test_refinement_needs_reference_answers(tasks: Any) -> None:
+    """A refinement uses preference vectors with any searcher, and refuses objectives without reference answers."""
+    own = space("hm3", models(experts=("sums", "choices")))
+    refined = {"preferences": {"lattice": 2}, "refinement": {}, "search_space": {"kind": "hm3"}}
+    assert chosen("smac", own, tasks, **refined)[1] == []
+    problems: list[Problem] = []
+    check_refinement(study("smac", **refined), tasks, problems)
+    assert problems == []
+    judged = {**tasks, "judged": TaskSpec({"file": "none.jsonl"}, "exact_match")}
+    check_refinement(study("smac", **refined), judged, problems)
+    ((field, message),) = [(problem.field, problem.message) for problem in problems]
+    assert field == "search.refinement"
+    assert message.startswith("objective 'judged' has no reference answers: ")
+    check_refinement(study("smac"), judged, problems)
+    assert len(problems) == 1
 
 
 def test_samples_to_fit_are_refused_by_searchers_that_fit_none(tasks: Any) -> None:

@@ -158,6 +158,19 @@ def test_asha_has_one_bracket_of_all_trials(root: Path) -> None:
     assert (plan.scheduler, plan.eta) == ("asha", 3)
 
 
+def test_new_study_chooses_among_the_filters_of_a_task(root: Path, tmp_path: Path) -> None:
+    """A stored study has the first, which it was created with."""
+    first, second = ({"name": name, "filter": [{"function": "take_first"}]} for name in ("strict", "flexible"))
+    file = write_choices(tmp_path, filter_list=[first, second])
+    spec = {"name": "choices", "task": str(file), "metric": "acc"}
+    study = {"objectives": [spec], "holdout": [], "fidelity": {"scheduler": "none"}}
+    with pytest.raises(InvalidStudy, match=r"objectives\.0\.filter: is missing; .*give one of strict, flexible"):
+        examine(study_of(root, **study), is_new=True)
+    assert examine(study_of(root, **study)).tasks.search["choices"].filter is None
+    spec["filter"] = "flexible"
+    assert examine(study_of(root, **study), is_new=True).tasks.search["choices"].filter == "flexible"
+
+
 def test_objectives_may_have_rungs_of_their_own(root: Path) -> None:
     specs = [{**objective("sums", "sums"), "rungs": [5, 10, 40]}, objective("words", "words")]
     found = examined(root, objectives=specs)

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from search_spaces.spaces.base import DifferentiableSpace
+from search_spaces.spaces.hm3 import Hm3Section, MergedOptions
+from search_spaces.spaces.layer_paths import MERGED
 from search_spaces.spaces.sfs import SfsSection
 from service.store.steps import GradientRequest, GradientResult, LossesRequest
 from service.studies.preflight.models import searched_models
 from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
+from service.tune.searchers.adam import numbers_of
 from tests.conftest import OPTIONS
 from workers.models.family import open_sources
 from workers.types import Family, TaskSpec
@@ -46,3 +49,47 @@ def test_scale_gradient_is_of_differences(tied_family: Family, tmp_path: Path) -
         differences.append((high - low) / (2 * STEP))
     assert min(map(abs, differences)) > 1e-5
     assert gradient == pytest.approx(differences, rel=0.02, abs=0.005 * max(map(abs, differences)))
+
+
+@pytest.mark.parametrize("method", ["dare_ties_l1", "pcb"])
+def test_gradient_along_a_path_is_of_differences(tied_family: Family, tmp_path: Path, method: str) -> None:
+    """Along a path with merged layers the gradient is that of finite differences; by weights it is that of shares."""
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(8)))
+    sources = open_sources(tied_family)
+    known = searched_models(sources, sources.fingerprints, preferences=({"math": 0.6, "text": 0.4},))
+    merged = MergedOptions.model_validate({"method": method, "strength": 0.8, "density": 0.6})
+    space = Hm3Section(kind="hm3", merged=merged, scales=(0.5, 2.0), max_jump=None).build(known)
+    paths = space.paths
+    count = paths.num_layers
+    steps = [(MERGED, 0), ("math", 0), (MERGED, count - 1), ("text", count - 1)]
+    path = [paths.step(paths.models.index(model), layer) for model, layer in steps]
+    recipe = space.to_recipe(paths.configuration(path, scales=(1.1, 0.9, 1.0)))
+    coefficients = space.coefficients_of(recipe)
+    task = TaskSpec({"file": str(file), "max_tokens": 6}, "exact_match")
+    actor = GradientActor(GradientInputs(tied_family, OPTIONS, {"sums": task}))
+    actor.use_coefficients(coefficients)
+
+    positions = {"sums": tuple(range(8))}
+    point = tuple(parameter.default_value for parameter in numbers_of(coefficients.parameters))
+    found = actor.run(GradientRequest(label="", descent=0, point=point, positions=positions, weights={"sums": 1.0}))
+    assert isinstance(found, GradientResult)
+    assert len(found.gradient) == len(point)
+
+    def loss(at: int, step: float) -> float:
+        moved = tuple(x + step * (i == at) for i, x in enumerate(point))
+        return actor.run(LossesRequest(label="", point=moved, positions=positions)).losses["sums"]
+
+    names = coefficients.parameters.names
+    checked = ["layer2.attention.text", "layer2.scale", "head.math"]
+    checked += ["layer1.mlp.strength", "embedding.strength"] if method == "pcb" else []
+    for name in checked:
+        at = names.index(name)
+        difference = (loss(at, STEP) - loss(at, -STEP)) / (2 * STEP)
+        assert found.gradient[at] == pytest.approx(difference, rel=0.03, abs=2e-4), name
+    if method == "dare_ties_l1":
+        # Finite differences flip elected signs, which gradients hold fixed. A common factor of all weights, though, has
+        # no influence on a merge that is divided by the sum of weights; the merge's strength is no part of it.
+        by_weight = [found.gradient[names.index(f"layer1.mlp.{expert}")] for expert in ("math", "text")]
+        assert 0.6 * by_weight[0] + 0.4 * by_weight[1] == pytest.approx(0.0, abs=1e-4)
+        assert max(map(abs, by_weight)) > 1e-3

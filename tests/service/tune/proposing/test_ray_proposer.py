@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import ray
 
+from search_spaces.parameters import Parameters
 from search_spaces.spaces import SPACES
-from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
+from search_spaces.spaces.base import DifferentiableSpace, RefinableSpace, SearchedModels
 from search_spaces.spaces.layerwise import LayerwiseSection
 from search_spaces.study.search import GradientOptions, PolicyOptions, Search
 from service.errors import StudyFailed
@@ -42,7 +43,9 @@ from service.studies.preflight.models import searched_models
 from service.tune.coordinator import Coordinator
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.gradient_actor import GradientInputs
+from service.tune.proposing.ray_gradients import RayGradients
 from service.tune.proposing.ray_proposer import RayProposer
+from service.tune.searchers.adam import numbers_of
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from service.tune.searchers.gradient import SEARCHER
 from service.tune.searchers.hm3 import SEARCHER as HM3
@@ -166,6 +169,11 @@ def test_kill_at_any_step_repeats_no_step(
     assert trial_list(store, study) == trial_list(expected_store, expected)
 
 
+def parameters_of(inputs: GradientInputs) -> Parameters:
+    assert inputs.space is not None
+    return inputs.space.parameters
+
+
 @pytest.fixture
 def inputs(untied_family: Family, tmp_path: Path) -> GradientInputs:
     file = tmp_path / "sums.jsonl"
@@ -184,7 +192,7 @@ def steps_and_proposals(
     """Two proposals of a study with the steps `before`; the gradient actor is killed after so many more."""
     proposer = RayProposer(
         algorithm="gradient",
-        parameters=inputs.space.parameters,
+        parameters=parameters_of(inputs),
         seed=3,
         setting=SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, Search(gradient=GRADIENT)),
         steps=before,
@@ -202,7 +210,8 @@ def steps_and_proposals(
                 continue
             steps.append(answer)
             if len(steps) == kill_after:
-                ray.kill(proposer._gradients)
+                assert proposer._gradients is not None
+                ray.kill(proposer._gradients.actor)
             proposer.stored(answer)
         proposals.append(answer)
     return steps, proposals
@@ -244,9 +253,34 @@ def test_ray_gradients_survive_the_actor(ray_cluster: None, inputs: GradientInpu
     assert len({result.recipe for result in gradients}) == len(gradients)
 
 
+def test_coefficients_survive_the_actor(ray_cluster: None, inputs: GradientInputs) -> None:
+    """The gradient along a path is the same from an actor that replaces a dead one."""
+    sources = open_sources(inputs.family)
+    space = SPACES["hm3"](kind="hm3").build(searched_models(sources, sources.fingerprints))
+    assert isinstance(space, RefinableSpace)
+    recipe = space.to_recipe(space.parameters.sample(np.random.default_rng(3)))
+    coefficients = space.coefficients_of(recipe)
+    point = tuple(parameter.default_value for parameter in numbers_of(coefficients.parameters))
+    request = GradientRequest(label="", descent=0, point=point, positions={"math": (0, 1)}, weights={"math": 1.0})
+    gradients = RayGradients(replace(inputs, space=None))
+
+    def result() -> tuple[float, ...]:
+        gradients.begin(request, coefficients)
+        while (found := gradients.result(timeout_s=120.0)) is None:
+            pass
+        assert isinstance(found, GradientResult)
+        return found.gradient
+
+    first = result()
+    assert len(first) == len(point)
+    assert any(first)
+    ray.kill(gradients.actor)
+    assert result() == first
+
+
 def test_actor_has_the_planned_device_if_it_is_free(inputs: GradientInputs) -> None:
     """An actor planned for a GPU gets one that is free, else the CPU; one planned for the CPU gets no GPU."""
-    from service.tune.proposing.ray_proposer import on_free_device
+    from service.tune.proposing.ray_gradients import on_free_device
 
     on_gpu = replace(inputs, device="cuda")
     assert on_free_device(on_gpu, {"GPU": 1.0}) is on_gpu
@@ -259,7 +293,7 @@ def test_actor_reads_requested_completions(inputs: GradientInputs) -> None:
     from service.tune.proposing.gradient_actor import GradientActor
 
     actor = GradientActor(inputs)
-    point = (0.5,) * len(inputs.space.parameters)
+    point = (0.5,) * len(parameters_of(inputs))
     request = LossesRequest(label="", point=point, positions={"math": (0, 3), "text": (1,)})
     expected = actor.run(request).losses
     actor.use_completions({"math": {0: (57,), 3: (60, 61)}})
@@ -287,7 +321,7 @@ def test_coefficients_of_zero_have_derivatives(inputs: GradientInputs, value: fl
     """A range that ends at 0 would keep them there; one expert at 1 and the others at 0 is that expert as it is."""
     from service.tune.proposing.gradient_actor import GradientActor
 
-    point = tuple(value if name.endswith("math") else 0.0 for name in inputs.space.parameters.names)
+    point = tuple(value if name.endswith("math") else 0.0 for name in parameters_of(inputs).names)
     found = gradient(GradientActor(inputs), point, {"math": (0, 3)}, {"math": 1.0})
     assert all(found)
 
@@ -297,7 +331,7 @@ def test_the_gradient_is_that_of_finite_differences(inputs: GradientInputs) -> N
     from service.tune.proposing.gradient_actor import GradientActor
 
     actor = GradientActor(inputs)
-    point = [0.5] * len(inputs.space.parameters)
+    point = [0.5] * len(parameters_of(inputs))
     positions = {"math": (0, 3, 5), "text": (1, 2)}
     weights = {"math": 0.7, "text": 0.3}
     found = gradient(actor, tuple(point), positions, weights)

@@ -325,6 +325,30 @@ def test_gpu_merges_again_once_it_has_room(extension: Extension, tied_family: Fa
     assert holds(extension, second, tied_family)
 
 
+def test_verified_weights_are_those_of_exports(
+    extension: Extension, tied_family: Family, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verification exports on the CPU, as users do, and not from the bank that merges on the engine's GPU."""
+    exported: list[torch.device] = []
+
+    def export(recipe: Recipe, bank: Bank, directory: str, *, dtype: torch.dtype) -> None:
+        exported.append(bank.device)
+        raise InterruptedError
+
+    monkeypatch.setattr("workers.export.checkpoint.export", export)
+    monkeypatch.setattr("workers.engines.transformers.verification.nothing_to_compare", lambda *_, **__: "")
+    monkeypatch.setattr("workers.engines.transformers.verification.texts_to_read", lambda *_: [])
+    bank = extension._mergesearch_bank
+    monkeypatch.setattr("workers.engines.vllm.worker_extension._opened", {family_to_json(tied_family): bank})
+    worker = object.__new__(EngineWorker)
+    worker.engine, worker.evaluator = engine_of(extension, tied_family), SimpleNamespace()  # type: ignore[assignment]
+    worker.engine.dtype = "float32"
+    with pytest.raises(InterruptedError):
+        worker.verify(arithmetic(tied_family, 0.3, 0.5), (), ())
+    assert bank.device == GPU
+    assert exported == [torch.device("cpu")]
+
+
 def test_seconds_of_a_merge_are_those_of_its_work(
     extension: Extension, tied_family: Family, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

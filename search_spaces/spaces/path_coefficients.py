@@ -1,0 +1,156 @@
+"""Coefficients along a layer path: each layer of the path becomes a merge of the same layer of several models.
+
+This is the parameter level of HM3 ("HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models", equation
+1b): the parameters of step t are a merge of layer l_t of all models with the same base. A searched path fixes the
+layers. Here it fixes where coefficients begin, too:
+
+- An expert's layer begins as task arithmetic with a coefficient of 1 for this expert and 0 for all others. A layer of
+  the base begins with 0 for all experts.
+- A merged layer begins with its own coefficients: one for each expert, or the strength if its method has no weights.
+
+So the coefficients' defaults give the path itself. Components of a layer (attention, MLP, norms) have coefficients of
+their own, and so have the embedding and the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from search_spaces.methods import METHODS
+from search_spaces.parameters import Configuration, Float, Parameters
+from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, Merge, Recipe, Source
+from search_spaces.spaces.base import Part, SearchedModels
+
+__all__ = ["PathCoefficients"]
+
+# The range of an expert's coefficient in task arithmetic: that of the space `layerwise`.
+LAMBDAS = (-0.5, 1.5)
+
+# The range of an expert's weight where methods divide by the sum of weights. A weight of 0 would leave the expert out,
+# which changes the merge abruptly where no other expert takes part.
+WEIGHTS = (0.01, 1.0)
+
+# The range of one strength for all experts.
+STRENGTHS = (0.0, 2.0)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The merge of one part of the model, and the names of the parameters of its coefficient `coefficient`."""
+
+    merge: Merge
+    coefficient: str
+    names: tuple[str, ...]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether each source has a coefficient of its own."""
+        return isinstance(self.merge.coefficients[self.coefficient], tuple)
+
+    def with_values(self, configuration: Configuration) -> Merge:
+        values = tuple(float(configuration[name]) for name in self.names)
+        found = values if self.has_weights else values[0]
+        return replace(self.merge, coefficients={**self.merge.coefficients, self.coefficient: found})
+
+    @property
+    def slots(self) -> tuple[tuple[str, str], ...]:
+        aliases = [source.model for source in self.merge.sources]
+        return tuple(zip(aliases, self.names, strict=False))
+
+
+class PathCoefficients:
+    """The coefficients along one path, whose recipe is `recipe`. Immutable. Implements `Coefficients`.
+
+    `experts` are the models whose layers are merged. With a `scale_range`, the lowest and the highest scale, the scales
+    of all layers but the last are parameters too.
+    """
+
+    # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.
+    method = "task_arithmetic"
+    coefficient = "lambda"
+
+    def __init__(
+        self,
+        models: SearchedModels,
+        recipe: Recipe,
+        *,
+        experts: Sequence[str],
+        scale_range: tuple[float, float] | None = None,
+    ) -> None:
+        self._models = models
+        self._recipe = replace(recipe, models=models.fingerprints)
+        found: dict[tuple[Part, int | None], _Piece] = {}
+        ranges: dict[str, tuple[float, float, float]] = {}
+        places: list[tuple[Part, int | None, str, Merge]] = [("embedding", None, "embedding", recipe.embedding)]
+        places += [
+            (component, index, f"layer{index + 1}.{component}", layer.component(component))
+            for index, layer in enumerate(recipe.layers)
+            for component in COMPONENTS
+        ]
+        places.append(("head", None, "head", recipe.head))
+        for part, index, name, merge in places:
+            piece, low, high = _piece(merge, name, experts)
+            found[part, index] = piece
+            begin = piece.merge.coefficients[piece.coefficient]
+            for key, value in zip(piece.names, begin if isinstance(begin, tuple) else (begin,), strict=True):
+                ranges[key] = (min(low, value), max(high, value), value)
+        scaled = range(len(recipe.layers) - 1) if scale_range is not None else ()
+        self._scales = {index: f"layer{index + 1}.scale" for index in scaled}
+        if scale_range is not None:
+            ranges |= {name: (*scale_range, recipe.layers[index].scale) for index, name in self._scales.items()}
+        self._pieces = found
+        self.parameters = Parameters(Float(name, low, high, default=at) for name, (low, high, at) in ranges.items())
+        self._outside = {name: place.part for name, place in models.tensors.items() if place.layer is None}
+        self._inside = {place.suffix: place.part for place in models.tensors.values() if place.layer is not None}
+        name, first = next((name, place) for name, place in models.tensors.items() if place.layer is not None)
+        self._prefix = name.removesuffix(f"{first.layer}.{first.suffix}")
+
+    @property
+    def layer_scales(self) -> dict[int, str]:
+        return self._scales
+
+    def to_recipe(self, configuration: Configuration) -> Recipe:
+        self.parameters.check(configuration)
+        merges = {place: piece.with_values(configuration) for place, piece in self._pieces.items()}
+        layers = []
+        for index, layer in enumerate(self._recipe.layers):
+            attention, mlp, norm = (merges[component, index] for component in COMPONENTS)
+            scale = layer.scale
+            if index in self._scales:
+                scale = round(configuration[self._scales[index]], COEFFICIENT_DECIMALS)
+            layers.append(replace(layer, attention=attention, mlp=mlp, norm=norm, scale=scale))
+        embedding, head = merges["embedding", None], merges["head", None]
+        return replace(self._recipe, layers=tuple(layers), embedding=embedding, head=head).canonical()
+
+    def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
+        name = self._models.tied.get(tensor_name, tensor_name)
+        if name in self._outside:
+            return self._pieces[self._outside[name], None].slots
+        number, _, suffix = name.removeprefix(self._prefix).partition(".")
+        return self._pieces[self._inside[suffix], int(number)].slots
+
+
+def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, float, float]:
+    """The coefficients of one merge of a path, and the lowest and highest value of each.
+
+    `name` is the part of the model in the names of the parameters. The merge is in canonical form, and its sources are
+    of one layer.
+    """
+    if merge.method in ("passthrough", "task_arithmetic"):
+        layer = merge.sources[0].layer
+        known = dict.fromkeys((source.model for source in merge.sources), 1.0)
+        if merge.method == "task_arithmetic":
+            known = dict(zip(known, merge.per_source("lambda"), strict=True))
+        lambdas = tuple(known.get(expert, 0.0) for expert in experts)
+        whole = Merge("task_arithmetic", tuple(Source(expert, layer) for expert in experts), {"lambda": lambdas})
+        return _Piece(whole, "lambda", tuple(f"{name}.{expert}" for expert in experts)), *LAMBDAS
+    by_source = [c.name for c in METHODS[merge.method].gradients_by if c.per_model]
+    if by_source:
+        coefficient = by_source[0]
+        stated = replace(merge, coefficients={**merge.coefficients, coefficient: tuple(merge.per_source(coefficient))})
+        names = tuple(f"{name}.{source.model}" for source in merge.sources)
+        return _Piece(stated, coefficient, names), *WEIGHTS
+    strength = METHODS[merge.method].gradients_by[0].name
+    stated = replace(merge, coefficients={**merge.coefficients, strength: merge.number(strength)})
+    return _Piece(stated, strength, (f"{name}.strength",)), *STRENGTHS

@@ -1,0 +1,133 @@
+"""Attacks on the prompts of benchmarks: which attacked templates a recipe is scored with next, and what was found.
+
+An attack on a recipe is a search over templates (`workers.evaluation.attacks.search`), whose scored samples are stored
+under names of their own. A driver that is started again repeats the search with the stored values, so nothing is scored
+again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+
+from search_spaces.study.attacks import BertAttack
+from service.store import JobWriter, Store
+from service.store.documents import ATTACKS, AttackResult, read_attacks
+from service.tune.plan import Plan
+from service.tune.samples.sample_cache import SampleCache
+from workers.evaluation.attacks.masked_model import MaskedModel
+from workers.evaluation.attacks.search import Attacked, PromptAttack, Replacements, Search, search
+from workers.types import Split, TaskSpec
+
+__all__ = ["Attacks", "samples_name"]
+
+
+def samples_name(task: TaskSpec) -> str:
+    """The name under which the samples of a task with an attacked template are stored.
+
+    It differs from the names of objectives and benchmarks. Benchmarks with equal tasks share the samples.
+    """
+    return f"@{task.digest[:40]}"
+
+
+@dataclass
+class _Running:
+    """A search in this process, and the names of the samples with the templates that it waits for."""
+
+    steps: Search
+    names: tuple[str, ...]
+
+
+class Attacks:
+    """The attacks on the prompts of a study's benchmarks, one for each attacked benchmark and recipe.
+
+    A benchmark is named by its position in `Plan.benchmarks`, a recipe by its digest.
+    """
+
+    def __init__(self, plan: Plan, *, store: Store, writer: JobWriter, samples: SampleCache) -> None:
+        self._plan = plan
+        self._writer = writer
+        self._samples = samples
+        self._running: dict[tuple[str, int], _Running] = {}
+        stored = read_attacks(store.document(plan.study_id, ATTACKS))
+        self._ended = {(found.recipe, found.benchmark): found for found in stored}
+        tasks = {benchmark.name: benchmark.task for benchmark in plan.benchmarks}
+        if any(benchmark.attack is not None for benchmark in plan.benchmarks):
+            known = store.prompt_templates(plan.study_id)
+            samples.add_attacked_tasks(
+                {name: replace(tasks[of], template=text) for name, (of, text) in known.items() if of in tasks}
+            )
+
+    def is_ended(self, digest: str, index: int) -> bool:
+        """Whether nothing is left of the attack on a recipe; true for benchmarks that are not attacked."""
+        benchmark = self._plan.benchmarks[index]
+        return benchmark.attack is None or (digest, benchmark.name) in self._ended
+
+    def advance(self, digest: str, index: int) -> bool:
+        """Continue an attack whose samples so far are stored, up to the templates that must be scored next.
+
+        The sample cache then has these as missing, unless they are stored. Returns False if the attack has ended.
+        Raises InvalidModel if the fill-mask model cannot be used.
+        """
+        benchmark = self._plan.benchmarks[index]
+        if benchmark.attack is None or self.is_ended(digest, index):
+            return False
+        try:
+            running = self._running.get((digest, index))
+            if running is None:
+                steps = self._search(digest, index, benchmark.attack)
+                templates = next(steps)
+            else:
+                steps = running.steps
+                templates = steps.send([self._samples.mean(digest, Split.BENCHMARK, name) for name in running.names])
+        except StopIteration as end:
+            self._end(digest, index, end.value)
+            return False
+        tasks = [replace(benchmark.task, template=text) for text in templates]
+        names = tuple(map(samples_name, tasks))
+        self._writer.add_prompt_templates(benchmark.name, dict(zip(names, templates, strict=True)))
+        self._samples.add_attacked_tasks(dict(zip(names, tasks, strict=True)))
+        self._samples.set_attacked(digest, index, names)
+        self._running[digest, index] = _Running(steps, names)
+        return True
+
+    def drop(self, digest: str, index: int) -> None:
+        """Give up the attack on a recipe; its stored samples are kept."""
+        self._running.pop((digest, index), None)
+        self._samples.set_attacked(digest, index, ())
+
+    def _search(self, digest: str, index: int, attack: PromptAttack) -> Search:
+        benchmark = self._plan.benchmarks[index]
+        return search(
+            attack,
+            clean=self._samples.mean(digest, Split.BENCHMARK, benchmark.name),
+            seed=self._plan.seed,
+            lowest=benchmark.objective.bounds[0],
+            replacements=_replacements(attack),
+        )
+
+    def _end(self, digest: str, index: int, found: Attacked) -> None:
+        """Store what an attack found."""
+        benchmark = self._plan.benchmarks[index]
+        task = replace(benchmark.task, template=found.template)
+        is_original = benchmark.attack is not None and found.template == benchmark.attack.original.text
+        self.drop(digest, index)
+        self._ended[digest, benchmark.name] = AttackResult(
+            benchmark=benchmark.name,
+            recipe=digest,
+            template=found.template,
+            samples=benchmark.name if is_original else samples_name(task),
+            num_queries=found.num_queries,
+            is_cut=found.is_cut,
+        )
+        self._writer.set_document_named(ATTACKS, [asdict(each) for each in self._ended.values()])
+
+
+def _replacements(attack: PromptAttack) -> Replacements | None:
+    return _masked_model(attack.option.model, attack.option.encoder) if isinstance(attack.option, BertAttack) else None
+
+
+@cache
+def _masked_model(model: str, encoder: str | None) -> MaskedModel:
+    """The fill-mask model, which stays loaded for further attacks by this process."""
+    return MaskedModel(model, encoder=encoder)

@@ -1,0 +1,121 @@
+"""The gradient actor on Ray: started when it is first needed, and replaced if it dies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+
+from search_spaces.spaces.base import Coefficients
+from service.errors import StudyFailed
+from service.store.steps import ChargedRequest, GradientResult, LossesResult
+from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
+from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
+from workers.types import Completions
+
+__all__ = ["ACTOR_DEATH", "MAX_DEATHS", "RayGradients", "on_free_device"]
+
+logger = logging.getLogger(__name__)
+
+# Errors of calls to an actor that died; the latter if Ray's memory monitor ended it.
+ACTOR_DEATH = (RayActorError, OutOfMemoryError)
+
+# An actor that died is replaced. After this many deaths without a result between them, the attempt ends.
+MAX_DEATHS = 3
+
+# CPUs that Ray reserves for the gradient actor. As for a replica, the actor may use more.
+ACTOR_CPUS = 0.1
+
+
+class RayGradients:
+    """Computes losses and gradients of merges, one request at a time, in a gradient actor on Ray.
+
+    The actor computes on the device of its `inputs`, or on the CPU if this is a GPU and engines have all of them.
+    `pending` is the call whose result is awaited, for `ray.wait`.
+    """
+
+    def __init__(self, inputs: GradientInputs) -> None:
+        self.actor: Any = None
+        self.pending: Any = None
+        self._inputs = inputs
+        self._completions: Callable[[], Completions] | None = None
+        self._coefficients: Coefficients | None = None
+        self._request: ChargedRequest | None = None
+        self._num_deaths = 0
+
+    def use_completions(self, read: Callable[[], Completions]) -> None:
+        """Use completions of the sources, which `read` returns, as references of later requests that name them."""
+        self._completions = read
+        if self.actor is not None:
+            self.actor.use_completions.remote(read())
+
+    def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
+        """Begin to compute the losses or the gradient of `request` in the background.
+
+        The request's point has the values of `coefficients`, or of the coefficients in the actor's input.
+        """
+        if coefficients is not None and coefficients is not self._coefficients:
+            self._coefficients = coefficients
+            if self.actor is not None:
+                self.actor.use_coefficients.remote(coefficients)
+        if self.actor is None:
+            self._start()
+        self._request = request
+        self.pending = self.actor.run.remote(request)
+
+    def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
+        """The result of the request, or None if there is none within `timeout_s` seconds. Raises as `finish` does."""
+        ready, _ = ray.wait([self.pending], timeout=timeout_s)
+        return self.finish() if ready else None
+
+    def finish(self) -> LossesResult | GradientResult | None:
+        """The result of the request, whose call is ready; None if the actor died, and another one computes it again.
+
+        Raises InvalidModel and InvalidTask if the actor cannot use its models or task data, EngineUnavailable if it
+        cannot read its files or MAX_DEATHS actors have died in a row, StudyFailed after any other error.
+        """
+        try:
+            result: LossesResult | GradientResult = ray.get(self.pending)
+        except ACTOR_DEATH as error:
+            self.actor = None
+            self._num_deaths += 1
+            logger.warning("the gradient actor died: %s", error)
+            if self._num_deaths >= MAX_DEATHS:
+                message = f"the gradient actor died {MAX_DEATHS} times; the last time: {error}"
+                raise EngineUnavailable(message) from None
+            assert self._request is not None
+            self.begin(self._request)
+            return None
+        except RayTaskError as error:
+            if isinstance(error.cause, (InvalidModel, InvalidTask)):
+                raise error.cause from None
+            if isinstance(error.cause, OSError):  # files that are temporarily missing
+                raise EngineUnavailable(f"a gradient cannot be computed: {error.cause}") from error
+            raise StudyFailed(f"a gradient cannot be computed: {error.cause or error}") from error
+        self._num_deaths = 0
+        return result
+
+    def _start(self) -> None:
+        """Start the actor. It runs its calls in order, so later requests have its coefficients and completions."""
+        inputs = on_free_device(self._inputs, ray.available_resources())
+        kind: Any = ray.remote(GradientActor)
+        self.actor = kind.options(num_cpus=ACTOR_CPUS, num_gpus=int(inputs.device == "cuda")).remote(inputs)
+        if self._completions is not None:
+            self.actor.use_completions.remote(self._completions())
+        if self._coefficients is not None:
+            self.actor.use_coefficients.remote(self._coefficients)
+
+
+def on_free_device(inputs: GradientInputs, resources: Mapping[str, float]) -> GradientInputs:
+    """The inputs of a gradient actor with a device that is free; `resources` are Ray's free resources.
+
+    An actor that is planned for a GPU computes on the CPU if no GPU is free, because it would wait for one forever.
+    """
+    if inputs.device != "cuda" or resources.get("GPU", 0) >= 1:
+        return inputs
+    logger.warning("no GPU is free for gradients, so the CPU computes them")
+    return replace(inputs, device="cpu")

@@ -1,0 +1,362 @@
+"""The refinement of a search: after it, coefficients are learned by gradients along each path of its front.
+
+This is the upper level of HM3's bilevel problem ("HM3: Hierarchical Multi-Objective Model Merging for Pretrained
+Models", equations 1b and 2), for paths that the lower level has found. A path is refined for the preference vector for
+which it is best compared with the other paths. The descent begins at the path's own coefficients, and its end is scored
+as a trial like any other.
+
+Everything is stored before it is used: first the choice of the paths, then every step of a descent, then the trial. So
+a study that is killed continues at the next step. The first stored choice ends the search for good.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from search_spaces.spaces.base import Coefficients, RefinableSpace, SearchSpace
+from service.results.selection import best_of_front
+from service.store import JobWriter
+from service.store.steps import (
+    ChargedRequest,
+    GradientRequest,
+    GradientResult,
+    GradientStep,
+    LossesRequest,
+    LossesResult,
+    LossesStep,
+    NoteRequest,
+    NoteResult,
+    NoteStep,
+    Step,
+    StepResult,
+    step_of,
+)
+from service.tune.plan import Plan, RefinementPlan
+from service.tune.searchers.adam import minibatch, numbers_of, point_after, share_of
+from service.tune.trials import Trials
+from service.types import EventKind, Origin, TrialRecord, TrialState
+
+__all__ = ["CHOICE", "Gradients", "RefinementStage", "has_begun"]
+
+# The word with which the stored choice of paths begins.
+CHOICE = "refinement "
+
+# Steps that measure losses along a path.
+MEASURED = (GradientStep, LossesStep)
+
+# A path's loss at its start, by which its later losses are divided, counts as at least this.
+LEAST_LOSS = 1e-6
+
+
+class Gradients(Protocol):
+    """The interface of objects that compute losses and gradients while the driver works."""
+
+    def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
+        """Begin to compute a request in the background; its point has the values of `coefficients`."""
+        ...
+
+    def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
+        """The result of the request, or None if there is none within `timeout_s` seconds."""
+        ...
+
+
+def has_begun(steps: Sequence[Step]) -> bool:
+    """Whether the paths of a study with these stored steps are chosen, so that its search is over for good."""
+    return any(isinstance(step, NoteStep) and step.request.decision.startswith(CHOICE) for step in steps)
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A path to refine: the number of its trial, and the preference vector as weights by objective."""
+
+    trial: int
+    preference: Mapping[str, float]
+
+
+def _refined_label(number: int, *, path: int) -> str:
+    """The label of the trial `number`, which refines the path of trial `path`."""
+    return f"trial {number}, refined from trial {path}"
+
+
+class RefinementStage:
+    """The paths of a study's front that are still to be refined, and the descent along the present one.
+
+    In a study without `Plan.refinement` the stage is finished at once. `stored` reads the study's steps. `admits` says
+    whether a number of samples is within the study's limit (None: not yet known), and `reason` why it is not; `charge`
+    counts samples of steps. `add` stores a new trial. `is_out_of_budget` returns the limit that is exhausted, or None.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        space: SearchSpace,
+        trials: Trials,
+        writer: JobWriter,
+        gradients: Gradients | None,
+        stored: Callable[[], Sequence[Step]],
+        admits: Callable[[int], bool | None],
+        charge: Callable[[int], None],
+        add: Callable[[TrialRecord], None],
+        is_out_of_budget: Callable[[], str | None],
+        observer: Callable[[str], None],
+    ) -> None:
+        self.num_steps = 0
+        self._plan = plan
+        self._space = space
+        self._trials = trials
+        self._writer = writer
+        self._gradients = gradients
+        self._read_steps = stored
+        self._admits = admits
+        self._charge = charge
+        self._add = add
+        self._is_out_of_budget = is_out_of_budget
+        self._observer = observer
+        self._steps = list(stored()) if plan.refinement is not None else []
+        self._paths = self._stored_choice()
+        self._is_stopped = False
+        self._descent: _Descent | None = None
+        self._request: ChargedRequest | None = None  # the one that is being computed
+        self._began_at = 0.0
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the paths are chosen, so that the search is over."""
+        return self._paths is not None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._plan.refinement is None or (self.is_started and self._next() is None)
+
+    def start(self) -> bool:
+        """Choose the paths, which the method stores, after the end of the search.
+
+        Returns False if there is nothing to start: the study refines nothing, or the paths are chosen already.
+        """
+        plan = self._plan.refinement
+        if plan is None or self.is_started:
+            return False
+        self._steps = list(self._read_steps())
+        self._paths = self._chosen(plan)
+        listed = [{"trial": path.trial, "preference": dict(path.preference)} for path in self._paths]
+        steps = f", {plan.options.steps} gradients along each" if self._paths else ""
+        names = ", ".join(str(path.trial) for path in self._paths) or "none"
+        label = f"coefficients are refined along the paths of the front (trials {names}){steps}"
+        self._store(NoteRequest(label=label, decision=CHOICE + json.dumps(listed)), NoteResult())
+        return True
+
+    def ask(self, *, timeout_s: float) -> bool:
+        """Continue the descent along the next path, and add its end as a trial if it is reached.
+
+        Waits up to `timeout_s` seconds for a gradient. Returns True if a trial was added.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (index := self._next()) is not None:
+            descent = self._descent_along(index)
+            if self._request is None:
+                request = descent.next_request(self._steps)
+                if request is None:
+                    self._finish(descent)
+                    return True
+                if not self._may_start(descent):
+                    return False
+                self._charge(request.num_charged)
+                self._observer("refine")
+                assert self._gradients is not None, "a study whose paths are refined has a gradient actor"
+                self._gradients.begin(request, descent.coefficients)
+                self._request = request
+            assert self._gradients is not None
+            result = self._gradients.result(timeout_s=max(0.0, deadline - time.monotonic()))
+            if result is None:
+                return False
+            request, self._request = self._request, None
+            self._store(request, result)
+            self._observer("refined")
+        return False
+
+    def _next(self) -> int | None:
+        """The index of the next path that is not refined yet, or None if there is none."""
+        if self._is_stopped:
+            return None
+        for index in range(len(self._paths or ())):
+            steps = [step for step in self._steps if _descent_of(step) == index]
+            added = self._trials.get(steps[-1].proposal) if steps else None
+            is_failed = any(step.result.failure is not None for step in steps if isinstance(step, MEASURED))
+            if added is None and not is_failed:
+                return index
+        return None
+
+    def _descent_along(self, index: int) -> _Descent:
+        if self._descent is None or self._descent.index != index:
+            assert self._paths is not None
+            assert self._plan.refinement is not None
+            assert isinstance(self._space, RefinableSpace), "preflight refuses other spaces"
+            path = self._paths[index]
+            coefficients = self._space.coefficients_of(self._trials[path.trial].read_recipe())
+            self._descent = _Descent(index, path, coefficients, self._plan)
+            self._began_at = time.monotonic()
+        return self._descent
+
+    def _may_start(self, descent: _Descent) -> bool:
+        """Whether the next step may start: whether the whole rest of the path's refinement is within all limits.
+
+        If it is not, the stage ends. The answer is also False while it depends on running evaluations.
+        """
+        reason = self._is_out_of_budget()
+        if reason is None:
+            left = descent.num_samples_left(self._steps)
+            fits = self._admits(left)
+            if fits is not False:
+                return bool(fits)
+            reason = f"limits.max_samples leaves fewer than the {left:,} samples of the next path"
+        self._is_stopped = True
+        text = f"the refinement ends before trial {descent.path.trial}: {reason}"
+        self._writer.add_event(EventKind.SEARCH_NOTE, {"trial": descent.path.trial, "text": text})
+        return False
+
+    def _finish(self, descent: _Descent) -> None:
+        point = descent.point(self._steps)
+        number = len(self._trials)
+        recipe = descent.coefficients.to_recipe(dict(zip(descent.coefficients.parameters.names, point, strict=True)))
+        self._add(
+            TrialRecord(
+                number=number,
+                origin=Origin.REFINED,
+                label=_refined_label(number, path=descent.path.trial),
+                state=TrialState.WAITING,
+                recipe=recipe,
+                timings_s={"ask": time.monotonic() - self._began_at},
+            )
+        )
+        self._descent = None
+
+    def _store(self, request: Any, result: StepResult) -> None:
+        step = step_of(len(self._steps), len(self._trials), request, result)
+        self._writer.add_step(step)
+        self._steps.append(step)
+        self.num_steps += isinstance(step, GradientStep)
+        if isinstance(step, NoteStep):
+            self._writer.add_event(EventKind.SEARCH_NOTE, {"trial": step.proposal, "text": step.request.label})
+
+    # -- the choice of paths ---------------------------------------------------------------------------------------
+
+    def _stored_choice(self) -> tuple[_Path, ...] | None:
+        for step in self._steps:
+            if isinstance(step, NoteStep) and step.request.decision.startswith(CHOICE):
+                listed = json.loads(step.request.decision.removeprefix(CHOICE))
+                return tuple(_Path(path["trial"], path["preference"]) for path in listed)
+        return None
+
+    def _chosen(self, plan: RefinementPlan) -> tuple[_Path, ...]:
+        """The paths of the front of the searched trials, the best first, each with its preference vector.
+
+        It is the vector for which the path's weighted value is least below that of the best path; of several, the
+        first.
+        """
+        searched = [trial for trial in self._trials.values() if trial.origin is Origin.SEARCH]
+        found = best_of_front(searched, self._plan.objectives, most=plan.options.paths)
+        if not found:
+            return ()
+        names = tuple(plan.num_samples)
+        order = [objective.name for objective in self._plan.objectives]
+        places = [order.index(name) for name in names]
+        costs = np.array([self._plan.costs(trial.values) for trial in found])[:, places]
+        vectors = np.array(plan.vectors)
+        outcomes = -costs @ vectors.T  # [paths, vectors]
+        behind = (outcomes.max(axis=0) - outcomes).round(12)
+        return tuple(
+            _Path(trial.number, dict(zip(names, plan.vectors[int(own.argmin())], strict=True)))
+            for trial, own in zip(found, behind, strict=True)
+        )
+
+
+class _Descent:
+    """A descent along one path of the front, as a function of the study's stored steps.
+
+    First the losses at the path's own coefficients are computed, which are the units of later losses, so that
+    objectives with equal weights count alike. Then follow the gradients.
+    """
+
+    def __init__(self, index: int, path: _Path, coefficients: Coefficients, plan: Plan) -> None:
+        assert plan.refinement is not None
+        self.index = index
+        self.path = path
+        self.coefficients = coefficients
+        self._options = plan.refinement.options
+        self._num_samples = plan.refinement.num_samples
+        self._names = tuple(name for name, weight in path.preference.items() if weight > 0)
+        self._last_rung = sum(plan.rung_samples[-1].values())
+        self._seed = plan.seed
+
+    def point(self, steps: Sequence[Step]) -> tuple[float, ...]:
+        """The point that the descent has reached after its stored steps, which are among `steps`."""
+        start = np.array([parameter.default_value for parameter in numbers_of(self.coefficients.parameters)])
+        options = self._options
+        reached = point_after(
+            self.coefficients.parameters,
+            start,
+            self._gradients(steps),
+            num_steps=options.steps,
+            learning_rate=options.learning_rate,
+        )
+        return tuple(reached.tolist())
+
+    def next_request(self, steps: Sequence[Step]) -> ChargedRequest | None:
+        """The next request of the descent, or None at its end."""
+        done = self._gradients(steps)
+        if len(done) == self._options.steps:
+            return None
+        positions = minibatch(
+            {name: range(self._num_samples[name]) for name in self._names},
+            [step for step in steps if isinstance(step, GradientStep)],
+            share=share_of(self._options.batch, len(self._names)),
+            indices={name: index for index, name in enumerate(self._num_samples)},
+            seed=self._seed,
+        )
+        label = _label(self.index, self.path.trial)
+        first = self._first_losses(steps)
+        if first is None:
+            return LossesRequest(label=label, point=self.point(steps), positions=positions)
+        weights = self.path.preference
+        return GradientRequest(
+            label=label,
+            descent=self.index,
+            point=self.point(steps),
+            positions=positions,
+            weights={name: weights[name] / max(first[name], LEAST_LOSS) for name in self._names},
+            preference=dict(weights),
+        )
+
+    def num_samples_left(self, steps: Sequence[Step]) -> int:
+        """The samples of the steps that are left, and of the trial after them."""
+        size = share_of(self._options.batch, len(self._names)) * len(self._names)
+        gradients = self._options.steps - len(self._gradients(steps))
+        losses = LossesRequest.charge if self._first_losses(steps) is None else 0
+        return size * (gradients * GradientRequest.charge + losses) + self._last_rung
+
+    def _gradients(self, steps: Sequence[Step]) -> list[GradientStep]:
+        return [step for step in steps if isinstance(step, GradientStep) and _descent_of(step) == self.index]
+
+    def _first_losses(self, steps: Sequence[Step]) -> Mapping[str, float] | None:
+        for step in steps:
+            if isinstance(step, LossesStep) and _descent_of(step) == self.index:
+                return step.result.losses
+        return None
+
+
+def _label(index: int, trial: int) -> str:
+    """The label of a descent's steps: its index among the paths, which `_descent_of` reads, and the trial's number."""
+    return f"refinement {index} of trial {trial}"
+
+
+def _descent_of(step: Step) -> int | None:
+    """The index of the path to whose refinement a step belongs; None for another step."""
+    word, _, rest = step.request.label.partition(" ")
+    return int(rest.split()[0]) if word == "refinement" and isinstance(step, MEASURED) else None

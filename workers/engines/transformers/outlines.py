@@ -1,0 +1,98 @@
+"""Outlines of models: names and shapes of their tensors from their configurations alone, without weights.
+
+An outline is a metadata-only snapshot (`remote.snapshots`), so that every check of sizes works on it. Its weights
+cannot be downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from workers.errors import InvalidModel
+from workers.models.adapters import is_adapter
+from workers.models.headers import DTYPE_BYTES
+from workers.models.remote import HUB_ID, is_metadata_only
+from workers.models.remote.errors import reason_of
+from workers.models.remote.model_files import SMALL_FILES
+from workers.models.remote.snapshots import SnapshotRecord, make_snapshot
+from workers.object_store import is_object_url
+
+__all__ = ["outline"]
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+# The dtypes of weights, by the name that configurations have for them.
+DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+
+
+def outline(model: str) -> str:
+    """A directory with the model's small files, and the header that its weights would have.
+
+    `model` is a directory or a hub id. Of a hub model only small files are downloaded, or taken from the hub client's
+    cache. Models whose weights are here, adapters and models in object stores are returned as they are. Raises
+    InvalidModel if there is no configuration, or none of a causal language model that transformers knows.
+    """
+    if is_object_url(model):
+        return model
+    directory = Path(model) if os.path.isdir(model) else _small_files_of(model)
+    if is_adapter(directory) or is_metadata_only(directory) or any(directory.glob("*.safetensors")):
+        return model
+    if not (directory / CONFIG).is_file():
+        raise InvalidModel((f"{model}: no {CONFIG}, from which its size would follow",))
+    header = json.dumps(_tensors(directory, model)).encode()
+    header = len(header).to_bytes(8, "little") + header
+    size = len(header) + max(end for _, end in (each["data_offsets"] for each in json.loads(header[8:]).values()))
+    content = hashlib.sha256(header + (directory / CONFIG).read_bytes() + str(model).encode()).hexdigest()
+    record = SnapshotRecord(
+        name=f"outlines/{directory.name if os.path.isdir(model) else model.replace('/', '--')}",
+        revision="main",
+        commit=content[:40],
+        small_files=tuple(file for file in SMALL_FILES if (directory / file).is_file() and "index" not in file),
+        sizes={WEIGHTS: size},
+        hashes={WEIGHTS: content},
+        is_outline=True,
+    )
+    return str(make_snapshot(record, directory, (), lambda _, begin, end: header[begin:end]))
+
+
+def _small_files_of(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    parts = HUB_ID.fullmatch(model)
+    if parts is None:
+        raise InvalidModel((f"{model}: is neither a directory nor a hub id",))
+    name, revision = parts[1], parts[2] or "main"
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*SMALL_FILES]))
+    except Exception as error:  # raised by the hub's client, by its HTTP library, or by the system
+        raise InvalidModel(
+            (f"{model}: its configuration cannot be loaded here: {reason_of(error, name, revision)}",)
+        ) from error
+
+
+def _tensors(directory: Path, model: str) -> dict[str, Any]:
+    """The safetensors header of the model, as its configuration has it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        with torch.device("meta"):
+            found = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # transformers raises many kinds for configurations that it does not know
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InvalidModel((f"{model}: its size does not follow from {CONFIG}: {reason}",)) from error
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    dtype = DTYPES.get(str(config.dtype), "BF16")
+    header, offset = {}, 0
+    for name, tensor in found.state_dict().items():
+        if name not in tied:
+            end = offset + math.prod(tensor.shape) * DTYPE_BYTES[dtype]
+            header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [offset, end]}
+            offset = end
+    return header

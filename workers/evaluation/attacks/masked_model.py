@@ -1,0 +1,192 @@
+"""A local fill-mask model: the words that it proposes in place of one, and the similarity of templates.
+
+BERT-Attack (Li et al., 2020, "BERT-ATTACK: Adversarial Attack Against BERT Using BERT", section 3.2) reads the text
+without a mask and takes the tokens that the model finds most probable at the place of the word. A word of several
+tokens is replaced by the combinations of tokens that are most probable together.
+
+Departure from PromptBench: the similarity of two texts is the cosine of the mean final states of a local encoder, by
+default the fill-mask model itself. PromptBench uses the Universal Sentence Encoder, which is a TensorFlow model of a
+hub. So a least similarity of 0.8 is not the same limit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from search_spaces.study.attacks import BertAttack
+from workers.errors import InvalidModel
+from workers.evaluation.attacks.templates import Template, is_word
+from workers.models.remote import fetched, locate
+from workers.models.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MaskedModel", "check_masked_model"]
+
+
+def check_masked_model(model: str, *, is_encoder: bool = False) -> Path:
+    """The directory of a fill-mask model, or of an encoder, after checking its files without loading weights.
+
+    `model` is a directory, a hub id or a URL. Raises InvalidModel if it is not there, which says where it was looked
+    for, and if it is another kind of model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    directory = locate(model)
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        kind = str(config["model_type"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidModel((f"{directory}: has no config.json that names a model_type: {error}",)) from error
+    if not any(directory.glob("*.safetensors")):
+        raise InvalidModel((f"{directory}: has no *.safetensors file; weights are read from these alone",))
+    if not (directory / "tokenizer.json").is_file():
+        raise InvalidModel((f"{directory}: has no tokenizer.json, which tells the tokens of each word",))
+    if is_encoder:
+        return directory
+    names = tuple(map(str, config.get("architectures") or ()))
+    if kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES or not any(name.endswith("MaskedLM") for name in names):
+        found = f"{kind} with architectures {', '.join(names) or 'not stated'}"
+        raise InvalidModel(
+            (f"{directory}: is no fill-mask model ({found}); give one such as BERT, of an architecture ...ForMaskedLM",)
+        )
+    return directory
+
+
+class MaskedModel:
+    """A fill-mask model and an encoder, which are loaded when they are first used, in float32 on the CPU.
+
+    Texts longer than the model's maximum length are cut at their end.
+    """
+
+    def __init__(self, model: str, *, encoder: str | None = None) -> None:
+        self._model_name = model
+        self._encoder_name = encoder or model
+
+    def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> tuple[str, ...]:
+        """Words in place of piece `index` of `current`, a template that was made of `original` by earlier changes.
+
+        At most `option.candidates`, the most probable first; those are left out with which the template is less similar
+        to the original one than `option.min_similarity`.
+        """
+        words = self.proposals(current.read(), current.span(index), limit=option.candidates)
+        if not words:
+            return ()
+        similar = self.similarities([current.with_word(index, word).read() for word in words], original.read())
+        return tuple(word for word, found in zip(words, similar, strict=True) if found >= option.min_similarity)
+
+    def proposals(self, text: str, span: tuple[int, int], *, limit: int) -> tuple[str, ...]:
+        """Words for the characters [start, stop) of `text`, from the `limit` most probable sequences of tokens there.
+
+        The most probable word is the first. Only whole words are proposed, and not the word that is there. There are
+        none for a word that is cut off.
+        """
+        import torch
+
+        encoded = _encoded(self._tokenizer, self._model, [text], return_offsets_mapping=True)
+        offsets = encoded.pop("offset_mapping")[0].tolist()
+        places = [i for i, (start, stop) in enumerate(offsets) if start < span[1] and span[0] < stop]
+        if not places:
+            return ()
+        with torch.inference_mode():
+            logits = self._model(**encoded).logits[0, places].double()
+        log_probabilities = torch.log_softmax(logits, dim=-1)
+        old = self._text(encoded["input_ids"][0, places].tolist())
+        found: dict[str, None] = {}
+        for tokens in _most_probable(log_probabilities, limit=limit):
+            new = self._text(tokens)
+            word = new.strip()
+            # A token that continues a word has "##" before it, or no space where the old word has one.
+            if is_word(word) and new[:1].isspace() == old[:1].isspace() and word.lower() != old.strip().lower():
+                found.setdefault(word)
+        return tuple(found)
+
+    def similarities(self, texts: Sequence[str], to: str) -> tuple[float, ...]:
+        """The cosine similarity of each text to the text `to`, in [-1, 1]."""
+        import torch
+
+        states = self._mean_states([to, *texts])
+        return tuple(torch.cosine_similarity(states[1:], states[:1]).tolist())
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def _mean_states(self, texts: Sequence[str]) -> torch.Tensor:
+        import torch
+
+        encoded = _encoded(self._encoder_tokenizer, self._encoder, texts, padding=True)
+        with torch.inference_mode():
+            states = self._encoder(**encoded).last_hidden_state.double()
+        mask = encoded["attention_mask"].unsqueeze(-1)
+        means: torch.Tensor = (states * mask).sum(dim=1) / mask.sum(dim=1)
+        return means
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._directory(self._model_name))
+
+    @cached_property
+    def _encoder_tokenizer(self) -> Any:
+        if self._encoder_name == self._model_name:
+            return self._tokenizer
+        return load_tokenizer(self._directory(self._encoder_name))
+
+    @cached_property
+    def _model(self) -> Any:
+        from transformers import AutoModelForMaskedLM
+
+        return _loaded(AutoModelForMaskedLM, self._directory(self._model_name))
+
+    @cached_property
+    def _encoder(self) -> Any:
+        from transformers import AutoModel
+
+        if self._encoder_name == self._model_name:
+            return self._model.base_model
+        return _loaded(AutoModel, self._directory(self._encoder_name))
+
+    @staticmethod
+    def _directory(name: str) -> Path:
+        return fetched((locate(name),))[0]
+
+
+def _encoded(tokenizer: Any, model: Any, texts: Sequence[str], **options: Any) -> Any:
+    """The tokens of texts, cut to what the model reads, as tensors [num_texts, num_tokens]."""
+    # Some tokenizers state no maximum. Two positions fewer than the model has are right for RoBERTa's, too.
+    longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 514) - 2)
+    return tokenizer(list(texts), return_tensors="pt", truncation=True, max_length=longest, **options)
+
+
+def _loaded(kind: Any, directory: Path) -> Any:
+    """Load a model from a directory, without running code from there and without unpickling.
+
+    Raises InvalidModel if its files cannot be read.
+    """
+    import torch
+
+    try:
+        model = kind.from_pretrained(directory, trust_remote_code=False, use_safetensors=True, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidModel((f"{directory}: cannot be loaded: {str(error).splitlines()[0]}",)) from error
+    return model.eval()
+
+
+def _most_probable(log_probabilities: torch.Tensor, *, limit: int) -> list[tuple[int, ...]]:
+    """The sequences of tokens with the largest sums of log-probabilities, the largest first, at most `limit`.
+
+    `log_probabilities` are [num_places, vocabulary]; a sequence has one token for each place. The best sequences of the
+    first places are the beginnings of the best of all.
+    """
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for row in log_probabilities:
+        values, tokens = row.topk(min(limit, len(row)))
+        pairs = list(zip(values.tolist(), tokens.tolist(), strict=True))
+        longer = ((total + value, (*start, token)) for total, start in best for value, token in pairs)
+        best = heapq.nlargest(limit, longer, key=lambda found: (found[0], tuple(-token for token in found[1])))
+    return [tokens for _, tokens in best]

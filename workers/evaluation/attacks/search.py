@@ -1,0 +1,166 @@
+"""The search for the template on which a model's metric is worst, as PromptBench makes it.
+
+A search is a generator: it yields templates, and is sent the model's metric on the data with each. So it can be stopped
+at any template and repeated later with the same values. It is a function of the template, the option `attack`, the
+seed, and what a fill-mask model proposes.
+
+StressTest's sentences (Naik et al., 2018, "Stress Test Evaluation for Natural Language Inference") are tried one by
+one. The attacks on words are greedy. Each word in turn is replaced by "[UNK]"; the losses that this causes give the
+order in which words are changed, the largest loss first. Of the changes of a word, the worst is kept if it is worse
+than what was found so far (Jin et al., 2019, "Is BERT Really Robust?"; TextAttack and PromptBench search in this way).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from search_spaces.study.attacks import AttackSpec, BertAttack, DeepWordBugAttack, StressAttack
+from workers.evaluation.attacks.edits import NUM_CHANGES, changed_words, distance
+from workers.evaluation.attacks.templates import Template
+
+__all__ = ["SENTENCES", "Attacked", "PromptAttack", "Replacements", "Search", "run", "search"]
+
+SENTENCES = ("and true is true", "and false is not true", " ".join(["and true is true"] * 5))
+
+UNKNOWN = "[UNK]"
+
+
+@dataclass(frozen=True)
+class PromptAttack:
+    """An attack on a task's prompts: the option of the study file, and the task's template with its labels fixed."""
+
+    option: AttackSpec
+    original: Template
+
+    @property
+    def most_queries(self) -> int:
+        """The largest number of templates that an attack on one model scores."""
+        option, num_words = self.option, len(self.original.words)
+        if isinstance(option, StressAttack):
+            most = len(SENTENCES)
+        else:
+            most = num_words * (1 + (option.candidates if isinstance(option, BertAttack) else NUM_CHANGES))
+        return most if option.max_queries is None else min(most, option.max_queries)
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """The result of an attack on one model: the template that it found, and the model's metric with it.
+
+    `template` is the original one if no attacked one is worse; an attack by sentences takes the worst of them even if
+    it is better than the original. `num_queries` counts the templates that were scored, without the original one.
+    `is_cut` says that `max_queries` ended the attack.
+    """
+
+    template: str
+    value: float
+    num_queries: int
+    is_cut: bool
+
+
+class Replacements(Protocol):
+    """Interface of a model that proposes words, such as `masked_model.MaskedModel`."""
+
+    def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> Sequence[str]:
+        """Words in place of piece `index` of `current`, a template that was made of `original` by earlier changes."""
+        ...
+
+
+Search: TypeAlias = Generator[tuple[str, ...], Sequence[float], Attacked]
+"""Yields templates, and is sent the metric on the data with each, in the same order."""
+
+_Changes: TypeAlias = Callable[[Template, int], Sequence[str]]
+
+
+def search(
+    attack: PromptAttack, *, clean: float, seed: int, lowest: float = 0.0, replacements: Replacements | None = None
+) -> Search:
+    """Search for the template with the lowest metric, of which larger values are better.
+
+    The search ends when no template can be worse, or `attack.option.max_queries` templates were scored.
+
+    Args:
+        attack: The attack.
+        clean: The metric with the original template.
+        seed: Fixes random changes.
+        lowest: The lowest possible value of the metric.
+        replacements: What proposes words; attacks of the kind "bert" need it.
+    """
+    option, original = attack.option, attack.original
+    queries = _Queries(option.max_queries)
+    current, value = original, clean
+    if isinstance(option, StressAttack):
+        found = yield from queries.ask([original.with_sentence(sentence) for sentence in SENTENCES])
+        current, value = _worst(found)
+    else:
+        changes = _changes(original, option, seed, replacements)
+        without = [original.with_word(index, UNKNOWN) for index in original.words] if clean > lowest else []
+        ranked = yield from queries.ask(without)
+        losses = {index: clean - left for index, (_, left) in zip(original.words, ranked, strict=False)}
+        for index in sorted(losses, key=lambda index: -losses[index]):
+            if value <= lowest:
+                break
+            if queries.is_used_up:
+                queries.is_cut = True
+                break
+            found = yield from queries.ask([current.with_word(index, word) for word in changes(current, index)])
+            if found and (worst := _worst(found))[1] < value:
+                current, value = worst
+    return Attacked(current.text, value, queries.count, queries.is_cut)
+
+
+def run(steps: Search, score: Callable[[str], float]) -> Attacked:
+    """Run a search to its end with a function that computes the metric with a template."""
+    try:
+        templates = next(steps)
+        while True:
+            templates = steps.send([score(template) for template in templates])
+    except StopIteration as end:
+        found: Attacked = end.value
+        return found
+
+
+@dataclass
+class _Queries:
+    """Counts the templates that are scored, of which there are at most `most`; None is no limit."""
+
+    most: int | None
+    count: int = 0
+    is_cut: bool = False
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.count == self.most
+
+    def ask(
+        self, candidates: Sequence[Template]
+    ) -> Generator[tuple[str, ...], Sequence[float], list[tuple[Template, float]]]:
+        """Yield the texts of as many candidates as are allowed, and return these candidates with their values."""
+        allowed = candidates if self.most is None else candidates[: self.most - self.count]
+        self.is_cut |= len(allowed) < len(candidates)
+        self.count += len(allowed)
+        values = (yield tuple(each.text for each in allowed)) if allowed else ()
+        return list(zip(allowed, values, strict=True))
+
+
+def _worst(found: Sequence[tuple[Template, float]]) -> tuple[Template, float]:
+    return min(found, key=lambda each: each[1])  # the first of equal ones
+
+
+def _changes(
+    original: Template, option: DeepWordBugAttack | BertAttack, seed: int, replacements: Replacements | None
+) -> _Changes:
+    """The function that gives words to try in place of piece `index` of a template."""
+    if isinstance(option, BertAttack):
+        assert replacements is not None
+        return lambda current, index: replacements.words(current, index, original=original, option=option)
+
+    def edited(current: Template, index: int) -> list[str]:
+        words = changed_words(current.pieces[index].text, seed=seed, index=index)
+        return [
+            word for word in words if distance(original.text, current.with_word(index, word).text) <= option.max_edits
+        ]
+
+    return edited

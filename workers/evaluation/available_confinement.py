@@ -1,0 +1,71 @@
+"""Choice of the means that confine processes on this machine: bubblewrap where it works, else Landlock."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from workers.evaluation.bubblewrap import Bubblewrap
+from workers.evaluation.confinement import Confinement
+from workers.evaluation.landlock import Landlock
+from workers.evaluation.system_calls import ConfinementUnavailable
+
+__all__ = ["MEANS", "available_confinement", "lack_of", "without_packages"]
+
+# In the order of preference. Under bubblewrap a process does not even find out which files and processes there are, and
+# a mistake in the filter of system calls opens neither files nor networks. Landlock works where no namespaces may be
+# created, as in most containers.
+MEANS: tuple[type[Confinement], ...] = (Bubblewrap, Landlock)
+
+# Where this project's packages are; a Python that loads no `site` does not find them if they are installed editable.
+OWN_PACKAGES = str(Path(__file__).parents[2])
+
+LIMIT_S = 60.0
+PROBE = """import pickle
+from workers.evaluation.system_calls import ConfinementUnavailable
+try:
+    print(pickle.load(sys.stdin.buffer).apply())
+except ConfinementUnavailable as error:
+    sys.exit(str(error))
+"""
+
+
+@lru_cache(maxsize=1)
+def available_confinement() -> type[Confinement]:
+    """The first of MEANS that works on this machine.
+
+    Each is tried once per process. Raises ConfinementUnavailable, with what each of them lacks.
+    """
+    lacks = []
+    for means in MEANS:
+        if (lack := lack_of(means().of_program(0))) is None:
+            return means
+        lacks.append(f"{means.__name__}: {lack}")
+    raise ConfinementUnavailable("; ".join(lacks))
+
+
+def without_packages(code: str) -> list[str]:
+    """Command that runs `code` in a new Python with the `sys.path` of this process, without loading `site`."""
+    places = [*map(os.path.abspath, sys.path), OWN_PACKAGES]
+    return [sys.executable, "-P", "-s", "-S", "-c", f"import sys; sys.path[:] = {places!r}\n{code}"]
+
+
+def lack_of(confinement: Confinement) -> str | None:
+    """Reason why `confinement` cannot confine a process on this machine, in words; None if it can."""
+    try:
+        command, environment = confinement.command(without_packages(PROBE), {})
+        found = subprocess.run(
+            command,
+            env=environment,
+            input=pickle.dumps(confinement),
+            capture_output=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+    except (ConfinementUnavailable, OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if found.returncode == 0 else found.stderr.decode(errors="replace").strip()[-500:] or "no reason"

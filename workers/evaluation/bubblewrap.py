@@ -1,0 +1,128 @@
+"""Confinement by bubblewrap: a process in namespaces of its own, which has no other files, processes and networks.
+
+The program `bwrap` must be installed (Debian: the package bubblewrap), version 0.8 or newer, and the system must let
+users create namespaces. Within the namespaces, the filter of system calls and the limits of `confinement` apply too.
+
+Source: bwrap(1).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar, Self
+
+from workers.evaluation.confinement import DEVICES, Confinement
+from workers.evaluation.program_process import become
+from workers.evaluation.system_calls import ConfinementUnavailable
+
+__all__ = ["Bubblewrap"]
+
+ALWAYS = ("--die-with-parent", "--new-session", "--cap-drop", "ALL")
+NAMESPACES = ("--unshare-all", "--unshare-user", "--disable-userns")
+# Of a process that becomes another user, which it could not in a namespace of users: only root is mapped there.
+NAMESPACES_OF_ROOT = (
+    *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
+)
+# Without it, the root of the namespace is a file system in memory that can be written without limit.
+READ_ONLY = ("--remount-ro", "/")
+MAX_THREADS = 256  # of a program
+
+# The users, and groups of the same number, that programs become where root starts them, because the limit of threads
+# does not apply to root. Each has its own, because the kernel counts the threads of a user.
+USERS = range(61_000, 65_000)
+
+# What the process imports before it calls `apply`.
+OWN = tuple(str(Path(__file__).parents[2] / package) for package in ("search_spaces", "workers"))
+
+
+def bwrap() -> str:
+    """Path of the installed program bwrap; "" if there is none."""
+    return shutil.which("bwrap") or ""
+
+
+@lru_cache(maxsize=1)
+def _version(program: str) -> str:
+    """Name and version of the installed bubblewrap, as bwrap prints them, for example "bubblewrap 0.8.0"."""
+    if not program:
+        return "bubblewrap"
+    return subprocess.run([program, "--version"], capture_output=True, text=True, check=False, env={}).stdout.strip()
+
+
+@dataclass(frozen=True)
+class Bubblewrap(Confinement):
+    """Confinement of a process in namespaces of its own.
+
+    The namespaces are those of users, processes, network, mounts, IPC, host name and control groups. The process finds
+    its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap,
+    and `version` its name and version. `user` is the number of the user and group that the process takes in `apply`,
+    for which root must start it; it then has no namespace of users. With None it stays the user that it is.
+    """
+
+    program: str = field(default_factory=bwrap)
+    version: str = field(default_factory=lambda: _version(bwrap()))
+    user: int | None = None
+
+    filters_system_calls: ClassVar[bool] = True  # but in tests of what bwrap alone prevents
+
+    def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """Command and environment of bwrap, which starts the process `command` with `environment`.
+
+        bwrap itself gets an empty environment, because programs may read that of the first process of a namespace.
+        Raises ConfinementUnavailable if bwrap is not installed.
+        """
+        if not self.program:
+            raise ConfinementUnavailable("there is no program bwrap (Debian: the package bubblewrap)")
+        return [self.program, *self.arguments(environment), "--", *command], {}
+
+    def arguments(self, environment: Mapping[str, str]) -> list[str]:
+        """Arguments of bwrap: namespaces, files, devices, and the `environment` of the process."""
+        readable = _outermost([*self.readable, *OWN])
+        folders = {str(above) for place in (*readable, *self.writable) for above in Path(place).parents}
+        places = [
+            *(
+                argument
+                for place in sorted({*folders, *self.listable})
+                for argument in ("--perms", "0755", "--dir", place)
+            ),
+            *(argument for place in readable for argument in _bind(place)),
+            *(argument for place in self.writable for argument in ("--bind", place, place)),
+            *(argument for place in DEVICES for argument in _bind(place)),
+        ]
+        variables = [argument for item in environment.items() for argument in ("--setenv", *item)]
+        namespaces = NAMESPACES if self.user is None else NAMESPACES_OF_ROOT
+        return [*ALWAYS, *namespaces, *places, *READ_ONLY, *variables, "--chdir", "/"]
+
+    def of_program(self, number: int) -> Self:
+        return replace(self, user=USERS[number % len(USERS)]) if os.geteuid() == 0 else self
+
+    def apply(self) -> str:
+        become(self.user)
+        return super().apply()
+
+    def limits(self) -> dict[int, int]:
+        """See `Confinement`. Programs, which have a limit of processor time, also have one of threads."""
+        return {**super().limits(), **({} if self.cpu_s is None else {resource.RLIMIT_NPROC: MAX_THREADS})}
+
+    def _restrict_files(self) -> str:
+        return self.version  # that the process has no other files is the work of bwrap
+
+
+def _bind(place: str) -> tuple[str, str, str]:
+    return "--dev-bind-try" if place.startswith("/dev/") else "--ro-bind-try", place, place
+
+
+def _outermost(places: Iterable[str]) -> list[str]:
+    """Those of the paths `places` that are not below another one."""
+    found: list[str] = []
+    for place in sorted(set(places)):
+        if not any(place.startswith(above.rstrip(os.sep) + os.sep) for above in found):
+            found.append(place)
+    return found

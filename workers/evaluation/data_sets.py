@@ -1,0 +1,129 @@
+"""From where the data of tasks come: a directory of the user's, the hub or a mirror, or what was downloaded before.
+
+A task names its data as `owner/name`. They are looked for, in this order, in
+
+1. the directory `$MERGESEARCH_DATA/owner/name`, with data files or what `hf download --local-dir` wrote;
+2. the hub, or the mirror in `HF_ENDPOINT`, if it answers; else the cache of the package `datasets`;
+3. the hub client's cache, where `hf download --repo-type dataset owner/name` puts a snapshot.
+
+`TRACE/...` names data that are not on the hub: only a directory can have them.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from workers.errors import InvalidTask
+from workers.models.remote import hub_cache, without_waiting
+
+__all__ = ["DATA_VARIABLE", "data_dir", "is_on_hub", "load", "local_copy", "place_of", "snapshot_of"]
+
+DATA_VARIABLE = "MERGESEARCH_DATA"
+
+# Files of a snapshot that are no data.
+NO_DATA = ("README.md", ".gitattributes")
+
+# Where data come from that are not on the hub, by the first part of their names.
+ELSEWHERE = {"TRACE": "the archive that the README of https://github.com/BeyonderXX/TRACE names"}
+
+
+def data_dir() -> Path | None:
+    """The directory of the user's own copies of data; None if there is none."""
+    given = os.environ.get(DATA_VARIABLE)
+    return Path(given).expanduser().absolute() if given else None
+
+
+def local_copy(path: str) -> Path | None:
+    """The user's own copy of the data `path` (owner/name); None if there is none."""
+    root = data_dir()
+    if root is None or os.path.isabs(path) or ".." in Path(path).parts:
+        return None
+    return root / path if (root / path).is_dir() else None
+
+
+def snapshot_of(path: str) -> Path | None:
+    """The newest snapshot of `path` in the hub client's cache that has files of data; None if there is none."""
+    if not is_on_hub(path):
+        return None
+    folder = hub_cache() / f"datasets--{path.replace('/', '--')}"
+    places = sorted((folder / "snapshots").glob("*"), key=lambda place: place.stat().st_mtime, reverse=True)
+    with suppress(OSError):
+        places.insert(0, folder / "snapshots" / (folder / "refs" / "main").read_text().strip())
+    return next((place for place in places if _has_data(place)), None)
+
+
+def is_on_hub(path: str) -> bool:
+    """Whether `path` can be the name of a data set on the hub: `name` or `owner/name`, and no path."""
+    return not os.path.isabs(path) and path.count("/") <= 1 and not path.startswith(".")
+
+
+def place_of(path: str) -> Path | None:
+    """The directory on this machine that has the data `path`; None if there is none. Nothing is loaded or asked for."""
+    return local_copy(path) or _prepared(path) or snapshot_of(path)
+
+
+def load(load_dataset: Callable[..., Any], path: str, name: str | None, options: Mapping[str, Any]) -> Any:
+    """Load data by `load_dataset`, from the place that the module's docstring says.
+
+    Raises InvalidTask if they are in none of these places, with the reason and how to get them; and what `load_dataset`
+    raises for data that are there and cannot be read.
+    """
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    if path in _PACKAGED_DATASETS_MODULES:
+        return load_dataset(path=path, name=name, **options)
+    if (copy := local_copy(path)) is not None:
+        return load_dataset(path=str(copy), name=name, **options)
+    is_local = os.path.isdir(path)
+    try:
+        with nullcontext() if is_local or not is_on_hub(path) else without_waiting():
+            return load_dataset(path=path, name=name, **options)
+    except Exception as error:  # raised by the hub's client, by its HTTP library, or for a cache without these data
+        if is_local or isinstance(error, InvalidTask):
+            raise
+        if (snapshot := snapshot_of(path)) is not None:
+            return load_dataset(path=str(snapshot), name=name, **options)
+        if not _is_absence(error):
+            raise
+        raise InvalidTask(_lack(path, f"{type(error).__name__}: {error}".splitlines()[0])) from error
+
+
+def _is_absence(error: Exception) -> bool:
+    is_offline = isinstance(error, ConnectionError) or "offline" in str(error).lower()
+    return is_offline or isinstance(error, FileNotFoundError) or "couldn't find cache" in str(error).lower()
+
+
+def _lack(path: str, reason: str) -> str:
+    root = data_dir()
+    own = f"{root / path} does not exist" if root else f"{DATA_VARIABLE} names no directory with own copies"
+    if not is_on_hub(path):
+        source = ELSEWHERE.get(path.split("/")[0], "its authors")
+        return (
+            f"its data {path} are not here ({own}); they are not on the hub: unpack {source} so that the files are in "
+            f"${DATA_VARIABLE}/{path}"
+        )
+    return (
+        f"its data cannot be fetched ({reason}); also looked for in: {own}; no snapshot of {path} in {hub_cache()}. "
+        f"Where there is no network, run `mergesearch tasks fetch` or `hf download --repo-type dataset {path}` on a "
+        "machine that has one and copy the cache, or use an lm-eval YAML file or an inline JSONL task over local files"
+    )
+
+
+def _has_data(place: Path) -> bool:
+    return any(file.is_file() and file.name not in NO_DATA for file in place.rglob("*"))
+
+
+def _prepared(path: str) -> Path | None:
+    """The directory in the cache of the package `datasets` with data that were loaded before; None if there is none."""
+    from datasets import config
+    from datasets.naming import camelcase_to_snakecase
+
+    *owner, name = path.split("/")
+    root = os.path.join(str(config.HF_DATASETS_CACHE), "___".join([*owner, camelcase_to_snakecase(name)]))
+    found = [place for place in glob.glob(os.path.join(glob.escape(root), "*", "*", "*")) if os.path.isdir(place)]
+    return Path(root) if found else None

@@ -1,0 +1,79 @@
+"""The code that executes one program in its own process.
+
+A process that is started for a program imports this module first, so that it imports only what is quick to load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import marshal
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+
+from workers.evaluation.system_calls import (
+    PR_SET_PDEATHSIG,
+    filter_system_calls,
+    forbid_new_privileges,
+    limit_resources,
+)
+
+__all__ = ["REASON", "become", "run", "run_confined", "start_message"]
+
+REASON = 500  # most characters of the reason why a program failed
+
+
+def start_message(
+    program: str, token: bytes, *, user: int | None, limits: Mapping[int, int], is_filtered: bool
+) -> bytes:
+    """Message that a process which calls `run_confined` reads from its standard input."""
+    return marshal.dumps((program, token, user, dict(limits), is_filtered))
+
+
+def run_confined() -> None:
+    """Confine this process, in which bwrap has left no files but its own, and execute the program that it was sent.
+
+    The standard input has a `start_message`. The standard output gets the outcome, as from `run`.
+    """
+    program, token, user, limits, is_filtered = marshal.load(sys.stdin.buffer)
+
+    def confine() -> None:
+        become(user)
+        limit_resources(limits)
+        forbid_new_privileges()
+        if is_filtered:
+            filter_system_calls()
+
+    run(program, confine, 1, token)
+
+
+def become(user: int | None) -> None:
+    """Make this process, which root started, one of the user and group with this number; None changes nothing."""
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+
+
+def run(program: str, confine: Callable[[], object], pipe: int, token: bytes) -> None:
+    """Execute a program in this process, which ends with it.
+
+    `confine` confines the process. `pipe` gets `token` if the program runs to its end, or the reason why it does not.
+    """
+    outcome = token
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.dup2(pipe, 3)
+        os.closerange(4, 1 << 16)
+        for standard in range(3):
+            os.dup2(os.open(os.devnull, os.O_RDWR), standard)
+        os.closerange(4, 64)
+        os.chdir("/")
+        sys.argv = [""]
+        confine()
+        exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
+    except BaseException as error:  # a program may raise anything
+        outcome = f"{type(error).__name__}: {error}"[:REASON].encode(errors="replace")
+    os.write(3, outcome)
+    os._exit(0)

@@ -1,0 +1,158 @@
+"""Metrics of single answers, for tasks whose own metric is computed from all answers at once, or that have none.
+
+A part of the samples estimates only a mean over samples. So corpus metrics such as BLEU, chrF, F1 and Matthews'
+correlation cannot be searched; these are the forms that papers report per sample, as values from 0 to 1:
+
+- `sentence_chrf`: chrF of one sentence (Popović, 2015), by sacrebleu
+- `rouge_l`: ROUGE-L, the F-measure of the longest common subsequence (Lin, 2004), by rouge-score
+- `sari`: SARI (Xu et al., "Optimizing Statistical Machine Translation for Text Simplification", 2016)
+- `contains`: whether the answer contains a right answer, as LiveBench judges corrected typing errors
+- `edit_similarity`: similarity of lines of code, as CodeXGLUE judges py150
+- `acc`: accuracy of a multiple choice, for tasks that list only F1 or the correlation
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["ACCURACY", "METRICS", "PER_SAMPLE_FORMS", "SampleMetric", "names_for", "sari"]
+
+# A metric's value for (prompt, right answers, answer).
+SampleMetric = Callable[[str, Sequence[str], str], float]
+
+ACCURACY = "acc"
+MAX_NGRAM = 4  # of SARI
+
+# lm-eval's metrics of all answers at once, and what to use instead.
+PER_SAMPLE_FORMS: Mapping[str, str] = MappingProxyType(
+    {
+        "bleu": "sentence_chrf",
+        "chrf": "sentence_chrf",
+        "chrf++": "sentence_chrf",
+        "ter": "sentence_chrf",
+        "f1": ACCURACY,
+        "mcc": ACCURACY,
+        "brier_score": ACCURACY,
+        "likelihood": ACCURACY,
+    }
+)
+
+
+def names_for(output_type: str) -> tuple[str, ...]:
+    """The names of the metrics that every task of an output type has, beside its own."""
+    return {"generate_until": tuple(METRICS), "multiple_choice": (ACCURACY,)}.get(output_type, ())
+
+
+def _sentence_chrf(_: str, references: Sequence[str], answer: str) -> float:
+    from sacrebleu import sentence_chrf
+
+    return float(sentence_chrf(answer, list(references)).score) / 100
+
+
+def _rouge_l(_: str, references: Sequence[str], answer: str) -> float:
+    return float(max(_rouge_scorer().score(reference, answer)["rougeL"].fmeasure for reference in references))
+
+
+@cache
+def _rouge_scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rougeL"])
+
+
+def sari(source: str, references: Sequence[str], answer: str) -> float:
+    """SARI of one simplified text, from 0 to 1; `source` is the text before.
+
+    It is the mean of three scores over n-grams of one to four tokens: the F-measures of n-grams that are kept and that
+    are added, and the precision of n-grams that are deleted, each compared with the references. Texts are in lower
+    case and tokenized as sacrebleu does ("13a"). A score without n-grams is 1, as in the metric of Hugging Face.
+    """
+    texts = [source, answer, *references]
+    source_tokens, answer_tokens, *reference_tokens = ([*_tokenize(text.lower()).split()] for text in texts)
+    scores = [
+        _sari_of(
+            _ngrams(source_tokens, n), _ngrams(answer_tokens, n), [_ngrams(tokens, n) for tokens in reference_tokens]
+        )
+        for n in range(1, MAX_NGRAM + 1)
+    ]
+    return sum(map(sum, scores)) / (3 * MAX_NGRAM)
+
+
+def _sari_of(
+    source: Counter[str], answer: Counter[str], references: Sequence[Counter[str]]
+) -> tuple[float, float, float]:
+    """The scores of kept, deleted and added n-grams of one length.
+
+    Counts of the source and of the answer are multiplied by the number of references, so that an n-gram which only some
+    references keep counts in part.
+    """
+    total = sum(references, Counter[str]())
+    source_total = Counter({gram: count * len(references) for gram, count in source.items()})
+    answer_total = Counter({gram: count * len(references) for gram, count in answer.items()})
+
+    kept, keepable = source_total & answer_total, source_total & total
+    rightly_kept = kept & total
+    keep = _f_measure(_share(rightly_kept, kept), _ratio(rightly_kept.total(), keepable.total()))
+
+    deleted = source_total - answer_total
+    delete = _share(deleted - total, deleted)
+
+    added, addable = answer.keys() - source.keys(), total.keys() - source.keys()
+    rightly_added = len(added & total.keys())
+    add = _f_measure(_ratio(rightly_added, len(added)), _ratio(rightly_added, len(addable)))
+    return keep, delete, add
+
+
+def _share(right: Counter[str], made: Counter[str]) -> float:
+    """The mean, over the n-grams that were kept or deleted, of the share of each that was right; 1 without any."""
+    return _ratio(sum(right[gram] / count for gram, count in made.items()), len(made))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
+
+
+def _f_measure(precision: float, recall: float) -> float:
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+
+
+def _ngrams(tokens: Sequence[str], n: int) -> Counter[str]:
+    return Counter(" ".join(tokens[start : start + n]) for start in range(len(tokens) - n + 1))
+
+
+def _tokenize(text: str) -> str:
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+    return str(Tokenizer13a()(text))
+
+
+def _contains(_: str, references: Sequence[str], answer: str) -> float:
+    return float(any(reference in answer for reference in references))
+
+
+def _edit_similarity(_: str, references: Sequence[str], answer: str) -> float:
+    """The share of matching characters, rounded to a hundredth; py150's marks of literals are written as literals."""
+    text = _without_marks(answer)
+    return max(round(100 * SequenceMatcher(None, text, _without_marks(each)).ratio()) for each in references) / 100
+
+
+def _without_marks(code: str) -> str:
+    code = code.replace("<NUM_LIT>", "0").replace("<STR_LIT>", "").replace("<CHAR_LIT>", "")
+    return re.sub(r"<(?:STR|NUM|CHAR)_LIT:(.*?)>", r"\1", code, flags=re.DOTALL)
+
+
+METRICS: Mapping[str, SampleMetric] = MappingProxyType(
+    {
+        "sentence_chrf": _sentence_chrf,
+        "rouge_l": _rouge_l,
+        "sari": sari,
+        "contains": _contains,
+        "edit_similarity": _edit_similarity,
+    }
+)

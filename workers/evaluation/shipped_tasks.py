@@ -1,0 +1,128 @@
+"""The shipped tasks with their facts, and the download of a task's data for machines without a network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.errors import InvalidTask
+from workers.evaluation.data_sets import is_on_hub, local_copy, place_of
+from workers.task_pack import pack_dir
+from workers.types import TaskSpec
+
+__all__ = ["FetchedData", "ShippedTask", "fetch", "shipped_tasks"]
+
+
+@dataclass(frozen=True)
+class ShippedTask:
+    """Facts about a shipped task, as its file states them.
+
+    `sizes` has the number of samples of each split, or words about them; `metric` is that of the paper. `data` are the
+    names of its data, and `places` the directories of this machine that have some of each: complete or not, which only
+    loading them shows. None stands for data that are not here.
+    """
+
+    name: str
+    paper: str
+    licence: str
+    sizes: Mapping[str, int | str]
+    metric: str
+    data: tuple[str, ...]
+    places: Mapping[str, str | None]
+
+    @property
+    def is_here(self) -> bool:
+        return all(self.places.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "is_here": self.is_here}
+
+
+@dataclass(frozen=True)
+class FetchedData:
+    """Data that are on this machine: their name, their part (None: the only one), and the samples of each split."""
+
+    data: str
+    part: str | None
+    sizes: Mapping[str, int]
+
+
+def shipped_tasks() -> tuple[ShippedTask, ...]:
+    """All shipped tasks, by paper and name. Nothing is loaded, and the hub is not asked."""
+    return tuple(map(_shipped, sorted(pack_dir().glob("*/*.yaml"))))
+
+
+def fetch(task: str) -> tuple[FetchedData, ...]:
+    """Download the data of a task, given by its name or its YAML file, and check that they are found without the hub.
+
+    The task's code is not run. Data of one's own directory (`data_sets`) stay where they are. Raises InvalidTask if the
+    task is unknown, or its data cannot be downloaded, or cannot be loaded afterwards without the hub.
+    """
+    from workers.evaluation.lm_eval_tasks import prepare
+
+    spec = TaskSpec(task, "")  # the metric does not matter for data
+    found = prepare(spec).datasets
+    with _offline():
+        try:
+            prepare(spec)
+        except InvalidTask:
+            _download({json.loads(key)[0] for key in found})
+            prepare(spec)
+    return tuple(
+        FetchedData(path, part, {str(split): len(rows) for split, rows in found[key].items()})
+        for key in found
+        for path, part, _ in [json.loads(key)]
+    )
+
+
+def _shipped(file: Path) -> ShippedTask:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Reads a task without its functions."""
+
+    Loader.add_constructor("!function", lambda loader, node: str(node.value))
+    facts = yaml.load(file.read_text(), Loader)["metadata"]
+    data = tuple(facts["data"])
+    return ShippedTask(
+        name=file.stem,
+        paper=facts["paper"],
+        licence=facts["licence"],
+        sizes=facts["sizes"],
+        metric=facts["metric"],
+        data=data,
+        places={path: None if (place := place_of(path)) is None else str(place) for path in data},
+    )
+
+
+def _download(paths: set[str]) -> None:
+    """Download all files of data sets into the cache of the hub's client, where `data_sets` finds them as snapshots."""
+    from huggingface_hub import constants, snapshot_download
+
+    constants.HF_HUB_OFFLINE = False
+    try:
+        for path in paths:
+            if is_on_hub(path) and local_copy(path) is None:
+                snapshot_download(path, repo_type="dataset")
+    except Exception as error:  # raised by the hub's client, by its HTTP library, or by the system
+        raise InvalidTask(f"{path}: cannot be downloaded: {type(error).__name__}: {error}") from error
+    finally:
+        constants.HF_HUB_OFFLINE = True
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Context manager in which neither the hub's client nor the package `datasets` asks the hub."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before

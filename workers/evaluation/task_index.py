@@ -1,0 +1,161 @@
+"""Index of the tasks that have a name: those of lm-eval, and those of the task pack.
+
+Building lm-eval's index parses 14,000 YAML files, which takes 10 to 70 s. So it is kept in the cache for each version
+of lm-eval. The cache replaces a record as a whole, and one process builds it while the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from workers.cache import cache_dir, cached
+from workers.directories import turn
+from workers.task_pack import pack_dir
+
+__all__ = [
+    "IndexNeeded",
+    "PlainIndex",
+    "index_at_hand",
+    "index_if_loaded",
+    "index_to_send",
+    "is_shipped",
+    "manager_of",
+    "shipped_dirs",
+    "task_index",
+    "use_index",
+]
+
+# The kind, the YAML file and the tags of each task, group and tag, by name.
+PlainIndex: TypeAlias = Mapping[str, tuple[str, str | None, tuple[str, ...]]]
+
+TASKS = "lm_eval/tasks/"
+
+# The index that another process has loaded, for a confined process, which can read no cache.
+_given: dict[str, Any] = {}
+
+
+class IndexNeeded(BaseException):
+    """A task names another one, so `task_index` must be called first; then the task can be loaded.
+
+    It is no Exception, because lm-eval skips files that raise one.
+    """
+
+
+def task_index() -> Mapping[str, Any]:
+    """lm-eval's `Entry` of each task, group and tag that has a name, from the cache if it has been built before."""
+    return _given or _loaded_index()
+
+
+def index_if_loaded() -> Mapping[str, Any] | None:
+    """The index if this process needed it before; None otherwise."""
+    return task_index() if _given or _loaded_index.cache_info().currsize else None
+
+
+def index_at_hand() -> Mapping[str, Any]:
+    """The index, for callers that have changed how lm-eval reads files. Raises IndexNeeded if it is not loaded yet."""
+    found = index_if_loaded()
+    if found is None:
+        raise IndexNeeded
+    return found
+
+
+def index_to_send() -> PlainIndex | None:
+    """The index in plain types if this process needed it before, for another process; None otherwise.
+
+    Reading it imports nothing: a process is confined before it imports what starts threads.
+    """
+    index = index_if_loaded()
+    return None if index is None else {name: _plain(entry) for name, entry in index.items()}
+
+
+def use_index(index: PlainIndex) -> None:
+    """Use an index that another process has loaded, from now on."""
+    _given.clear()
+    _given.update((name, _entry(name, *each)) for name, each in index.items())
+
+
+def manager_of(index: Mapping[str, Any]) -> Any:
+    """lm-eval's TaskManager for the tasks of an index."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_defaults=False)
+    manager._index = dict(index)  # a manager adds to it
+    return manager
+
+
+@lru_cache(maxsize=1)
+def shipped_dirs() -> tuple[Path, ...]:
+    """The directories of lm-eval's own tasks and of the task pack, whose files are trusted."""
+    import lm_eval.tasks
+
+    return Path(lm_eval.tasks.__file__).resolve().parent, pack_dir()
+
+
+def is_shipped(directory: Path) -> bool:
+    """Whether `directory` is in one of the directories of shipped tasks."""
+    return any(Path(directory).is_relative_to(shipped) for shipped in shipped_dirs())
+
+
+@lru_cache(maxsize=1)
+def _loaded_index() -> Mapping[str, Any]:
+    from lm_eval.tasks._index import TaskIndex
+
+    lm_eval_dir, pack = shipped_dirs()
+    return {**_lm_eval_index(lm_eval_dir), **TaskIndex.build([pack], resolve_includes=False)}
+
+
+def _lm_eval_index(directory: Path) -> dict[str, Any]:
+    """The index of lm-eval's tasks in `directory`, built once for each installed content of lm-eval."""
+    from lm_eval.tasks._index import TaskIndex
+
+    content = _content()
+    if content is None:
+        return dict(TaskIndex.build([directory]))
+    key = f"lm-eval's tasks in {directory}: {content}"
+    if (found := _read(key)) is not None:
+        return found
+    with _turn():
+        if (found := _read(key)) is not None:  # another process has built it meanwhile
+            return found
+        index = dict(TaskIndex.build([directory]))
+        cached(key, json.dumps({name: _plain(entry) for name, entry in index.items()}))
+        return index
+
+
+def _content() -> str | None:
+    """A hash of all files of the installed lm-eval; None if the installation does not list them, as an editable one."""
+    try:
+        record = distribution("lm_eval").read_text("RECORD")
+    except PackageNotFoundError:
+        return None
+    return hashlib.sha256(record.encode()).hexdigest() if record and TASKS in record else None
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a cache that cannot be written: each process builds its own index
+            stack.enter_context(turn(cache_dir() / "task-index"))
+        yield
+
+
+def _read(key: str) -> dict[str, Any] | None:
+    text = cached(key)
+    return None if text is None else {name: _entry(name, *each) for name, each in json.loads(text).items()}
+
+
+def _plain(entry: Any) -> tuple[str, str | None, tuple[str, ...]]:
+    return entry.kind.name, None if entry.yaml_path is None else str(entry.yaml_path), tuple(sorted(entry.tags))
+
+
+def _entry(name: str, kind: str, path: str | None, tags: Iterable[str]) -> Any:
+    from lm_eval.tasks._index import Entry, Kind
+
+    return Entry(name, Kind[kind], None if path is None else Path(path), tags=set(tags))

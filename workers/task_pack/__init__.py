@@ -1,0 +1,16 @@
+"""The shipped tasks: lm-eval YAML files for the tables of the papers, with their prompts, splits and lengths.
+
+The files are in a directory for each paper. They name data on the hub; `workers.evaluation.data_sets` says from where
+the data come.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["pack_dir"]
+
+
+def pack_dir() -> Path:
+    """The directory of the shipped tasks."""
+    return Path(__file__).resolve().parent

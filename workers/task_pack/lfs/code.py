@@ -1,0 +1,46 @@
+"""Filters of the code tasks: the program in a completion, by the rules of the published code of LFS, DIS and M3.
+
+They run in the confined process of the task.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["functions", "programs"]
+
+FENCED = re.compile(r"```python(.*?)(?:\n```|\Z)", re.DOTALL)
+
+# What begins after a program: its test, or an example.
+ENDS = ('if __name__ == "__main__":', "# Example usage", "# Test examples")
+
+# Words of models that explain their program: it stands between the first and the second.
+BEFORE, AFTER = ("The solution is:", "The answer is:"), "\n\nThe answer is:"
+
+
+def programs(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The program in each completion."""
+    return [[_program(text) for text in texts] for texts in responses]
+
+
+def functions(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The program in each completion, after the document's prompt if it does not define the asked function itself."""
+    found = []
+    for texts, document in zip(responses, documents, strict=True):
+        defines = f"def {document['entry_point']}("
+        found.append([code if defines in (code := _program(text)) else document["prompt"] + text for text in texts])
+    return found
+
+
+def _program(text: str) -> str:
+    text = text.split("### Response:")[-1].replace("\t", "    ").strip()
+    if match := FENCED.search(text):
+        text = match[1].strip()
+    for end in ENDS:
+        text = text.partition(end)[0].strip()
+    for words in BEFORE:
+        if words in text:
+            text = text.split(words, 1)[1].partition(AFTER)[0].strip()
+    return text

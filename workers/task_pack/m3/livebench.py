@@ -1,0 +1,12 @@
+"""Documents of LiveBench in the form of IFEval's. It runs in the confined process of the task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["with_prompt"]
+
+
+def with_prompt(documents: Any) -> Any:
+    """Give the documents the fields `key` and `prompt` that IFEval's checks read."""
+    return documents.map(lambda row, index: {"key": index, "prompt": row["turns"][0]}, with_indices=True)
