@@ -2,6 +2,7 @@ import itertools
 import json
 import random
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -141,6 +142,68 @@ def test_a_question_with_letters_is_one_prompt(engine: Engine, monkeypatch: pyte
     assert sorted(prompt for prompt, _, _ in read) == questions
     assert all(parameters.prompt_logprobs is None for _, parameters, _ in read)
     assert [output.num_cached_tokens for _, _, output in read] == [0, 128, 128, 128]
+
+
+class CachingVLLM:
+    """A made-up model of three tokens in the place of vLLM, with a prefix cache of blocks of four tokens.
+
+    Of cached tokens it has no rows: vLLM's model runners either leave them out, or leave whatever memory contained.
+    """
+
+    def __init__(self, *, leaves_out: bool) -> None:
+        self.leaves_out = leaves_out
+        self.num_prompts: list[int] = []
+        self.cache: set[tuple[int, ...]] = set()
+        config = SimpleNamespace(block_size=4, enable_prefix_caching=True)
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=config))
+
+    def collective_rpc(self, method: str, **_: Any) -> list[list[int]]:
+        return [[0, 0]]  # no logits are NaN or infinite
+
+    def generate(self, prompts: list[dict[str, Any]], parameters: list[Any], use_tqdm: bool) -> list[Any]:
+        self.num_prompts.append(len(prompts))
+        return [self.answer(p["prompt_token_ids"], each) for p, each in zip(prompts, parameters, strict=True)]
+
+    def answer(self, prompt: list[int], parameters: Any) -> Any:
+        ends = range(0 if parameters.skip_reading_prefix_cache else (len(prompt) - 1) // 4 * 4, 0, -4)
+        num_cached = next((end for end in ends if tuple(prompt[:end]) in self.cache), 0)
+        self.cache |= {tuple(prompt[:end]) for end in range(4, len(prompt) + 1, 4)}
+        rows = [made_up(prompt[:i], prompt[i]) for i in range(1, len(prompt))]
+        rows[:num_cached] = [] if self.leaves_out else [(-9e9, False)] * num_cached
+        after = [sum(prompt) % 3, *parameters.logprob_token_ids]
+        return SimpleNamespace(
+            num_cached_tokens=num_cached,
+            prompt_logprobs=flat([value for value, _ in rows], [1 if likeliest else 2 for _, likeliest in rows]),
+            outputs=[SimpleNamespace(logprobs=flat([made_up(prompt, t)[0] for t in after], [1] * len(after), after))],
+        )
+
+
+def made_up(before: Sequence[int], token: int) -> tuple[float, bool]:
+    """Log-probability of a token after others, and whether it is the likeliest."""
+    return -float(hash((*before, token)) % 1000), sum(before) % 3 == token
+
+
+def flat(logprobs: list[float], ranks: list[int], token_ids: Sequence[int] = ()) -> Any:
+    return SimpleNamespace(logprobs=logprobs, ranks=ranks, token_ids=token_ids)
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_rows_that_the_cache_hides_are_read_again(leaves_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens whose rows are missing, because the cache has them already, are read without the cache."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace, TokensPrompt=dict))
+    engine = Engine.__new__(Engine)
+    engine._llm, engine._fault = CachingVLLM(leaves_out=leaves_out), None
+    draw = random.Random(0)
+    contexts = [tuple(draw.choices(range(3), k=length)) for length in (3, 8, 11, 13)]
+    options = [Continuation(c + tuple(draw.choices(range(3), k=k)), len(c)) for c in contexts for k in (1, 2, 3, 12)]
+    options.append(Continuation((2,) * 14, 11))  # the cache ends where its rows begin
+    expected = [[made_up(o.tokens[:i], o.tokens[i]) for i in range(o.num_context, len(o.tokens))] for o in options]
+    for num_runs in (1, 2):
+        engine._llm.num_prompts.clear()
+        scores = engine.loglikelihoods(options)
+        assert scores == [(sum(v for v, _ in tokens), all(best for _, best in tokens)) for tokens in expected]
+        assert len(engine._llm.num_prompts) == num_runs
+        assert engine._llm.num_prompts[-1] <= engine._llm.num_prompts[0]
 
 
 def test_rows_of_logits_are_bounded(engine: Engine, untied_family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
