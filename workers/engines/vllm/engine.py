@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -437,12 +437,17 @@ class Engine:
             # vLLM numbers requests, returns the numbers with random characters behind them, and reports them without.
             positions = {name.partition("-")[0]: index for index, name in enumerate(ids)}
             outputs: list[Any] = [None] * len(ids)
-            while self._llm.llm_engine.has_unfinished_requests():
-                for output in self._llm.llm_engine.step():
-                    if output.finished:
-                        index = positions[output.request_id]
-                        outputs[index] = output
-                        finished(index, output)
+            try:
+                while self._llm.llm_engine.has_unfinished_requests():
+                    for output in self._llm.llm_engine.step():
+                        if output.finished:
+                            index = positions[output.request_id]
+                            outputs[index] = output
+                            finished(index, output)
+            except BaseException:
+                with suppress(Exception):  # an engine that has ended has no requests either
+                    self._llm.llm_engine.abort_request(ids, internal=True)
+                raise
         if any(rows := self._call("mergesearch_bad_rows")):
             self._llm.reset_prefix_cache()
             raise TrialFailed(f"the merged model's logits are {in_words(rows, num_prompts=len(prompts))}")

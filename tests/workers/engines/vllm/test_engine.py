@@ -24,7 +24,7 @@ from workers.engines.vllm.plugin import PACK
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, TrialFailed
 from workers.evaluation.lm_eval import TaskEvaluator
-from workers.evaluation.prompts import Continuation, Generation
+from workers.evaluation.prompts import Completion, Continuation, Generation
 from workers.export.checkpoint import export
 from workers.types import CanaryReport, Family, Span, TaskSpec
 
@@ -154,15 +154,23 @@ class CachingVLLM:
         self.leaves_out = leaves_out
         self.num_prompts: list[int] = []
         self.cache: set[tuple[int, ...]] = set()
+        self.waiting: list[Any] = []
         config = SimpleNamespace(block_size=4, enable_prefix_caching=True)
-        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=config))
+        self.llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(cache_config=config),
+            has_unfinished_requests=lambda: bool(self.waiting),
+            step=lambda: [self.waiting.pop()],
+        )
 
     def collective_rpc(self, method: str, **_: Any) -> list[list[int]]:
         return [[0, 0]]  # no logits are NaN or infinite
 
-    def generate(self, prompts: list[dict[str, Any]], parameters: list[Any], use_tqdm: bool) -> list[Any]:
+    def enqueue(self, prompts: list[dict[str, Any]], parameters: list[Any], use_tqdm: bool) -> list[str]:
         self.num_prompts.append(len(prompts))
-        return [self.answer(p["prompt_token_ids"], each) for p, each in zip(prompts, parameters, strict=True)]
+        for number, (prompt, each) in enumerate(zip(prompts, parameters, strict=True)):
+            answer = self.answer(prompt["prompt_token_ids"], each)
+            self.waiting.append(SimpleNamespace(request_id=str(number), finished=True, **vars(answer)))
+        return [f"{number}-x" for number in range(len(prompts))]
 
     def answer(self, prompt: list[int], parameters: Any) -> Any:
         ends = range(0 if parameters.skip_reading_prefix_cache else (len(prompt) - 1) // 4 * 4, 0, -4)
@@ -222,6 +230,41 @@ def test_rows_of_logits_are_bounded(engine: Engine, untied_family: Family, monke
     (found,) = engine.logprobs([text])
     assert max(rows) <= 128 + 16
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+def generations(engine: Engine) -> list[Generation]:
+    """Twelve requests of different lengths, two of them equal."""
+    prompts = [engine.prompts.encode("ab" * (1 + index % 5)) for index in range(11)]
+    requests = [Generation(tuple(p), max_tokens=4 + 11 * (index % 4)) for index, p in enumerate(prompts)]
+    return [*requests, requests[3]]
+
+
+def test_completions_are_handed_on_as_they_finish(engine: Engine) -> None:
+    """Each completion is handed on once, with its request's number, before all are there: short ones first."""
+    engine.swap(base_recipe(engine.family))
+    requests = generations(engine)
+    seen: list[tuple[int, Completion]] = []
+    found = engine.generate(requests, finished=lambda index, completion: seen.append((index, completion)))
+    assert sorted(seen, key=lambda each: each[0]) == list(enumerate(found))
+    assert found[11] == found[3]
+    lengths = [len(completion.tokens) for _, completion in seen]
+    assert lengths[0] < lengths[-1]
+    assert engine.generate(requests) == found
+
+
+def test_failure_while_completions_finish_leaves_no_request(engine: Engine) -> None:
+    """After an error in the middle, the engine has no requests left, and scores the next ones as before."""
+    engine.swap(base_recipe(engine.family))
+    requests = generations(engine)
+    found = engine.generate(requests)
+
+    def fail(index: int, completion: Completion) -> None:
+        raise TrialFailed("no room for programs")
+
+    with pytest.raises(TrialFailed, match="no room for programs"):
+        engine.generate(requests, finished=fail)
+    assert not engine._llm.llm_engine.has_unfinished_requests()
+    assert engine.generate(requests) == found
 
 
 def test_samples_agree_with_export(
