@@ -154,23 +154,12 @@ class CachingVLLM:
         self.leaves_out = leaves_out
         self.num_prompts: list[int] = []
         self.cache: set[tuple[int, ...]] = set()
-        self.waiting: list[Any] = []
         config = SimpleNamespace(block_size=4, enable_prefix_caching=True)
-        self.llm_engine = SimpleNamespace(
-            vllm_config=SimpleNamespace(cache_config=config),
-            has_unfinished_requests=lambda: bool(self.waiting),
-            step=lambda: [self.waiting.pop()],
-        )
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=config))
 
-    def collective_rpc(self, method: str, **_: Any) -> list[list[int]]:
-        return [[0, 0]]  # no logits are NaN or infinite
-
-    def enqueue(self, prompts: list[dict[str, Any]], parameters: list[Any], use_tqdm: bool) -> list[str]:
+    def run(self, prompts: Sequence[Sequence[int]], parameters: list[Any]) -> list[Any]:
         self.num_prompts.append(len(prompts))
-        for number, (prompt, each) in enumerate(zip(prompts, parameters, strict=True)):
-            answer = self.answer(prompt["prompt_token_ids"], each)
-            self.waiting.append(SimpleNamespace(request_id=str(number), finished=True, **vars(answer)))
-        return [f"{number}-x" for number in range(len(prompts))]
+        return [self.answer(list(prompt), each) for prompt, each in zip(prompts, parameters, strict=True)]
 
     def answer(self, prompt: list[int], parameters: Any) -> Any:
         ends = range(0 if parameters.skip_reading_prefix_cache else (len(prompt) - 1) // 4 * 4, 0, -4)
@@ -198,9 +187,10 @@ def flat(logprobs: list[float], ranks: list[int], token_ids: Sequence[int] = ())
 @pytest.mark.parametrize("leaves_out", [False, True])
 def test_rows_that_the_cache_hides_are_read_again(leaves_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens whose rows are missing, because the cache has them already, are read without the cache."""
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace, TokensPrompt=dict))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     engine = Engine.__new__(Engine)
-    engine._llm, engine._fault = CachingVLLM(leaves_out=leaves_out), None
+    engine._llm = CachingVLLM(leaves_out=leaves_out)
+    monkeypatch.setattr(engine, "_run", engine._llm.run)
     draw = random.Random(0)
     contexts = [tuple(draw.choices(range(3), k=length)) for length in (3, 8, 11, 13)]
     options = [Continuation(c + tuple(draw.choices(range(3), k=k)), len(c)) for c in contexts for k in (1, 2, 3, 12)]
