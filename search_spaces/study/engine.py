@@ -83,6 +83,10 @@ class EngineOptions(Engine):
     """The seed of vLLM."""
 
     def document(self) -> dict[str, Any]:
-        """The options by name, as plain data. Engines with equal options are interchangeable."""
-        excluded = NOT_OF_ONE_ENGINE if self.max_layers else NOT_OF_ONE_ENGINE | {"max_layers"}
-        return self.model_dump(exclude=set(excluded))
+        """The options by name, as plain data. Engines with equal options are interchangeable.
+
+        Options that earlier versions did not have are left out at their defaults, so that digests of the document stay.
+        """
+        fields = type(self).model_fields
+        newer = {name for name in ("max_layers", "model_runner") if getattr(self, name) == fields[name].default}
+        return self.model_dump(exclude={*NOT_OF_ONE_ENGINE, *newer})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,6 +100,10 @@ class Bubblewrap(Confinement):
         variables = [argument for item in environment.items() for argument in ("--setenv", *item)]
         namespaces = NAMESPACES if self.user is None else NAMESPACES_OF_ROOT
         return [*ALWAYS, *namespaces, *places, *READ_ONLY, *variables, "--chdir", "/"]
+
+    def exit_code(self, code: int) -> int:
+        """See `Confinement`. bwrap reports a signal as shells do, by 128 and its number."""
+        return 128 - code if code - 128 in signal.valid_signals() else code
 
     def of_program(self, number: int) -> Self:
         return replace(self, user=USERS[number % len(USERS)]) if os.geteuid() == 0 else self

@@ -8,6 +8,7 @@ allowed again.
 from __future__ import annotations
 
 import resource
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Self
 
 from workers.evaluation.system_calls import filter_system_calls, forbid_new_privileges, limit_resources
 
-__all__ = ["DEVICES", "MIB", "Confinement", "system_paths"]
+__all__ = ["DEVICES", "MIB", "Confinement", "ending", "system_paths"]
 
 MIB = 1 << 20
 
@@ -33,6 +34,14 @@ def system_paths() -> tuple[str, ...]:
     """
     packages = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
     return tuple(dict.fromkeys([sys.prefix, sys.base_prefix, *packages, *SYSTEM]))
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words: its exit code, or the signal for a negative `code`."""
+    if code >= 0:
+        return f"exit code {code}"
+    # Most real-time signals have no name.
+    return f"signal {signal.Signals(-code).name if -code in {*signal.Signals} else -code}"
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,10 @@ class Confinement(ABC):
         The process must call `apply` before it runs what is to be confined.
         """
         ...
+
+    def exit_code(self, code: int) -> int:
+        """Exit code of a confined process, negative for a signal; `code` is that of the process `command` started."""
+        return code
 
     def of_program(self, number: int) -> Self:
         """Confinement of one program; `number` counts the programs that the calling process has started."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from workers.evaluation.available_confinement import without_packages
 from workers.evaluation.bubblewrap import Bubblewrap
 from workers.evaluation.channel import Channel
-from workers.evaluation.confinement import Confinement
+from workers.evaluation.confinement import Confinement, ending
 from workers.evaluation.program_process import REASON, run, run_confined, start_message
 from workers.evaluation.system_calls import PR_SET_PDEATHSIG, ConfinementUnavailable
 
@@ -167,15 +167,8 @@ class _Programs:
             return f"did not end within {WALL_FACTOR * self._cpu_s:g} s"
         if text := running.said.decode(errors="replace"):
             return text[:REASON]
-        code = os.waitstatus_to_exitcode(status)
-        if isinstance(self._confinement, Bubblewrap) and code - 128 in signal.valid_signals():
-            code = 128 - code  # bwrap reports a signal as shells do
-        if code == -signal.SIGXCPU:
-            return f"used more than {self._cpu_s:g} s of processor time"
-        if code >= 0:
-            return f"exit code {code}"
-        # Most real-time signals have no name.
-        return f"signal {signal.Signals(-code).name if -code in {*signal.Signals} else -code}"
+        code = self._confinement.exit_code(os.waitstatus_to_exitcode(status))
+        return f"used more than {self._cpu_s:g} s of processor time" if code == -signal.SIGXCPU else ending(code)
 
 
 def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import IO, Any
 from workers.errors import EngineUnavailable, InvalidTask, MetricFailed, WorkerError
 from workers.evaluation.built_tasks import Answers, BuiltTask
 from workers.evaluation.channel import Channel
-from workers.evaluation.confinement import Confinement
+from workers.evaluation.confinement import Confinement, ending
 from workers.evaluation.metrics import Documents, failure
 from workers.evaluation.task_server import serve
 
@@ -62,7 +61,7 @@ class TaskProcess(ABC):
         """Kill the process, and return how it ended: its exit code or signal. May be called twice."""
         self._end()
         code = self._process.returncode
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return ending(code if self._confined_by is None else self._confined_by.exit_code(code))
 
     def _start(
         self,
@@ -89,6 +88,7 @@ class TaskProcess(ABC):
                 env=environment,
             )
         self._is_distrusted = False
+        self._confined_by = confinement
         self._end = weakref.finalize(self, _end, self._process, self._channel, self._errors)
         self._send(first)
 

@@ -267,7 +267,7 @@ def test_problems_name_every_field(http: httpx.Client) -> None:
         "search.max_trials": "0 is not accepted; give at least 1",
         "fidelity.eta": '"3" is not accepted; give a whole number',
         "serch": 'unknown key; did you mean "search"? known keys: '
-        "name, models, search_space, search, fidelity, objectives, holdout, engine, limits",
+        "name, models, search_space, search, fidelity, objectives, holdout, benchmarks, contamination, engine, limits",
     }
 
 

@@ -292,7 +292,8 @@ def test_a_program_has_its_own_metric_and_limit(place: Workplace) -> None:
         "metric": "exact_match",
     }
     assert place.refused_study(objectives=[objective], holdout=[]) == (
-        f"objectives.0.metric: task {file}: unknown metric 'exact_match'; an inline task with a program has pass@1"
+        f"objectives.0.metric: task {file}: unknown metric 'exact_match'; an inline task with a program has "
+        "pass@1, pass@10 ..."
     )
     assert (
         "objectives.0.max_tokens: is for lm-eval tasks; of a JSONL task it is task.max_tokens"

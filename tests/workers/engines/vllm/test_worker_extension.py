@@ -459,10 +459,21 @@ def engine_over(extension: Extension, logits: torch.Tensor, monkeypatch: pytest.
     """An engine whose model answers every batch with `logits`; vLLM is left out."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(TokensPrompt=dict))
     compute_logits = extension.model_runner.get_model().compute_logits
+    waiting: list[str] = []
+
+    def enqueue(prompts: list[Any], parameters: list[Any], use_tqdm: bool) -> list[str]:
+        waiting.extend(map(str, range(len(prompts))))
+        return [f"{name}-x" for name in waiting]
+
+    def step() -> list[Any]:
+        compute_logits(logits)
+        return [SimpleNamespace(request_id=waiting.pop(), finished=True)]
+
     engine = Engine.__new__(Engine)
     engine._llm = SimpleNamespace(
         collective_rpc=lambda method, args, kwargs: [getattr(extension, method)(*args, **kwargs)],
-        generate=lambda prompts, parameters, use_tqdm: [compute_logits(logits)],
+        enqueue=enqueue,
+        llm_engine=SimpleNamespace(has_unfinished_requests=lambda: bool(waiting), step=step),
         reset_prefix_cache=lambda: True,
     )
     engine._fault = None
