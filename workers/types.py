@@ -35,7 +35,10 @@ __all__ = [
 ]
 
 Completions: TypeAlias = Mapping[str, Mapping[int, tuple[int, ...]]]
-"""By objective and sample position: the tokens that a model generated, the one that ended them included."""
+"""The tokens that a model generated, by objective and sample position.
+
+The token that ended the completion is included.
+"""
 
 # Chunks that a study keeps in flight per replica: one being scored, one waiting there, one being sent.
 CHUNKS_IN_FLIGHT_PER_REPLICA = 3
@@ -44,9 +47,9 @@ CHUNKS_IN_FLIGHT_PER_REPLICA = 3
 class Placement(StrEnum):
     """Place where the weights of the source models are kept.
 
-    `MAPPED`: in their files, mapped into memory, so that all processes of a machine share the pages. `HOST`: a copy in
-    the memory of the process that merges, pinned for a GPU. `GPU`: a copy in the memory of the device that computes
-    merges.
+    - `MAPPED`: in the models' files, which are mapped into memory, so that all processes of a machine share the pages
+    - `HOST`: a copy in the memory of the process that merges; the copy is pinned if a GPU reads it
+    - `GPU`: a copy in the memory of the device that computes merges
     """
 
     MAPPED = "mapped"
@@ -55,9 +58,9 @@ class Placement(StrEnum):
 
 
 class Split(StrEnum):
-    """Kind of data that samples are of: the search data, the holdout data for the final comparison, or benchmarks.
+    """Kind of data that samples come from: the search data, the holdout data for the final comparison, or benchmarks.
 
-    On holdout data and benchmarks only finalists and baselines are scored. The database stores at most 8 characters.
+    Only finalists and baselines are scored on holdout data and benchmarks. The database stores at most 8 characters.
     """
 
     SEARCH = "search"
@@ -74,9 +77,9 @@ def digest_of(document: Any) -> str:
 class ModelSource:
     """One model: its alias in recipes, its absolute directory, and the fingerprint of its content.
 
-    For an adapter, `adapts` is the directory of the model that the adapter changes, or None if it changes the family's
-    base. For other models, `adapts` is None. `origin` is the hub id with its commit, or the URL, by which other
-    machines find the model; None if the model was given as a directory.
+    For an adapter, `adapts` is the directory of the model that the adapter changes, or None if the adapter changes the
+    family's base. For other models, `adapts` is None. `origin` is the hub id with its commit, or the URL, by which
+    other machines find the model; it is None if the model was given as a directory.
     """
 
     alias: str
@@ -93,7 +96,7 @@ class Family:
     `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias. `vocabulary` has further
     options of the vocabulary, such as the sources of embedding rows of single tokens (`workers.models.vocabulary`).
     `alignments_dir` is the directory, or the URL of the object store, that has the alignments which recipes name
-    (`workers.alignments`); it is "" if there are none. Files may be added to it while engines run.
+    (`workers.alignments`); it is "" if there are none. Files may be added to this directory while engines run.
     """
 
     base: ModelSource
@@ -130,16 +133,18 @@ class TaskSpec:
 
     - `task`: an lm-eval name, the absolute path of a YAML file, or an inline JSONL task: {"file": absolute path,
       "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}
-    - `metric`, `filter`: one of the task's metrics and filters; if `filter` is None, the task's first filter is used
-    - `split`: a split of the task's data; None leaves the choice to the task
-    - `num_fewshot`: the number of examples in a prompt; None leaves the choice to the task
-    - `max_tokens`, `until`: the longest completion, in tokens, of an lm-eval task that generates, and the strings at
-      which it ends; None leaves the choice to the task
-    - `content`: the sha256 of the data file, if there is one, so that changed data is detected
+    - `metric`, `filter`: one of the task's metrics and one of its filters; if `filter` is None, the task's first filter
+      is used
+    - `split`: a split of the task's data; with None, the task chooses the split
+    - `num_fewshot`: the number of examples in a prompt; with None, the task chooses the number
+    - `max_tokens`: the longest completion, in tokens, of an lm-eval task that generates; with None, the task chooses it
+    - `until`: the strings at which such a completion ends; with None, the task chooses them
+    - `content`: the sha256 of the data file, if there is a data file, so that changed data is detected
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
-    - `template`: a Jinja template of the prompts in place of the task's own; None for its own
-    - `access`: limits the files that the task may use; None is no limit. The digest of the description does not depend
-      on it.
+    - `template`: a Jinja template of the prompts that replaces the task's own template; with None, the task's own is
+      used
+    - `access`: limits the files that the task may use; None means no limit. The digest of the description does not
+      depend on `access`.
     """
 
     task: str | Mapping[str, Any]
@@ -176,12 +181,12 @@ class TaskInfo:
     - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
     - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
     - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
-    - `filters`: the names of the filters of the task, or of a subtask, if it has several; empty if it has one
+    - `filters`: the names of the filters, if the task or one of its subtasks has several filters; otherwise empty
     - `categories`: the subtasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
-    - `confined_by`: what confines the process that runs the task's own code; "" if it has none
-    - `template`: the Jinja template of the prompts; "" if they come from a function or a column of the data, or if
-      subtasks have several templates
-    - `options`: the options of a multiple-choice task whose samples all have the same ones; else empty
+    - `confined_by`: what confines the process that runs the task's own code; "" if the task has no code of its own
+    - `template`: the Jinja template of the prompts; "" if the prompts come from a function or a column of the data, or
+      if subtasks have several templates
+    - `options`: the options of a multiple-choice task, if all samples have the same options; otherwise empty
     """
 
     num_samples: int
@@ -239,8 +244,8 @@ class SampleResult:
     - `value`: the metric on this sample
     - `response`: the model's answer: the completion, or the log-probabilities of the options as JSON
     - `is_truncated`: whether the prompt was cut to the engine's `max_model_len`
-    - `tokens`: the token ids of each completion, including the token that ended it; None for options, and if ids were
-      not stored
+    - `tokens`: the token ids of each completion, including the token that ended it; None for a multiple-choice sample,
+      and if token ids were not stored
     """
 
     objective: str
@@ -256,14 +261,14 @@ class SampleResult:
 class Evidence:
     """Report of an engine about the weights that it held while it scored a chunk of samples.
 
-    - `recipe_digest`: the digest of the recipe that the engine holds, not the requested one
+    - `recipe_digest`: the digest of the recipe that the engine holds, which may differ from the requested recipe
     - `bank_fingerprint`: the fingerprint of the family whose source weights the engine holds
     - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
-    - `weights_checksum`: the checksum of the engine's parameters after the swap
+    - `weights_checksum`: the checksum of the engine's parameters after the swap, which wrote the merge into the engine
     - `replica`, `swap_count`: the name of the engine's replica, and the number of the swap
     - `engine`: description of the engine: program, dtype, size and placement of the source weights, the part of the
-      merge that was not computed on the engine's device, and what confines the code of tasks if some have code of their
-      own
+      merge that was not computed on the engine's device, and what confines the code of tasks if some tasks have code of
+      their own
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
       the samples count as checked once the engine has passed another canary
     """
@@ -318,14 +323,17 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A sample for which the engine and transformers, which is the reference, give different results.
+    """A sample on which the engine's result differs from the reference, which is the result of plain transformers.
 
-    - `engine`, `reference`: the two values of the metric
-    - `what`: the part that differs: "tokens" or "text" of the completion, "log-probabilities" by more than the
-      tolerance, or only the "value"
-    - `top2_gap`: the largest gap between the reference's best log-probability and that of the token that the engine
-      chose; for options, the difference of their log-probabilities
-    - `is_beyond`: true if rounding does not explain the difference
+    - `engine`, `reference`: the metric's value for the engine's answer, and its value for the answer of transformers
+    - `what`: the part of the result that differs. "tokens": the completions have different tokens. "text": the
+      completions have different text. "log-probabilities": log-probabilities differ by more than the tolerance.
+      "value": only the metric's value differs.
+    - `top2_gap`: the size of the difference, as a difference of log-probabilities. For "tokens", it is the largest
+      amount by which a token of the engine's completion is less likely, for transformers, than the likeliest token in
+      its place. For "text", it is the gap between the two tokens that are likeliest for transformers, where the texts
+      begin to differ. For the other two, it is the difference between the engine's and transformers' log-probabilities.
+    - `is_beyond`: whether the difference is too large to be explained by rounding
     """
 
     objective: str
@@ -343,13 +351,15 @@ class VerificationReport:
 
     - `num_samples`: the number of samples that were compared; 0 if nothing was verified
     - `num_equal`: the number of compared samples that are equal
-    - `differences`: the samples that are not equal: in the metric's value, in the completion, or in a log-probability
-      by more than `tolerance`
+    - `differences`: the samples that are not equal: the metric's value differs, the completion differs, or a
+      log-probability differs by more than `tolerance`
     - `num_beyond`: the number of differences that rounding does not explain
-    - `num_logprobs`: the number of compared log-probabilities: of options, and of the tokens of prompts and completions
+    - `num_logprobs`: the number of compared log-probabilities, which are those of options and of the tokens of prompts
+      and completions
     - `max_logprob_difference`: the largest difference between two compared log-probabilities
     - `num_tokens`: the number of compared completion tokens
-    - `num_without_tokens`: the number of samples that are stored without tokens; their texts were compared
+    - `num_without_tokens`: the number of samples that are stored without tokens; the texts of these samples were
+      compared
     - `reason`: why samples were left out
     """
 
@@ -385,7 +395,7 @@ class GradientResult:
       alias of the source
     - `shared`: the derivatives with respect to coefficients that all sources of a merge share, by tensor and name of
       the coefficient
-    - `layer_scales`: the derivatives with respect to the scales of layers, by layer, if requested
+    - `layer_scales`: the derivatives with respect to the scales of layers, by layer, if they were requested
 
     Tensors of merges without such coefficients are not listed.
     """
@@ -402,7 +412,7 @@ class Scorer(Protocol):
     """Interface for scoring recipes: replicas of warm engines behind Ray Serve, or the fake of `workers.serving.fake`.
 
     Implementations are picklable and thread-safe. The method `score` may be called again with the same request after a
-    failure, because its only side effect is that an engine holds another recipe.
+    failure. Its only side effect is that an engine holds another recipe.
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:

@@ -1,14 +1,14 @@
 """Layer paths of DIS as configurations: orders of a block's candidates, random paths, and repairs to the limits.
 
 A block has n = D * M * R candidates: D adjacent layers of each of M models, each R times. Candidates are numbered by
-layer, then model; the R copies of a candidate have the same number. A block's path is the sequence of the candidates
-that it uses. A configuration describes it with a bit for each copy and an order of all candidates. There are P = n! /
-R!^(M D) orders. If P is at most MAX_ORDERS, the order is given by one whole number, its place in the lexicographic list
-of all orders. Otherwise it is given by a sort key for each copy. The r-th copy of a candidate in the order has the r-th
-bit.
+layer, then by model; the R copies of a candidate have the same number. A block's path is the sequence of the candidates
+that the block uses. A configuration describes this path with a bit for each copy and an order of all candidates. There
+are P = n! / R!^(M D) orders. If P is at most MAX_ORDERS, the order is given by one whole number, its place in the
+lexicographic list of all orders. Otherwise the order is given by a sort key for each copy. The r-th copy of a candidate
+in the order has the r-th bit.
 
-Many configurations describe the same path. `DisPaths` stores one of them: the first copies of each candidate are used,
-and the order is the first one that gives the path with these bits.
+Many configurations describe the same path. `DisPaths` stores one of these configurations: the path uses the first
+copies of each candidate, and the order is the first order that gives the path with these bits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SCALE_DEVIATION = 0.11
 
 @dataclass(frozen=True)
 class Block:
-    """The layers that a merge uses in one block, and the scale of the last of them (`DisPaths.scale_of`).
+    """The layers that a merge uses in one block, and the scale of the last of these layers (`DisPaths.scale_of`).
 
     A candidate is a layer that the block may use. `path` has the numbers of the candidates that the merge uses, in
     order.
@@ -58,12 +58,12 @@ class DisPaths:
     """The layer paths of one DIS space, as the structure of its parameters.
 
     `base` is the alias of the base model. `models` are the models whose layers blocks use, in order. A block has
-    `depth_granularity` adjacent layers of each model, each up to `repeats` times; these are its candidates. With
-    `retains`, a block that uses no candidate has the base's layers; otherwise it has no layers. With `permutes`, a
-    block may have its candidates in any order; otherwise they are in the order of their numbers. With `has_scales`, a
-    block has a scale within `scale_range`, which multiplies the stream or the MLP's output (`scale_of`) at the block's
-    last layer. With `draws_uniformly`, each parameter of a random configuration is drawn independently; otherwise
-    random paths are near one source.
+    `depth_granularity` adjacent layers of each model, and may use each layer up to `repeats` times; these layers are
+    the block's candidates. With `retains`, a block that uses no candidate has the base's layers; otherwise it has no
+    layers. With `permutes`, a block may have its candidates in any order; otherwise they are in the order of their
+    numbers. With `has_scales`, a block has a scale within `scale_range`, which multiplies the stream or the MLP's
+    output (`scale_of`) at the block's last layer. With `draws_uniformly`, each parameter of a random configuration is
+    drawn independently; otherwise random paths are near one source.
     """
 
     base: str
@@ -192,7 +192,11 @@ class DisPaths:
         return self._tidy(self._fitted(spelled))
 
     def configuration(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """The configuration that is stored for `blocks`, a result of the method `blocks`."""
+        """The configuration that the study stores for `blocks`, the layers that a merge uses in each block.
+
+        Several configurations may describe the same blocks; only one of them is stored. `blocks` must have the form of
+        a result of the method `blocks`.
+        """
         found: dict[str, Any] = {}
         for names, block in zip(self._names, blocks, strict=True):
             bits, order, place = _spelling(block.path, self.num_candidates, self.repeats)
@@ -206,16 +210,17 @@ class DisPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that is stored in place of `configuration`; it describes the same blocks.
+        """Replace a proposed configuration by the configuration that the study stores for the same blocks.
 
-        The parameters must accept the values of `configuration`.
+        Several configurations may describe the same blocks, which are the layers that a merge uses; only one of these
+        configurations is stored. The values of `configuration` must be valid values of the space's parameters.
         """
         return self.configuration(self.blocks(configuration))
 
     def layers(self, blocks: Sequence[Block]) -> list[tuple[str, int, float]]:
-        """The layers of the merge with these blocks, each as model, layer number and scale.
+        """The layers of the merge with the blocks `blocks`, each as model, layer number and scale.
 
-        A block's scale is that of its last layer; the block's other layers have scale 1.
+        A block's scale is the scale of the block's last layer; the block's other layers have scale 1.
         """
         found = []
         for index, block in enumerate(blocks):
@@ -228,7 +233,7 @@ class DisPaths:
         return found
 
     def blocks_of(self, layers: Sequence[tuple[str, int, float]]) -> tuple[Block, ...] | None:
-        """The blocks whose merge has these layers, or None if no blocks have such a merge.
+        """The blocks whose merge has the layers `layers`, or None if no blocks have such a merge.
 
         Each layer is given as model, layer number and scale.
         """
@@ -252,7 +257,7 @@ class DisPaths:
         return blocks if is_possible and in_range and self.layers(blocks) == list(layers) else None
 
     def depth(self, blocks: Sequence[Block]) -> int:
-        """The number of layers of the merge that consists of these blocks."""
+        """The number of layers of the merge that consists of the blocks `blocks`."""
         return sum(map(self._depth, blocks))
 
     def _number(self, model: str, layer: int, block: int) -> int | None:
@@ -264,10 +269,10 @@ class DisPaths:
         return len(block.path) or (self.depth_granularity if self.retains else 0)
 
     def _keys(self, order: Sequence[int]) -> list[float]:
-        """Numbers in [0, 1], one for each copy of each layer, such that sorting the copies by them gives `order`.
+        """Sort keys for all copies of the layers that a block may use; sorting the copies by their keys gives `order`.
 
-        `order` lists layers by their numbers. The list has each layer that a block may use, as often as a block may use
-        it.
+        The keys are numbers in [0, 1]. `order` lists layers by their numbers. It has each layer that a block may use,
+        as often as the block may use the layer.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies
@@ -326,11 +331,11 @@ class DisPaths:
     # Paths drawn at random.
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """The configuration of a random path, by default near one source's own order.
+        """The configuration of a random path, which by default is near the layers of one source in their own order.
 
         Between one and all blocks are changed; few changed blocks are likelier than many. First the total number of
-        layers is drawn, then its division between the changed blocks, then the layers of each block. Blocks that are
-        not changed have scale 1. The published search starts from the source models too (section 4.1).
+        layers is drawn, then its division between the changed blocks, then the layers of each changed block. Blocks
+        that are not changed have scale 1. The published search also starts from the source models (section 4.1).
 
         With `draws_uniformly`, each parameter is drawn uniformly, as in the published code, and the configuration is
         repaired.
@@ -354,8 +359,8 @@ class DisPaths:
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
         """The number of layers of each of the `num_changed` blocks that a random configuration changes.
 
-        First the sum of these numbers is drawn, then its division between the blocks. The merge has at most
-        `max_layers` layers.
+        First the sum of these numbers is drawn, and then the division of this sum between the blocks. The merge has at
+        most `max_layers` layers.
         """
         least, most = (1 if self.retains else 0), self.num_copies
         room = self.max_layers - self.num_layers
@@ -371,8 +376,9 @@ class DisPaths:
     def _drawn_path(self, size: int, rng: np.random.Generator) -> tuple[int, ...]:
         """A random path of `size` layers through one block, as the numbers of its candidates.
 
-        Candidates are the layers that the block may use. If the base's own layers of the block are `size` layers, they
-        are drawn with probability 1 / (number of models + 1), as an empty path, provided that the space `retains` them.
+        Candidates are the layers that the block may use. An empty path stands for the base's own layers of the block.
+        If the space `retains` the base's layers and their number is `size`, the empty path is drawn with probability 1
+        / (number of models + 1).
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
@@ -389,9 +395,9 @@ class DisPaths:
 class _Names:
     """The names of the parameters of one block of a DIS space.
 
-    `bits` are the parameters that say which copies of layers the block uses. Their order is the parameter `order` or,
-    if there are too many orders, the sort keys `keys`; of these two, the unused one is None or empty. `scale` is None
-    if the block has no scale.
+    `bits` are the parameters that say which copies of layers the block uses. The order of the copies is given by the
+    parameter `order` or, if there are too many orders, by the sort keys `keys`. If `order` is not used, it is None; if
+    `keys` is not used, it is empty. `scale` is None if the block has no scale.
     """
 
     bits: tuple[str, ...]
@@ -430,7 +436,7 @@ def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
 def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
     """The index of an order of candidates in the lexicographic list of all their orders.
 
-    It is the inverse of the function `order_at`. In `order`, each of the candidates 0 to `num_candidates` - 1, which
+    This function is the inverse of `order_at`. In `order`, each of the candidates 0 to `num_candidates` - 1, which
     stand for the layers that a block may use, occurs `repeats` times.
     """
     left = [repeats] * num_candidates
@@ -445,9 +451,10 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
     """Encode a path through one block as bits and an order of candidates.
 
     Candidates are the numbers 0 to `num_candidates` - 1, which stand for the layers that the block may use. The order
-    has `repeats` copies of each. The bits select the copies that the path uses, which are the first copies of each
-    candidate. The path has these copies, in their order. Several orders may give the path; the result has the
-    lexicographically first of them. Raises ValueError if the path uses a candidate more than `repeats` times.
+    has `repeats` copies of each candidate. The bits select the copies that the path uses, which are the first copies of
+    each candidate. The path consists of the selected copies, in the order's sequence. Several orders may give the same
+    path; the result has the lexicographically first of these orders. Raises ValueError if the path uses a candidate
+    more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:
@@ -472,9 +479,9 @@ def _spelling(
 ) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
     """The parameters that describe a path through one block: bits, an order of candidates, and the order's index.
 
-    A candidate is a layer that the block may use; there are `num_candidates`, each used up to `repeats` times. Bits and
-    order are those of the function `first_order`. The index is the order's place in the lexicographic list of all
-    orders.
+    A candidate is a layer that the block may use. There are `num_candidates` candidates, and each may be used up to
+    `repeats` times. Bits and order are the results of the function `first_order`. The index is the order's place in the
+    lexicographic list of all orders.
     """
     bits, order = first_order(path, num_candidates, repeats)
     return bits, order, place_of(order, num_candidates, repeats)

@@ -1,6 +1,6 @@
-"""Paths through layers of several models: which layers may follow each other, and paths as configurations.
+"""Layer paths through several models: the layers that may follow each other, and layer paths as configurations.
 
-A path is a sequence of steps, each a layer of a model. Steps are numbered `model * num_layers + layer`.
+A path is a sequence of steps. Each step is a layer of a model, with the number `model * num_layers + layer`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ class LayerPaths:
     """Paths of `min_length` to `max_length` layers through several models, as the structure of their parameters.
 
     Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by one of the layers l + 1 -
-    max_jump to l + 1 + max_jump of any model; the first layer of a path is at most `max_jump` from layer 0, and the
-    last one at most `max_jump` from layer num_layers - 1. With `max_jump` None, any layer may follow any other.
+    max_jump to l + 1 + max_jump of any model. The first layer of a path is then at most `max_jump` from layer 0, and
+    the last layer is at most `max_jump` from layer num_layers - 1. With `max_jump` None, any layer may follow any other
+    layer.
 
     The model with the name MERGED has layers that are merged from several models, with weights that follow from a
-    preference vector. There are `num_preferences` such vectors. A path uses one of them, and its configuration has the
-    number of this vector, or 0 if the path has no merged layer.
+    preference vector. There are `num_preferences` preference vectors. A path uses one of them, and its configuration
+    has the number of this vector, or 0 if the path has no merged layer.
 
-    With a `scale_range`, the lowest and the highest scale, every layer of a path but the last has a scale: a factor on
-    the residual stream after it.
+    `scale_range` has the lowest and the highest scale. With a `scale_range`, every layer of a path except the last has
+    a scale, which is a factor on the residual stream after the layer.
     """
 
     models: tuple[str, ...]
@@ -69,7 +70,7 @@ class LayerPaths:
 
     @property
     def num_steps(self) -> int:
-        """The number of different steps that paths may have: one for every layer of every model."""
+        """The number of different steps that paths may have. There is one step for every layer of every model."""
         return len(self.models) * self.num_layers
 
     @property
@@ -89,7 +90,7 @@ class LayerPaths:
     def step(self, model: int, layer: int) -> int:
         """The number of the step to layer `layer` of the model with index `model` in `models`.
 
-        A path is a sequence of such numbers, which are called its steps.
+        A path is a sequence of such numbers.
         """
         return model * self.num_layers + layer
 
@@ -114,10 +115,10 @@ class LayerPaths:
         return self.max_jump is None or self.layer_of(path[-1]) >= self.num_layers - 1 - self.max_jump
 
     def next_layers(self, path: Sequence[int], *, max_length: int | None = None) -> tuple[int, ...]:
-        """The layer numbers, in any model and ascending, that may follow the steps `path`.
+        """The layer numbers, in any model and in ascending order, that may follow the steps `path`.
 
-        After each of them, the path can still end with at most `max_length` layers, by default the largest number in
-        the space. The result is empty if the path must end.
+        After each of these layers, the path can still end with at most `max_length` layers; by default this is the
+        largest length in the space. The result is empty if the path must end.
         """
         left = (self.max_length if max_length is None else max_length) - len(path) - 1
         if left < 0:
@@ -139,7 +140,11 @@ class LayerPaths:
     # Paths as configurations.
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters of paths: the length, and the model, the layer and, if there is one, the scale of a step."""
+        """The parameters of paths: the length of the path, and the model and layer of each step.
+
+        If layers have scales, each step except the last has its scale as a further parameter. If there are several
+        preference vectors, the number of the preference vector is a parameter.
+        """
         shortest, longest = self.shortest, self.longest
         own = min(max(self.num_layers, shortest), longest)
         yield Integer(LENGTH, shortest, longest, default=own)
@@ -175,15 +180,19 @@ class LayerPaths:
         return int(configuration.get(PREFERENCE, 0))
 
     def scales(self, configuration: Configuration) -> tuple[float, ...]:
-        """The scales of all layers but the last in the path that a configuration describes; empty without scales."""
+        """The scales of all layers except the last in the path that a configuration describes.
+
+        The result is empty if the space has no scales.
+        """
         if self.scale_range is None:
             return ()
         return tuple(configuration[_scale(at)] for at in range(configuration[LENGTH] - 1))
 
     def scale_of(self, place: float) -> float:
-        """The scale at a place in the range of scales: -1 is the lowest, 1 the highest, and logarithms are linear.
+        """The scale at a place in the range of scales, where the logarithm of the scale is linear in the place.
 
-        Places beyond the range stand for its ends. Scales are rounded as coefficients are.
+        The place -1 is the lowest scale, and the place 1 is the highest. Places below -1 and above 1 give the lowest
+        and the highest scale. Scales are rounded in the same way as coefficients.
         """
         assert self.scale_range is not None, "paths without scales"
         low, high = map(math.log, self.scale_range)
@@ -192,7 +201,7 @@ class LayerPaths:
         return min(max(round(scale, COEFFICIENT_DECIMALS), self.scale_range[0]), self.scale_range[1])
 
     def place_of(self, scale: float) -> float:
-        """The place, in [-1, 1], of a scale in the range of scales; the inverse of `scale_of`."""
+        """The place, in [-1, 1], of a scale in the range of scales. This function is the inverse of `scale_of`."""
         assert self.scale_range is not None, "paths without scales"
         low, high = map(math.log, self.scale_range)
         return (2 * math.log(scale) - low - high) / (high - low)
@@ -202,7 +211,8 @@ class LayerPaths:
     ) -> dict[str, Any]:
         """The configuration of a path, whose merged layers use the preference vector with the number `preference`.
 
-        `scales` are those of all layers but the last; if it is empty, all are 1. Paths without scales need none.
+        `scales` has the scales of all layers except the last. If `scales` is empty, all scales are 1. A space without a
+        `scale_range` ignores `scales`.
         """
         found: dict[str, Any] = {LENGTH: len(path)}
         for at, step in enumerate(path):
@@ -215,18 +225,22 @@ class LayerPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that is stored in place of `configuration`; it describes the same path.
+        """Replace a proposed configuration by the configuration that the study stores for the same layer path.
 
-        The parameters must accept the values of `configuration`.
+        Several configurations may describe the same layer path, because a layer that may not follow the previous layer
+        is replaced by another (`path`). In the result, each layer may follow the previous one. The number of the
+        preference vector is 0 if the path has no merged layer. The values of `configuration` must be valid values of
+        the space's parameters.
         """
         path, scales = self.path(configuration), self.scales(configuration)
         return self.configuration(path, preference=self.preference(configuration), scales=scales)
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """The configuration of a random path near one model's own order.
+        """The configuration of a random path near the layers of one model in their own order.
 
-        Up to all of the model's layers are changed; few changes are likelier than many. A change takes a layer from
-        another model, repeats a layer, or leaves a layer out. Half of the scales, if there are any, are 1.
+        Up to all of the model's layers are changed, where few changes are likelier than many. A change takes a layer
+        from another model, repeats a layer, or leaves a layer out. If layers have scales, half of the scales on average
+        are 1.
         """
         own = int(rng.integers(len(self.models)))
         num_changes = int(math.exp(rng.uniform(0.0, math.log(self.num_layers + 2)))) - 1
@@ -237,10 +251,11 @@ class LayerPaths:
         return self._configuration_of(layers, preference=preference)
 
     def mutant(self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3) -> dict[str, Any]:
-        """A configuration with one to `most` random changes of the path of `configuration`; one is the likeliest.
+        """A configuration whose path is the path of `configuration` with one to `most` random changes.
 
-        The changes are those of `sample`; if there are scales, one of them is drawn anew besides. The result may
-        describe the same path, as changes may undo each other.
+        One change is the likeliest number. The changes are of the same kinds as in `sample`. If layers have scales, one
+        scale is also drawn anew. The result may describe the same path as `configuration`, because one change may undo
+        another.
         """
         num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))
         path = self.path(configuration)
@@ -258,9 +273,10 @@ class LayerPaths:
     def _changed(
         self, layers: list[tuple[int, int, float]], num_changes: int, rng: np.random.Generator
     ) -> list[tuple[int, int, float]]:
-        """The layers of a path (model, layer and scale) after random changes.
+        """The layers of a path, as tuples (model, layer, scale), after `num_changes` random changes.
 
-        There may be fewer or more `layers` than a path has. A layer that may not follow is not replaced yet.
+        `layers` may be shorter or longer than a path may be; the result has a length that is allowed. A layer that may
+        not follow the previous layer is not replaced here.
         """
         for _ in range(num_changes):
             at = int(rng.integers(len(layers)))
@@ -278,14 +294,17 @@ class LayerPaths:
         return layers[: self.longest]
 
     def _configuration_of(self, layers: Sequence[tuple[int, int, float]], *, preference: int) -> dict[str, Any]:
-        """The configuration of a path near `layers` (model, layer and scale), whose layers may follow each other."""
+        """The configuration of a path near `layers`, which are tuples (model, layer, scale).
+
+        In the path, each layer may follow the previous layer.
+        """
         drawn: dict[str, Any] = {LENGTH: len(layers), PREFERENCE: preference}
         for at, (model, layer, scale) in enumerate(layers):
             drawn |= {_model(at): self.models[model], _layer(at): layer, _scale(at): scale}
         return self.repair(drawn)
 
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
-        """The configuration of a random path of `num_blocks` blocks, each of consecutive layers of one model.
+        """The configuration of a random path of `num_blocks` blocks, where a block is consecutive layers of one model.
 
         Merges of whole layers that people write by hand have this form. Returns None if the drawn blocks together are
         not a path of the space.

@@ -117,7 +117,7 @@ SPACE = LfsSection
 class LfsSpace:
     """The search space LFS (layer-wise fusion) over one base model and its experts. Immutable.
 
-    Each group of layers chooses a merge method and the experts that are merged, and has separate coefficients.
+    Each group of layers chooses a merge method and the experts that are merged, and has its own coefficients.
     """
 
     kind = "lfs"
@@ -237,7 +237,7 @@ class LfsSpace:
         """The conditions under which a component group of a layer group uses one of `methods`.
 
         `group` and `components` are the names of the layer group and of the component group. Returns () if `methods`
-        has all methods of the space, so that one of them is always used.
+        contains all methods of the space, because one of these methods is always used.
         """
         if set(self._methods) <= set(methods):
             return ()
@@ -252,10 +252,10 @@ class LfsSpace:
         return ComponentGroup(f"{group}.{components}", self._base, self._experts, uses, bits)
 
     def _role(self, name: str) -> str:
-        """The role of a parameter: its name without the layer group and the component group.
+        """The role of a search parameter: its name without the names of its layer group and its component group.
 
-        Parameters with the same role have the same meaning in different groups. In a parameter's name, dots separate
-        these parts.
+        Dots separate the parts of a search parameter's name. Search parameters with the same role have the same meaning
+        in different groups.
         """
         _, rest = name.split(".", 1)
         first, _, last = rest.partition(".")
@@ -307,11 +307,11 @@ class LfsSpace:
         return choices[configuration[key]] if len(choices) > 1 else next(iter(choices.values()))
 
     def _operand_choices(self, method: str) -> dict[str, tuple[str, ...]]:
-        """The operands among which a search chooses for a method of one or two models: models or pairs, by name.
+        """The choices of operands for a method of one or two models, by name: single models or pairs of models.
 
         A pair consists of two experts, or of the base and an expert. For an ordered method, a pair of experts is listed
-        in both orders. With `selection: all` there are no pairs with the base. A name consists of the aliases, joined
-        by "+".
+        in both orders. With `selection: all` there are no pairs with the base. The name of a choice consists of the
+        aliases of its models, joined by "+".
         """
         with_base = tuple((self._base, expert) for expert in self._experts if self._pairs_with_base)
         choices: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -343,7 +343,8 @@ class LfsSpace:
     def _methods_of(self, merge: Merge) -> tuple[str, ...]:
         """The names of the methods of the space that may give the canonical merge `merge`.
 
-        The result is the merge's own method, or all methods if the merge is an unchanged model.
+        If the merge is an unchanged model, the result has all methods of the space. Otherwise the result has only the
+        merge's own method, or it is empty if the space does not have this method.
         """
         is_model = merge.method == "passthrough" and not merge.coefficients
         return tuple(name for name in self._methods if is_model or merge.method == name)
@@ -386,10 +387,11 @@ class LfsSpace:
         return configuration
 
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
-        """The models from which `method` can give all `merges`, for a method whose models a search chooses.
+        """The models from which the method `method` can give all merges in `merges`.
 
-        The result is the first choice, a model or a pair, with which the method has parameter values for each merge;
-        None if there is no such choice. `merges` are the merges of the layer group `group`, by component group.
+        The search chooses a model or a pair of models for this method. The result is the first choice for which the
+        method has parameter values that give each merge; it is None if there is no such choice. `merges` has the merges
+        of the layer group `group`, by component group.
         """
         return next(
             (

@@ -74,27 +74,33 @@ class Limits:
 
 
 class Preflight(Protocol):
-    """Interface of the checks that jobs in requests must pass."""
+    """Interface of the checks that jobs in requests must pass before the server accepts them."""
 
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
 
     async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
-        """Check a request's body that describes a job of this `kind`; it is JSON if `is_json`, else YAML.
+        """Check the body of a request that describes a job of the kind `kind`.
 
-        `client` names the sender. Many requests of one client do not delay those of other clients. Raises InvalidStudy
-        with every problem, and Unavailable if no check is possible at the moment.
+        The body `content` is JSON if `is_json`, else YAML. `client` names the sender. Many requests of one client do
+        not delay the requests of other clients. Raises InvalidStudy with every problem, and Unavailable if no check is
+        possible at the moment.
         """
 
     async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
-        """Check benchmarks that are added to a `stored` study; `document` is its study file with them.
+        """Check the benchmarks that a client wants to add to a study of the server.
 
-        Raises the errors of `accept`.
+        `stored` is the server's record of the study. `document` is the study file with the new benchmarks added.
+        `client` names the sender. Raises InvalidStudy with every problem, and Unavailable if no check is possible at
+        the moment.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
-        """Dtype in which engines hold the merges of a study; `document` is the study file."""
+        """Dtype in which engines hold the merges of a study.
+
+        `document` is the study file, and `client` names the sender.
+        """
 
 
 class PreflightProcess:
@@ -104,8 +110,8 @@ class PreflightProcess:
       jobs
     - `cluster`: calls functions on nodes of the cluster; None if jobs run on this machine
     - `limits`: the limits of the checks of one request; None means `Limits()`
-    - `num_validators`: the number of processes that do the checks; at a time, at most `num_validators` - 1 of them, but
-      at least one, work for one client
+    - `num_validators`: the number of processes that do the checks; at most `num_validators` - 1 of these processes, but
+      at least one, work for one client at a time
     """
 
     def __init__(
@@ -205,7 +211,7 @@ class PreflightProcess:
 
 
 def default_access(data_dir: Path) -> FileAccess:
-    """Files that jobs may read by default: those in `data_dir`, the working directory and the hub's cache."""
+    """Files that jobs may read by default: all files in `data_dir`, the working directory and the hub's cache."""
     return FileAccess(tuple(map(str, (data_dir.resolve(), Path.cwd(), hub_cache()))))
 
 
@@ -240,12 +246,12 @@ def _warm_up() -> None:
 
 
 def check_request(content: bytes, noun: str, accept: Accept, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check a request's body, JSON if `is_json` and else YAML, that describes a job.
+    """Check the body of a request that describes a job.
 
-    The function `accept` does the checks of the job's kind, and `noun` is the word for such a job in messages.
-    `context` says which files the job may read. Weights are read, and merges of other studies written, without limits
-    of memory and processor time: their amount is not the sender's choice, and reading large weights maps all of their
-    files. Raises InvalidStudy with every problem.
+    The body `content` is JSON if `is_json`, else YAML. The function `accept` does the checks of the job's kind, and
+    `noun` is the word for such a job in messages. `context` says which files the job may read. There are no limits of
+    memory and processor time while weights are read and merges of other studies are written: the sender does not choose
+    the amount of this work, and reading large weights maps all of their files. Raises InvalidStudy with every problem.
     """
     try:
         return accept(parse_document(content, BODY, is_json=is_json), replace(context, lift_limits=lift_limits))
@@ -260,7 +266,10 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def check_on_node(content: bytes, kind: str, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check a request's body on a node of the cluster; arguments and errors are those of `check_request`."""
+    """Check the body of a request on a node of the cluster.
+
+    `kind` is the name of the job's kind. The other arguments and the errors are those of `check_request`.
+    """
     declared = kind_of(kind)
     return check_request(content, declared.noun, declared.accept, context, is_json=is_json)
 

@@ -1,4 +1,4 @@
-"""Text forms of numbers and rows, shared by terminal and report."""
+"""Text forms of numbers and rows, which the terminal and the report share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ATTACK_NAMES = {"stress": "StressTest", "deepwordbug": "DeepWordBug", "bert": "B
 
 
 def comparison_text(test: BenchmarkTestDocument) -> str:
-    """State in one sentence which merges are better than the best baseline of one kind on a benchmark or average."""
+    """State in one sentence which merges are better than the best baseline of one kind on a benchmark or an average."""
     what = f"the average of {test['name']}" if test["is_average"] else test["name"]
     kind = "single model" if test["against"] == "source" else "published recipe"
     rival = f"the best {kind}, {test['label']}"
@@ -55,7 +55,12 @@ def duration(seconds: float) -> str:
 
 
 def preferred_text(document: PreferredDocument) -> str:
-    """Format the trial that a user's weights prefer: its name, its values and the weights, in one line."""
+    """Format, in one line, the trial that is best by the importance that a user gives to each objective.
+
+    The importance of an objective is a number, its preference weight. The line has these preference weights, the
+    trial's number and label, and its value on each objective. It also says whether the values are from held-out data or
+    search data.
+    """
     number = document["trial"]
     name = document["label"] if document["label"] == f"trial {number}" else f"trial {number}, {document['label']}"
     values = ", ".join(f"{key} {value:.3f}" for key, value in document["values"].items())
@@ -65,13 +70,17 @@ def preferred_text(document: PreferredDocument) -> str:
 
 
 def sample_count(samples: Mapping[str, int]) -> str:
-    """Format the numbers of samples per objective: one number, or the smallest and the largest as "8-16"."""
+    """Format the numbers of samples per objective: one number if all are equal, else a range such as "8-16"."""
     fewest, most = min(samples.values(), default=0), max(samples.values(), default=0)
     return str(most) if fewest == most else f"{fewest}-{most}"
 
 
 def search_sentences(search: SearchDocument) -> list[str]:
-    """Describe the search in sentences: the searcher and why it was chosen, its notes, and the samples that it cost."""
+    """Describe the search in sentences.
+
+    The first sentence names the searcher and the reason why it was chosen. Sentences about the start of the search and
+    the searcher's notes (its stored decisions) follow. The last sentence says how many samples the search has cost.
+    """
     chosen = search["algorithm"] or "a searcher that is not stored"
     cost = f"{search['trial_samples']:,} samples scored for its trials"
     if search["steps"]:
@@ -95,9 +104,9 @@ def _warm_start_sentence(start: WarmStartDocument) -> str:
 
 
 def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
-    """Sort held-out rows by their mean, the highest first.
+    """Sort the rows of results on held-out data by their mean, with the highest mean first.
 
-    Rows without a mean keep their order.
+    A row without a mean is sorted as if its mean were 0.
     """
     return sorted(rows, key=lambda row: -row["mean"]["value"] if row["mean"] else 0.0)
 

@@ -1,8 +1,8 @@
 """Steps: computations that a searcher requests before it proposes a configuration, such as the gradient of a loss.
 
-A step is a request of the searcher and the result of computing it. It counts as a number of samples. It is stored
-before the searcher receives its result, and never computed again, so a search that continues after a kill has the same
-steps. There are five kinds:
+A step consists of the searcher's request and the result of the computation. Each step counts as a number of samples,
+which may be 0. A step is stored in the database before the searcher receives its result, and it is never computed
+again. Therefore a search that continues after it was killed has the same steps. There are five kinds of steps:
 
     losses        the loss of each objective at a point: a forward pass over reference answers
     gradient      the losses, and the derivatives of their weighted sum for every parameter: with a backward pass
@@ -53,23 +53,26 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Request of a searcher for a step; `label` describes it to users."""
+    """Request of a searcher for a step. `label` describes the request to users."""
 
     label: str
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the step counts as towards the study's limit of samples; 0 for most kinds of steps."""
+        """Number of samples that the step counts as towards the study's limit of samples.
+
+        The number is 0 for most kinds of steps.
+        """
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Measurement(_Request):
-    """Request for losses on reference answers: of the merge at `point`, on the samples at `positions`.
+    """Request for the losses of the merge at `point` on the reference answers of the samples at `positions`.
 
-    `point` has the values of all parameters of the search space, in their order. `positions` has the positions of the
-    samples by objective. `completions` names the objectives whose reference answers are the sources' own correct
-    completions.
+    `point` has the values of all parameters of the search space, in the order of the space. `positions` has the
+    positions of the samples, by objective. `completions` names the objectives for which the reference answers are
+    correct completions by the source models.
     """
 
     point: tuple[float, ...]
@@ -96,9 +99,9 @@ class LossesRequest(_Measurement):
 class GradientRequest(_Measurement):
     """Request for the losses at a point, and for the derivatives of their sum weighted by `weights`.
 
-    The derivatives are with respect to all parameters. `descent` is the number, from 0, of the gradient descent to
-    which the step belongs. `preference` is the preference vector of this descent by objective; empty if the study has
-    none.
+    The derivatives are with respect to all parameters of the search space. `descent` is the number, from 0, of the
+    gradient descent to which the step belongs. `preference` is the preference vector of this descent, by objective; it
+    is empty if the study has no preference vectors.
     """
 
     descent: int
@@ -110,9 +113,9 @@ class GradientRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsRequest(_Request):
-    """Request for the samples that sources answered correctly, of the objectives named in `completions`.
+    """Request for the samples that source models answered correctly, of the objectives named in `completions`.
 
-    Their completions then serve as references for losses.
+    The correct completions then serve as reference answers for losses.
     """
 
     completions: tuple[str, ...]
@@ -121,10 +124,10 @@ class CompletionsRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class NoteRequest(_Request):
-    """Request to store a decision of the searcher; nothing is computed.
+    """Request to store a decision of the searcher, which is called a note. Nothing is computed.
 
-    `label` is a text about the decision for users. `decision` is its form for the searcher, which reads it from the
-    stored step.
+    `label` describes the decision to users. `decision` is the decision in the form in which the searcher reads it again
+    from the stored step.
     """
 
     decision: str
@@ -133,9 +136,10 @@ class NoteRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest(_Request):
-    """Request that a policy learn from the trials of the iteration `iteration` of the searcher.
+    """Request that a policy learn from the trials of the searcher's iteration `iteration`.
 
-    `preference` is the preference vector of the policy that learns, by objective; empty if there is only one policy.
+    `preference` is the preference vector of the policy that learns, by objective; it is empty if there is only one
+    policy.
     """
 
     iteration: int
@@ -144,7 +148,7 @@ class UpdateRequest(_Request):
 
 
 ChargedRequest: TypeAlias = LossesRequest | GradientRequest
-"""A request whose step is charged in samples."""
+"""A request whose step counts towards the study's limit of samples."""
 
 StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | UpdateRequest
 
@@ -154,10 +158,10 @@ StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | Upd
 
 @dataclass(frozen=True, kw_only=True)
 class LossesResult:
-    """Mean losses by objective, of the merge at the requested point.
+    """Mean losses of the merge at the requested point, by objective.
 
-    `failure` is the reason why there are no losses; None if there are losses. `recipe` is the digest of the merge's
-    recipe, `bank` the fingerprint of its sources.
+    `failure` is the reason why there are no losses; it is None if there are losses. `recipe` is the digest of the
+    merge's recipe. `bank` is the fingerprint of the merge's source models.
     """
 
     losses: Mapping[str, float] = field(default_factory=dict)
@@ -170,8 +174,8 @@ class LossesResult:
 class GradientResult(LossesResult):
     """Mean losses at the requested point, and the derivatives of their weighted sum.
 
-    `gradient` has a derivative with respect to each of the point's values, in their order. Computing the step took
-    `seconds`.
+    `gradient` has the derivative with respect to each value of the point, in the order of the values. `seconds` is the
+    time that the computation took.
     """
 
     gradient: tuple[float, ...] = ()
@@ -180,10 +184,10 @@ class GradientResult(LossesResult):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsResult:
-    """Samples that sources answered correctly, by objective.
+    """Samples that source models answered correctly, by objective.
 
-    Each sample is given as a pair of its position and the trial number of a source that answered it correctly;
-    positions ascend.
+    Each sample is given as a pair: the sample's position, and the number of the trial of a source model that answered
+    the sample correctly. The pairs are sorted by position.
     """
 
     completions: Mapping[str, tuple[tuple[int, int], ...]]
@@ -191,15 +195,18 @@ class CompletionsResult:
 
 @dataclass(frozen=True, kw_only=True)
 class NoteResult:
-    """Empty result of a note, for which nothing is computed."""
+    """Empty result of a step that only stores a decision of the searcher (a note).
+
+    Nothing is computed for such a step.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
     """Result of an update of a policy: statistics by name, and the sha256 of the policy's new checkpoint.
 
-    `checkpoint` is "" if the policy learned nothing. `seconds` is the time that computing the step took; it is 0 in
-    steps of versions that did not measure it.
+    `checkpoint` is "" if the policy learned nothing. `seconds` is the time that the computation took; it is 0 in steps
+    that were stored by versions that did not measure the time.
     """
 
     statistics: Mapping[str, float] = field(default_factory=dict)
@@ -215,7 +222,7 @@ StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | Note
 
 @dataclass(frozen=True)
 class _Step:
-    """Base class of stored steps: a step's place in its study.
+    """Base class of steps that are stored in the database, with the step's place in its study.
 
     `number` counts the study's steps from 0. `proposal` is the number of the trial that was proposed after the step.
     """
@@ -305,7 +312,7 @@ _READERS: Mapping[str, TypeAdapter[Any]] = {
 
 
 def step_document(step: Step) -> dict[str, Any]:
-    """JSON document that stores the request and the result of a step."""
+    """JSON document in which the database stores the request and the result of a step."""
     return {
         "request": {**_REQUEST_KEYS, **asdict(step.request)},
         "result": {**_RESULT_KEYS, **asdict(step.result)},
@@ -313,9 +320,9 @@ def step_document(step: Step) -> dict[str, Any]:
 
 
 def read_step(number: int, proposal: int, document: Mapping[str, Any]) -> Step:
-    """The step whose request and result are in `document`.
+    """The step with the request and the result that are in `document`.
 
-    The document must come from `step_document` of this or an earlier version.
+    The document must be a result of `step_document` of this or an earlier version.
     """
     request: dict[str, Any] = dict(document["request"])
     kind = request["kind"]

@@ -1,14 +1,14 @@
-"""Chains of studies: merged models of one study as sources of another.
+"""Chains of studies: merged models of one study as sources of another study.
 
 A source that is a trial of another study is exported to a checkpoint in the data directory, in the same way as by
-`service.studies.export`; from then on it is a directory like any other source. If artifacts are in an object store, the
-checkpoint is stored there as an artifact of the other study, and is a model at a URL from then on. The trial and its
-recipe are fixed when the study is created. The checkpoint's fingerprint is checked like the fingerprint of every
-source.
+`service.studies.export`. From then on the source is a directory like any other source. If artifacts are in an object
+store, the checkpoint is stored there as an artifact of the other study. The source is then a model at a URL. The trial
+and its recipe are fixed when the study is created. The checkpoint's fingerprint is checked like the fingerprint of
+every source.
 
-In a study with `path_of`, the models get the layers of a trial's path: for each model, a checkpoint is written with the
-model's own layers in the path's order. Searchers of coefficients of whole models, gradients included, can then improve
-the coefficients of merges along the path.
+In a study with `path_of`, the models get the layers of a trial's layer path: for each model, a checkpoint is written
+with the model's own layers in the order of the layer path. Searchers that search coefficients of whole models,
+including the searchers that use gradients, can then improve the coefficients of merges along the layer path.
 """
 
 from __future__ import annotations
@@ -53,15 +53,19 @@ DIGEST_DIGITS = 16
 BASE = "base"
 
 OpenStudy: TypeAlias = Callable[[AnotherStudy], AbstractContextManager[tuple[Store, JobRecord]]]
-"""Opens the study that a source or a policy is from.
+"""Opens the study that a source or a policy comes from.
 
-Raises NotFound, or Conflict if a study cannot be named in this way here.
+Raises NotFound if there is no such study, and Conflict if a study cannot be named in this way here.
 """
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Storage of exported sources: below `directory`, or with the artifacts if `artifacts_in` is an object store."""
+    """Places where exported sources are stored.
+
+    If `artifacts_in` is an object store, exported sources are stored with the artifacts. Otherwise they are stored
+    below `directory`.
+    """
 
     directory: Path
     artifacts_in: str | Path
@@ -104,7 +108,7 @@ def with_exported_sources(
     - `open_study`: opens the study that a source names
     - `directory`: the directory below which merges are written
     - `artifacts_in`: the location of the server's artifacts; if it is an object store, the merges are stored there;
-      None is a directory in `directory`
+      None means a directory in `directory`
     - `before`: the stored records of the exported sources, for a study that is resumed; None for a new study
     - `note`: receives lines of progress
 
@@ -138,9 +142,9 @@ def with_exported_sources(
 def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:
     """Add the artifacts of other jobs that a study merges to the study's own artifacts.
 
-    The artifacts then stay when the other jobs are deleted. `job_id` is the study. `models` are directories, hub ids
-    and URLs of its models; models that are not artifacts in the object store are skipped. Raises Conflict if the files
-    of an artifact are gone.
+    The artifacts are then kept when the other jobs are deleted. `job_id` is the id of the study. `models` are
+    directories, hub ids and URLs of the study's models; models that are not artifacts in the object store are skipped.
+    Raises Conflict if the files of an artifact are gone.
     """
     for name, digest in artifacts.kept_names(models).items():
         artifacts.keep(job_id, name, digest)
@@ -178,18 +182,19 @@ def _name(recipe: Recipe, dtype: str) -> str:
 
 
 def _dtype_in(place: str) -> str:
-    """Dtype of an exported source, read from the name that `_name` gave its directory.
+    """Dtype of an exported source, read from the name that `_name` gave the source's directory.
 
-    It may differ from the dtype of this machine's engines.
+    This dtype may differ from the dtype of this machine's engines.
     """
     return place.rpartition("-")[2]
 
 
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
-    """Number and recipe of the trial that the source `source` refers to, in the study `record`.
+    """Number and recipe of the trial in the study `record` that the source `source` refers to.
 
-    `known` is the record of the source from the time when the study that uses it was created; it has the number of the
-    trial. It is None for a new study. Raises NotFound if there is no such trial, Conflict if its recipe has changed.
+    `known` is the record of the source from the time when the study that uses the source was created; it has the number
+    of the trial. `known` is None for a new study. Raises NotFound if there is no such trial, and Conflict if the
+    trial's recipe has changed.
     """
     trials = store.trials(record.id)
     if known is not None:
@@ -219,10 +224,11 @@ def _along_path(
 ) -> dict[str, ChainedSource]:
     """Export the base and the experts with their layers in the order of a trial's layer path.
 
-    `source` names the trial, and `open_study` opens its study. The models are written to `places`. `before` has the
-    stored records of the exported sources of `study`, if this study is resumed, else None; models that were exported
-    before are not written again. `note` receives lines of progress. Returns the exported models by alias. Experts that
-    are merges of other studies are left out. Raises NotFound, Conflict, InvalidModel and InvalidStudy.
+    A layer path is the sequence of the layers of the source models that a merge consists of. `source` names the trial,
+    and `open_study` opens the trial's study. The models are written to `places`. `before` has the stored records of the
+    exported sources of `study` if this study is resumed; otherwise it is None. Models that were exported before are not
+    written again. `note` receives lines of progress. Returns the exported models by alias. Experts that are merges of
+    other studies are left out. Raises NotFound, Conflict, InvalidModel and InvalidStudy.
     """
     experts = {alias: place for alias, place in study.models.experts.items() if isinstance(place, str)}
     written = {} if before is None else {alias: before.chained[alias] for alias in (BASE, *experts)}
@@ -256,8 +262,9 @@ def _along_path(
 def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
     """Layer path of a merge: for each of its layers, the number of the source layer from which each component comes.
 
-    `where` names the trial in error messages. Raises Conflict if a layer of the merge has a scale, an alignment, or a
-    component from source layers with different numbers.
+    The components of a layer are its attention, its MLP and its norms. `where` names the trial in error messages.
+    Raises Conflict if a layer of the merge has a scale or an alignment, or if a component is merged from source layers
+    with different numbers.
     """
     path: list[dict[Component, int]] = []
     for index, layer in enumerate(recipe.canonical().layers):
@@ -278,10 +285,11 @@ def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
 
 
 def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints: Mapping[str, str]) -> Recipe:
-    """Recipe of the model `alias` with its own layers in the order of a layer path.
+    """Recipe of a model that has the layers of the model `alias` in the order of a layer path.
 
-    `path` has, for each layer, the number of the model's layer from which each component comes. `fingerprints` are
-    content fingerprints by alias.
+    A layer path says from which layer of a source model each layer of a merge comes. `path` has an entry for each layer
+    of the new model: for each component (attention, MLP and norms), the number of the layer of `alias` that the
+    component is taken from. `fingerprints` has the content fingerprint of each model, by alias.
     """
     whole = Merge("passthrough", (Source(alias),))
     merges = ({name: whole.at_layer(layer) for name, layer in each.items()} for each in path)
@@ -292,8 +300,8 @@ def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints:
 def _dtype_of(config: Mapping[str, Any]) -> str:
     """Dtype in which a checkpoint's weights are written without loss.
 
-    It is the dtype that the checkpoint's configuration states, or float32 if the configuration states no dtype, or a
-    dtype that engines do not support.
+    The result is the dtype that the checkpoint's configuration states. The result is float32 if the configuration
+    states no dtype, or states a dtype that engines do not support.
     """
     stated = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return stated if stated in DTYPE_BYTES else "float32"

@@ -1,8 +1,8 @@
 """Attacks on the prompts of benchmarks: which attacked templates a recipe is scored with next, and what was found.
 
-An attack on a recipe is a search over templates (`workers.evaluation.attacks.search`), whose scored samples are stored
-under names of their own. A driver that is started again repeats the search with the stored values, so nothing is scored
-again.
+An attack on a recipe is a search for the prompt template with which the recipe has its worst metric on a benchmark
+(`workers.evaluation.attacks.search`). The samples that are scored with an attacked template are stored under a name of
+their own. A driver that is started again repeats the search with the stored values, so nothing is scored again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def samples_name(task: TaskSpec) -> str:
 
 @dataclass
 class _Running:
-    """A search in this process, and the names of the samples with the templates that it waits for."""
+    """An attack that this process has begun: the search, and the names of the samples that it waits for.
+
+    Each name in `names` stands for the samples with one attacked template.
+    """
 
     steps: Search
     names: tuple[str, ...]
@@ -41,7 +44,8 @@ class _Running:
 class Attacks:
     """The attacks on the prompts of a study's benchmarks, one for each attacked benchmark and recipe.
 
-    A benchmark is named by its position in `Plan.benchmarks`, a recipe by its digest.
+    An attack on a recipe is a search for the prompt template with which the recipe has its worst metric. The methods
+    identify a benchmark by its position in `Plan.benchmarks`, and a recipe by its digest.
     """
 
     def __init__(self, plan: Plan, *, store: Store, writer: JobWriter, samples: SampleCache) -> None:
@@ -59,14 +63,19 @@ class Attacks:
             )
 
     def is_ended(self, digest: str, index: int) -> bool:
-        """Whether nothing is left of the attack on a recipe; true for benchmarks that are not attacked."""
+        """Whether the search for the worst prompt template (the attack) has ended for a recipe on a benchmark.
+
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. The result is
+        True for a benchmark without an attack.
+        """
         benchmark = self._plan.benchmarks[index]
         return benchmark.attack is None or (digest, benchmark.name) in self._ended
 
     def advance(self, digest: str, index: int) -> bool:
-        """Continue an attack whose samples so far are stored, up to the templates that must be scored next.
+        """Continue the attack on a recipe until it needs the scores of further templates.
 
-        The sample cache then has these as missing, unless they are stored. Returns False if the attack has ended.
+        All samples that the attack has requested so far must be stored. The sample cache then lists the samples with
+        the further templates as missing, except those that are stored already. Returns False if the attack has ended.
         Raises InvalidModel if the fill-mask model cannot be used.
         """
         benchmark = self._plan.benchmarks[index]
@@ -92,7 +101,7 @@ class Attacks:
         return True
 
     def drop(self, digest: str, index: int) -> None:
-        """Give up the attack on a recipe; its stored samples are kept."""
+        """Give up the attack on a recipe. The samples that are already stored are kept."""
         self._running.pop((digest, index), None)
         self._samples.set_attacked(digest, index, ())
 
@@ -107,7 +116,7 @@ class Attacks:
         )
 
     def _end(self, digest: str, index: int, found: Attacked) -> None:
-        """Store what an attack found."""
+        """Store the result of an attack on a recipe."""
         benchmark = self._plan.benchmarks[index]
         task = replace(benchmark.task, template=found.template)
         is_original = benchmark.attack is not None and found.template == benchmark.attack.original.text

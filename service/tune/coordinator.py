@@ -1,8 +1,9 @@
-"""The coordinator of one study: hands out evaluations and stores their results.
+"""The coordinator of one study: it hands out evaluations and stores their results.
 
-It keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides which trial is evaluated at
-which rung, `trials` keeps the trials, `samples` checks and stores results. After the search come `refinement_stage`,
-`holdout_stage` and `benchmark_stage`. The coordinator does not use Ray itself: `ray_tune` runs its evaluations.
+The coordinator keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides which trial is
+evaluated at which rung, `trials` keeps the trials, and `samples` checks and stores results. After the search come
+`refinement_stage`, `holdout_stage` and `benchmark_stage`. The coordinator does not use Ray itself: `ray_tune` runs its
+evaluations.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ MAX_LOST_ACTORS = 6
 class Coordinator:
     """The coordinator of one study, which hands out evaluations and stores their results.
 
-    It is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for the event
-    that has just happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests can stop
-    the process at this event. `gradients` computes the steps of the refinement, if the plan has one.
-    `is_out_of_budget` is called before a new trial starts and returns the limit that is exhausted; None if there is
-    none.
+    The coordinator is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for
+    the event that has just happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests
+    can stop the process at this event. `gradients` computes the steps of the refinement, if the plan has a refinement.
+    `is_out_of_budget` is called before a new trial starts; it returns the limit that is exhausted, or None if no limit
+    is exhausted.
     """
 
     def __init__(
@@ -115,12 +116,12 @@ class Coordinator:
 
     @property
     def table(self) -> RungTable:
-        """The rung table of the search: which trial is evaluated at which rung, and which are promoted."""
+        """The rung table of the search: the rung at which each trial is evaluated, and the trials that are promoted."""
         return self._ask_and_tell.table
 
     @property
     def end_of_search(self) -> str | None:
-        """The reason why the search ended before all trials were proposed, or None if it did not end early."""
+        """The reason why the search ended before all trials were proposed, or None if the search did not end early."""
         return self._ask_and_tell.end_reason
 
     @property
@@ -141,13 +142,14 @@ class Coordinator:
     def num_samples_used(self) -> int:
         """Number of samples that the search has used in all attempts.
 
-        The samples scored for the search and the samples that the searcher's steps count as are added up.
+        It is the number of samples scored for the search, plus the number of samples that the searcher's steps count
+        as.
         """
         return self._ask_and_tell.num_samples_used
 
     @property
     def num_steps(self) -> int:
-        """The number of gradient steps and policy updates in all attempts, those of the refinement included."""
+        """The number of gradient steps and policy updates in all attempts, including the steps of the refinement."""
         return self._ask_and_tell.num_steps + self._refinement.num_steps
 
     @property
@@ -164,10 +166,10 @@ class Coordinator:
     # -- evaluations to run ----------------------------------------------------------------------------------------
 
     def next_evaluation(self, *, timeout_s: float = 0.0) -> Evaluation | None:
-        """The next evaluation to run, or None if no evaluation can start before a running one has finished.
+        """The next evaluation to run, or None if no evaluation can start before a running evaluation has finished.
 
-        Waits up to `timeout_s` for the searcher if there is nothing else to do. Samples of an engine that failed a
-        check are scored again first; no other evaluation starts before that.
+        The method waits up to `timeout_s` seconds for the searcher if there is nothing else to do. If an engine failed
+        a check, its samples are scored again first; no other evaluation starts before that.
         """
         self.look_for_faults(at_once=False)
         if self._chunks.is_rescoring:
@@ -199,7 +201,7 @@ class Coordinator:
     def ask_ahead(self, *, timeout_s: float = 0.0) -> bool:
         """Take proposals for at most `timeout_s` seconds, until `Plan.proposals_ahead` trials wait to be evaluated.
 
-        This keeps engines from waiting for the searcher. Returns True if a trial was added.
+        Waiting trials keep engines from waiting for the searcher. Returns True if a trial was added.
         """
         deadline, num_before = time.monotonic() + timeout_s, len(self._trials)
         while not self._chunks.is_rescoring and self._num_unstarted() < self.plan.proposals_ahead:
@@ -223,7 +225,7 @@ class Coordinator:
     def _num_unstarted(self) -> int:
         """The number of proposed trials that wait for an engine.
 
-        They have no result yet, and no running evaluation has their recipe.
+        These trials have no result yet, and no running evaluation has the recipe of such a trial.
         """
         busy = self._recipes_in_flight()
         new = (self._trials[number] for number, _, split in self._ready() if split is Split.SEARCH)
@@ -272,9 +274,9 @@ class Coordinator:
         return True
 
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
-        """Restart an evaluation whose trial actor died, at the first chunk that is not stored.
+        """Restart an evaluation whose trial actor died, at the first chunk of samples whose results are not stored.
 
-        After MAX_LOST_ACTORS deaths with no chunk stored between them the trial fails.
+        If MAX_LOST_ACTORS actors die one after another and no chunk is stored between their deaths, the trial fails.
         """
         number = evaluation.trial
         if number not in self._in_flight:
@@ -288,7 +290,7 @@ class Coordinator:
             self._release(evaluation)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
-        """Store an event which says that fewer trial actors run than wanted, with the reason `text`."""
+        """Store an event which says that fewer trial actors run than are wanted. The reason is `text`."""
         self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
     def on_engine_fault(self, fault: EngineFault) -> None:
@@ -328,18 +330,18 @@ class Coordinator:
         return evaluation.split is Split.SEARCH and (trial.origin, trial.label) == (Origin.SOURCE, "base")
 
     def _release(self, evaluation: Evaluation) -> None:
-        """Remove an evaluation from those that are running.
+        """Remove an evaluation from the running evaluations.
 
-        After that, the next evaluation of the same trial has the samples that are still missing.
+        The trial can then be evaluated again. Its next evaluation has the samples whose results are still missing.
         """
         self._in_flight.pop(evaluation.trial, None)
 
     def _finish(self, evaluation: Evaluation) -> None:
         """Finish an evaluation whose samples are all stored.
 
-        An evaluation on holdout data or on a benchmark finishes the trial in the stage of its split. An evaluation on
-        search data finishes the trial's rung in the search. If void samples were scored again (`is_again`), only the
-        evaluation ends.
+        An evaluation on holdout data or on a benchmark finishes the trial in the holdout stage or the benchmark stage.
+        An evaluation on search data finishes the trial's rung in the search. If the evaluation scored void samples
+        again (`is_again`), the evaluation ends without finishing anything else.
         """
         self._release(evaluation)
         if evaluation.is_again:

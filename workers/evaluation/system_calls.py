@@ -1,7 +1,7 @@
 """System calls that confine the calling process: limits of resources, and a filter of its system calls.
 
-Every program that is executed in a new process imports this module first, so that it imports only what is quick to
-load.
+Every program that is executed in a new process imports this module first. Therefore this module imports only modules
+that load quickly.
 
 Sources: the kernel's `userspace-api/seccomp_filter.rst`, and `seccomp.h`, `filter.h` and `unistd.h` below
 `include/uapi`.
@@ -173,13 +173,15 @@ PRLIMIT = (302, 261)
 
 
 class ConfinementUnavailable(RuntimeError):
-    """This machine cannot confine a process; the message says what its operator has to allow."""
+    """This machine cannot confine a process. The message says what the machine's operator has to allow."""
 
 
 def limit_resources(limits: Mapping[int, int]) -> None:
-    """Lower the limits of this process to `limits`, which are given by `resource.RLIMIT_*`.
+    """Lower the resource limits of the calling process to the values in `limits`.
 
-    At the limit of processor time the process gets SIGXCPU, a second later SIGKILL.
+    `limits` maps kinds of resources, which are constants `resource.RLIMIT_*`, to their limits. A limit of the process
+    that is already lower stays unchanged. When the process reaches its limit of processor time (`RLIMIT_CPU`), the
+    kernel sends it the signal SIGXCPU. After one more second of processor time the kernel sends the signal SIGKILL.
     """
     for kind, most in limits.items():
         last = most + 1 if kind == resource.RLIMIT_CPU else most
@@ -188,15 +190,15 @@ def limit_resources(limits: Mapping[int, int]) -> None:
 
 
 def forbid_new_privileges() -> None:
-    """Forbid this process to gain privileges by starting programs (`PR_SET_NO_NEW_PRIVS`)."""
+    """Forbid the calling process to gain privileges by starting programs (`PR_SET_NO_NEW_PRIVS`)."""
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def filter_system_calls() -> None:
-    """Make the kernel refuse the system calls in FORBIDDEN to this process, for the rest of its life.
+    """Make the kernel refuse the system calls in FORBIDDEN to the calling process, for the rest of the process's life.
 
-    Raises ConfinementUnavailable if the kernel accepts no filter, and on other systems than Linux on the machines in
-    AUDIT_ARCHITECTURES.
+    Raises ConfinementUnavailable if the kernel accepts no filter, if the operating system is not Linux, or if the
+    machine is not one of AUDIT_ARCHITECTURES.
     """
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in AUDIT_ARCHITECTURES:
@@ -215,7 +217,7 @@ def filter_system_calls() -> None:
 
 
 def call(name: str, *arguments: object) -> int:
-    """Call a function of the C library; raises OSError if it returns -1."""
+    """Call the function `name` of the C library. Raises OSError if the function returns -1."""
     library = ctypes.CDLL(None, use_errno=True)
     result = getattr(library, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result == -1:
@@ -225,7 +227,10 @@ def call(name: str, *arguments: object) -> int:
 
 
 def _program(machine: str) -> Iterator[bytes]:
-    """Yield the instructions of the filter of system calls (struct sock_filter) for this process."""
+    """Yield the instructions of the filter of system calls (struct sock_filter) for the calling process.
+
+    `machine` is the name of the machine's architecture.
+    """
     column = list(AUDIT_ARCHITECTURES).index(machine)
     denied, ignored = ERRNO | errno.EPERM, ERRNO
     yield _instruction(LOAD, ARCHITECTURE)
@@ -258,9 +263,10 @@ def _program(machine: str) -> Iterator[bytes]:
 def _on_argument(
     number: int, offset: int, test: int, value: int, if_true: int | None, otherwise: int | None
 ) -> Iterator[bytes]:
-    """Yield instructions that decide about the system call `number` by half of an argument, at `offset`.
+    """Yield instructions that decide about the system call `number` by half of an argument, which is at `offset`.
 
-    None as a decision leaves it to the instructions that follow.
+    If the test of the half with `value` is true, the decision is `if_true`, else `otherwise`. If a decision is None,
+    the instructions that follow decide about the system call.
     """
     decisions = [_instruction(RETURN, decision) for decision in (if_true, otherwise) if decision is not None]
     to_false = 0 if if_true is None else 1

@@ -1,7 +1,7 @@
-"""Index of the tasks that have a name: those of lm-eval, and those of the task pack.
+"""Index of the tasks that have a name: the tasks of lm-eval, and the tasks of the task pack.
 
-Building lm-eval's index parses 14,000 YAML files, which takes 10 to 70 s. So it is kept in the cache for each version
-of lm-eval. The cache replaces a record as a whole, and one process builds it while the others wait.
+Building lm-eval's index parses 14,000 YAML files, which takes 10 to 70 s. Therefore the index is kept in the cache for
+each version of lm-eval. The cache replaces a record as a whole, and one process builds the index while the others wait.
 """
 
 from __future__ import annotations
@@ -42,24 +42,32 @@ _given: dict[str, Any] = {}
 
 
 class IndexNeeded(BaseException):
-    """A task names another one, so `task_index` must be called first; then the task can be loaded.
+    """A task names another task, so `task_index` must be called first; then the task can be loaded.
 
-    It is no Exception, because lm-eval skips files that raise one.
+    The class is not an Exception, because lm-eval skips files whose loading raises an Exception.
     """
 
 
 def task_index() -> Mapping[str, Any]:
-    """lm-eval's `Entry` of each task, group and tag that has a name, from the cache if it has been built before."""
+    """The index of all tasks, groups and tags that have a name: an `Entry` of lm-eval for each name.
+
+    The entries come from lm-eval and from the task pack. The first call in a process loads the index: the part for
+    lm-eval is read from the cache, or built if the cache does not have it. If another process has sent its index
+    (`use_index`), the result is that index.
+    """
     return _given or _loaded_index()
 
 
 def index_if_loaded() -> Mapping[str, Any] | None:
-    """The index if this process needed it before; None otherwise."""
+    """The index of tasks (`task_index`) if this process has already loaded it; None otherwise."""
     return task_index() if _given or _loaded_index.cache_info().currsize else None
 
 
 def index_at_hand() -> Mapping[str, Any]:
-    """The index, for callers that have changed how lm-eval reads files. Raises IndexNeeded if it is not loaded yet."""
+    """The index of tasks, for callers that have changed how lm-eval reads files.
+
+    Raises IndexNeeded if the index is not loaded yet.
+    """
     found = index_if_loaded()
     if found is None:
         raise IndexNeeded
@@ -67,22 +75,23 @@ def index_at_hand() -> Mapping[str, Any]:
 
 
 def index_to_send() -> PlainIndex | None:
-    """The index in plain types if this process needed it before, for another process; None otherwise.
+    """The index of tasks in plain types, to send to another process; None if this process has not loaded the index.
 
-    Reading it imports nothing: a process is confined before it imports what starts threads.
+    A process that reads the plain types imports nothing. This is needed because a process is confined before it imports
+    modules that start threads.
     """
     index = index_if_loaded()
     return None if index is None else {name: _plain(entry) for name, entry in index.items()}
 
 
 def use_index(index: PlainIndex) -> None:
-    """Use an index that another process has loaded, from now on."""
+    """Use an index of tasks that another process has loaded, from now on."""
     _given.clear()
     _given.update((name, _entry(name, *each)) for name, each in index.items())
 
 
 def manager_of(index: Mapping[str, Any]) -> Any:
-    """lm-eval's TaskManager for the tasks of an index."""
+    """lm-eval's TaskManager for the tasks of the index `index`."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_defaults=False)
@@ -112,7 +121,11 @@ def _loaded_index() -> Mapping[str, Any]:
 
 
 def _lm_eval_index(directory: Path) -> dict[str, Any]:
-    """The index of lm-eval's tasks in `directory`, built once for each installed content of lm-eval."""
+    """The index of lm-eval's tasks in `directory`.
+
+    The index is built once for each installed content of lm-eval, and then read from the cache. If the installation
+    does not list its files, each call builds the index.
+    """
     from lm_eval.tasks._index import TaskIndex
 
     content = _content()
@@ -130,7 +143,10 @@ def _lm_eval_index(directory: Path) -> dict[str, Any]:
 
 
 def _content() -> str | None:
-    """A hash of all files of the installed lm-eval; None if the installation does not list them, as an editable one."""
+    """A hash of all files of the installed lm-eval; None if the installation does not list its files.
+
+    An editable installation, for example, does not list its files.
+    """
     try:
         record = distribution("lm_eval").read_text("RECORD")
     except PackageNotFoundError:

@@ -44,20 +44,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ResolvedFamily:
-    """Models that can be merged, located, opened and checked. All mappings are by alias, the base first.
+    """Models that can be merged, located, opened and checked. All mappings are by alias and begin with the base.
 
     A single model is a base without experts.
 
     - `checkpoints`: the models as they are stored
-    - `views`: the same models with embeddings and output heads in the vocabulary that `tokenizer` selects;
-      `token_alignment` has the changes
+    - `views`: the same models, with embeddings and output heads converted to the vocabulary that `tokenizer` selects;
+      `token_alignment` describes this conversion
     - `vocabulary`: the options of this vocabulary as a recipe states them
     - `given`: the directory or hub id by which the caller named each model
-    - `adapted`: for adapters of other models than the base, the directory of that model
+    - `adapted`: for adapters of other models than the base, the directory of the model that the adapter changes
     - `any_depth`: whether the numbers of layers may differ
-    - `cache`: the directory of the cache for fingerprints, or None for the default one
+    - `cache`: the directory of the cache for fingerprints, or None for the default directory
 
-    Fingerprints need the contents of the models, and are computed when first used.
+    Fingerprints are computed from the contents of the models when they are first used.
     """
 
     given: Mapping[str, str]
@@ -76,7 +76,11 @@ class ResolvedFamily:
 
     @property
     def base(self) -> Checkpoint:
-        """The base model in the family's vocabulary, whose configuration, tensor shapes and layout every merge has."""
+        """The base model, with embedding and output head converted to the vocabulary of the family's merges.
+
+        The fields `tokenizer` and `vocabulary` select this vocabulary. Merges take their configuration, tensor shapes
+        and layout from this model.
+        """
         return self.views[self.base_alias]
 
     @property
@@ -88,9 +92,9 @@ class ResolvedFamily:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
 
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The tokens of a model that the base lacks, in two tuples: tokens with and tokens without an embedding row.
+        """The tokens of the model `alias` that the base lacks: those with an embedding row, and those without one.
 
-        Both are in the order of their ids. `alias` names the model.
+        The result has a tuple of tokens for each of the two cases. The tokens of a tuple are in the order of their ids.
         """
         known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
         checkpoint = self.checkpoints[alias]
@@ -100,7 +104,7 @@ class ResolvedFamily:
         return tuple(token for token in new if token in rows), tuple(token for token in new if token not in rows)
 
     def tokens_with_rows(self, alias: str) -> Mapping[str, int]:
-        """The ids, by token, of those tokens for which the embedding of model `alias` has a row.
+        """The ids, by token, of the tokens for which the embedding of the model `alias` has a row.
 
         A model without a tokenizer.json is assumed to have the tokens of the base.
         """
@@ -118,7 +122,7 @@ class ResolvedFamily:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all stored tensors that the family's models are made of."""
+        """The size, in bytes, of all stored tensors that the family's models are made of."""
         return stored_bytes(self.views.values())
 
     @cached_property
@@ -229,10 +233,10 @@ class ResolvedFamily:
 
     @property
     def result_dir(self) -> str:
-        """A directory with config.json, tokenizer and generation_config.json, the same for every merge of the family.
+        """A directory with the config.json, tokenizer and generation_config.json of all merges of the family.
 
-        It is the base's directory if merges have the base's vocabulary. Otherwise it is a temporary directory without
-        weights, which exists as long as this object. Raises InvalidModel if the files cannot be made.
+        If merges have the base's vocabulary, the result is the base's directory. Otherwise the result is a temporary
+        directory without weights, which exists as long as this object. Raises InvalidModel if the files cannot be made.
         """
         if self.tokenizer == BASE and not self.vocabulary and self.checkpoints[self.base_alias].base is None:
             return str(self.checkpoints[self.base_alias].directory)
@@ -244,7 +248,7 @@ class ResolvedFamily:
 
     @property
     def absent_bytes(self) -> int:
-        """Bytes of weights that are not on this machine, which the method `fetched` would download."""
+        """The size, in bytes, of the weights that are not on this machine. The method `fetched` would download them."""
         return absent_bytes((*self.directories.values(), *self.adapted.values()))
 
     @property
@@ -275,10 +279,10 @@ class ResolvedFamily:
 
 @dataclass(frozen=True)
 class LocatedFamily:
-    """The directories of a family's models, by alias, the base first.
+    """The directories of a family's models, by alias; the first entry is the base.
 
     `problems` has the reasons why models were not found, by alias. `given` has the directory or hub id by which the
-    caller named each model. An adapter may change another model than the base; `adapted` then has the directory of this
+    caller named each model. An adapter may change another model than the base; `adapted` then has the directory of that
     model, by the adapter's alias.
     """
 
@@ -303,8 +307,9 @@ class LocatedFamily:
         """Open and check all models of the family.
 
         `tokenizer` and `vocabulary` select the vocabulary of merges. With `any_depth` the models may have different
-        numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` has the
-        names by which messages call models that are not experts. Raises InvalidModel with every problem of every model.
+        numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` has, by
+        alias, the names that messages use for models that are not experts. Raises InvalidModel with every problem of
+        every model.
         """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})
@@ -345,10 +350,10 @@ class LocatedFamily:
         )
 
     def _open(self, alias: str, opened: Mapping[str, Checkpoint]) -> Checkpoint | None:
-        """Open the model `alias`; `opened` are the models that were opened before it, by alias.
+        """Open the model `alias`; `opened` has the models that were opened before, by alias.
 
-        Returns None for an adapter to the base if the base could not be opened. Raises InvalidModel if the model was
-        not found or has problems.
+        Returns None if the model is an adapter of the base and the base could not be opened. Raises InvalidModel if the
+        model was not found or has problems.
         """
         if alias in self.problems:
             raise InvalidModel(self.problems[alias])
@@ -374,7 +379,7 @@ def locate_family(
     """Find the directories of a family's models, which are given as directories or hub ids.
 
     Models that are not found are listed in `problems` of the result. An adapter may change another model than the base;
-    `adapted` then has this model, by the adapter's alias.
+    `adapted` then names that model, by the adapter's alias.
     """
     directories: dict[str, Path] = {}
     wholes: dict[str, Path] = {}
@@ -404,13 +409,15 @@ def resolve_family(
 ) -> ResolvedFamily:
     """Locate, open and check a base and its experts, which are whole models or LoRA adapters.
 
-    The models are given as directories or hub ids. They must have the same structure, and their embeddings must be
-    alignable to the vocabulary `tokenizer` with the details in `vocabulary`, as in a recipe. Only configurations,
-    headers and tokenizers are read, and downloaded for hub models; weights are neither read nor downloaded.
+    The models are given as directories or hub ids. The models must have the same structure, and their embeddings must
+    be alignable to the vocabulary that `tokenizer` selects. `vocabulary` has further options of this vocabulary, as in
+    a recipe. Only configurations, headers and tokenizers are read; for hub models, these files are downloaded. Weights
+    are neither read nor downloaded.
 
-    An adapter may change another model than the base; `adapted` then has this model, by the adapter's alias. With
-    `any_depth` the models may have different numbers of layers, and recipes must name layers that exist. `names` has
-    the names by which messages call models that are not experts. Raises InvalidModel with every problem of every model.
+    An adapter may change another model than the base; `adapted` then names that model, by the adapter's alias. With
+    `any_depth` the models may have different numbers of layers, and recipes must name layers that exist. `names` has,
+    by alias, the names that messages use for models that are not experts. Raises InvalidModel with every problem of
+    every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))
@@ -437,7 +444,8 @@ def resolve_model(
 def open_sources(family: Family, *, cache: str | Path | None = None) -> ResolvedFamily:
     """Open and check the models of a family again, from the description that was sent to this process.
 
-    It is not checked whether their contents are still the same. Raises InvalidModel with every problem.
+    The function does not check whether the contents of the models are still the same. Raises InvalidModel with every
+    problem.
     """
     experts = {model.alias: model.directory for model in family.experts}
     adapted = {model.alias: model.adapts for model in family.models if model.adapts is not None}
@@ -446,11 +454,12 @@ def open_sources(family: Family, *, cache: str | Path | None = None) -> Resolved
 
 
 def on_this_machine(family: Family, *, note: Callable[[str], None] = log.info) -> Family:
-    """Return a family's description, which another machine may have sent, with directories of this machine.
+    """Return the description of a family, with the directories that its models have on this machine.
 
-    A model whose directory does not exist here is looked up by its origin, and downloaded unless this machine has it.
-    Its contents are compared with the fingerprints of the family. `note` is called with lines about downloads. Raises
-    InvalidModel if a model cannot be found, or has other contents.
+    Another machine may have sent the description. A model whose directory does not exist here is looked up by its
+    origin, and downloaded unless this machine has it. If there is such a model, the contents of all models are compared
+    with the fingerprints in `family`. `note` is called with lines about downloads. Raises InvalidModel if a model
+    cannot be found, or if its contents differ from the fingerprint.
     """
     base, *experts = (_on_this_machine(model, note) for model in family.models)
     found = replace(family, base=base, experts=tuple(experts))

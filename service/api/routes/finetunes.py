@@ -26,7 +26,7 @@ PLACE = "/finetunes/{finetune_id:segment}"
 
 @router.get(f"{PLACE}/curves", response_model=None, responses={200: {"model": CurvesDocument}, **refusals(404)})
 def get_curves(finetune: Finetune, services: Context) -> Response:
-    """The training losses and evaluations of every expert so far, at most 1000 points per curve."""
+    """The training losses and evaluations of every expert so far, with at most 1000 points per curve."""
     return Json(_curves(services, finetune))
 
 
@@ -34,10 +34,11 @@ def get_curves(finetune: Finetune, services: Context) -> Response:
     f"{PLACE}/analysis", response_model=None, responses={200: {"model": AnalysisDocument}, **refusals(404, 409, 422)}
 )
 def get_analysis(finetune: Finetune, services: Context, against: Against) -> Response:
-    """The distributions of the experts' task vectors and the losses of their merges, for comparison.
+    """The distributions of the experts' task vectors, and the losses of merges of the experts.
 
-    The analysis is computed if the specification has the key `analysis`. With `against`, the document also has the
-    analyses of other fine-tunings, whose experts must have the same names and tasks.
+    The analysis is computed once all experts are trained, if the specification of the fine-tuning has the key
+    `analysis`. With the parameter `against`, the response also contains the analyses of other fine-tunings for
+    comparison. The experts of these fine-tunings must have the same names and tasks.
     """
     return Json(_analysis(services, [finetune, *against]))
 
@@ -79,7 +80,7 @@ def get_training_report(finetune: Finetune, services: Context, against: Against)
 def download_expert(
     finetune: Finetune, alias: Annotated[str, Path(description="The expert's alias.")], services: Context
 ) -> Response:
-    """Download a trained expert as a tar archive. An expert that is not trained yet is refused (409)."""
+    """Download a trained expert as a tar archive. The request is refused (409) if the expert is not trained yet."""
     aliases = parse_pipeline(finetune.document).experts
     if alias not in aliases:
         raise Refusal(404, f"expert {alias!r:.80}: fine-tuning {finetune.name!r} has {', '.join(aliases)}")

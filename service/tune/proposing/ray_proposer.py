@@ -1,4 +1,7 @@
-"""Proposals on Ray: the searcher in a separate process, and the gradient actor that computes its steps."""
+"""Proposals on Ray: the searcher runs in a separate process, and the gradient actor computes its steps.
+
+A step is a computation that a searcher requests before it proposes a configuration (`service.store.steps`).
+"""
 
 from __future__ import annotations
 
@@ -50,9 +53,9 @@ class RayProposer:
     - `completions`: reads correct completions of the study's source models
     - `checkpoints`: stores the policies of a searcher that trains policies
 
-    The method `result` raises EngineUnavailable if an actor keeps dying or cannot read its files, InvalidModel and
-    InvalidTask if an actor cannot use them, StudyFailed if an actor cannot work for another reason, for example because
-    a policy has numbers that are NaN.
+    The method `result` raises EngineUnavailable if an actor keeps dying or cannot read its files. It raises
+    InvalidModel or InvalidTask if an actor cannot use a model or a task. It raises StudyFailed if an actor cannot work
+    for another reason, for example because a policy has numbers that are NaN.
     """
 
     def __init__(
@@ -92,7 +95,8 @@ class RayProposer:
         """Begin to compute a proposal in the background, with the arguments `call` of `Proposer.submit`.
 
         If the searcher computes no steps (`proposes_at_once`), the actor also computes the other proposals of the
-        batch, which are made from the same results. When one of these is submitted, it is not computed again.
+        batch, which are made from the same results. When one of these proposals is submitted later, it is not computed
+        again.
         """
         is_next = bool(self._next) and self._follows(call)
         self._call = {"seed": self._seed, **call}
@@ -105,7 +109,8 @@ class RayProposer:
     def _propose_rest(self) -> None:
         """Begin to compute the proposals of the batch that follow the present one, if the searcher computes no steps.
 
-        Proposals that were computed earlier, for example before the searcher's last note, are dropped.
+        Proposals that were computed ahead earlier, for example before the searcher asked to store a decision (a note),
+        are dropped.
         """
         self._next.clear()
         if SEARCHERS[self._algorithm].proposes_at_once:
@@ -113,10 +118,11 @@ class RayProposer:
             self._next.extend(self._searcher.propose_next.remote() for _ in range(left))
 
     def _follows(self, call: Mapping[str, Any]) -> bool:
-        """Whether `call`, the arguments of `submit`, is for the proposal that the actor has computed ahead.
+        """Whether `call`, the arguments of `submit`, is for the next proposal that the actor has computed ahead.
 
-        Three conditions must hold: its number follows the number of the last proposal, its observations are the same,
-        and its pending configurations are those of the last proposal with the last proposal added.
+        Three conditions must hold: the number of `call` follows the number of the last proposal, the observations of
+        `call` are those of the last proposal, and its pending configurations are those of the last proposal with the
+        last proposal added.
         """
         last = self._call
         pending = (*last["pending"], self._answered)
@@ -142,7 +148,7 @@ class RayProposer:
         self._compute(request)
 
     def _finish(self) -> Step | ChargedRequest | dict[str, Any] | None:
-        """Handle the result of the last call to an actor, which is ready.
+        """Handle the result of the last call to an actor. The result must be available.
 
         The result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns the value that
         the method `result` returns to the driver, or None if another call to an actor must end first.
@@ -157,7 +163,7 @@ class RayProposer:
     def _new_searcher(self) -> Any:
         """Start a new searcher actor with the stored steps and checkpoints.
 
-        Ray's dashboard shows it under the algorithm's name.
+        Ray's dashboard shows the actor under the algorithm's name.
         """
         self._sent = SentObservations()
         saved = {} if self._checkpoints is None else self._checkpoints.load(self._steps)
@@ -180,10 +186,14 @@ class RayProposer:
     def _answer(self) -> Step | ChargedRequest | dict[str, Any] | None:
         """Handle the searcher's answer to a call for a proposal.
 
-        Returns the proposed configuration; or a request for losses or a gradient, which needs the driver's permission;
-        or the step of a note or of completions, which this method computes at once. Returns None if the searcher needs
-        an update of a policy, which this method has started, or if the actor died; a new actor then computes the
-        proposal again.
+        The method returns one of these values:
+
+        - the proposed configuration
+        - a request for losses or a gradient, which may be computed only if the driver calls `compute`
+        - a step that this method has computed at once, because the searcher asked to store a decision (a note) or to
+          read correct completions
+        - None, if the searcher asked for an update of a policy, which this method has started
+        - None, if the actor died; a new actor then computes the proposal again
         """
         try:
             answer: StepRequest | dict[str, Any] = _learned(self._pending)
@@ -213,7 +223,7 @@ class RayProposer:
     def _replace_searcher(self, error: Exception) -> None:
         """Start another searcher actor with the same state, after the previous actor died of `error`.
 
-        Raises EngineUnavailable if MAX_DEATHS searchers have died since one last returned a result.
+        Raises EngineUnavailable if MAX_DEATHS actors have died since the last one that returned a result.
         """
         self._num_deaths += 1
         logger.warning("the searcher died: %s", error)
@@ -226,8 +236,8 @@ class RayProposer:
     def _updated(self, request: UpdateRequest) -> Step | None:
         """The update of a policy, which the searcher's actor has computed, as a step.
 
-        Stores the policy's checkpoint if the actor returned a checkpoint. Returns None if the actor died; this method
-        has then started a new actor, which computes the update again.
+        The method stores the policy's new checkpoint, if the actor returned one. Returns None if the actor died; this
+        method has then started a new actor, which computes the update again.
         """
         try:
             result, content = _learned(self._pending)
@@ -244,7 +254,10 @@ class RayProposer:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _compute(self, request: ChargedRequest | UpdateRequest) -> None:
-        """Begin to compute a step: an update of a policy in the searcher's actor, any other in the gradient actor."""
+        """Begin to compute the step that the searcher requested by `request`.
+
+        The searcher's actor computes updates of policies. The gradient actor computes losses and gradients.
+        """
         self._computing = request
         if isinstance(request, UpdateRequest):
             self._pending = self._searcher.update.remote(request, **self._message())
@@ -255,7 +268,10 @@ class RayProposer:
         self._pending = self._gradients.pending
 
     def _send_completions(self) -> None:
-        """Use the completions of sources that serve as references, if there are any, for losses and gradients."""
+        """Make the gradient actor use the chosen completions of the source models as reference answers.
+
+        The method does nothing if no completions have been chosen, or if there is no gradient actor.
+        """
         found, chosen = self._completions, self._chosen
         if self._gradients is not None and found is not None and chosen:
             self._gradients.use_completions(lambda: found.read(chosen))
@@ -263,8 +279,8 @@ class RayProposer:
     def _measured(self, request: LossesRequest | GradientRequest) -> Step | None:
         """The losses or the gradient that the gradient actor has computed, as a step.
 
-        Returns None if the gradient actor died, and another one computes the step again. Raises the errors of
-        `RayGradients.finish`.
+        Returns None if the gradient actor died; another gradient actor then computes the step again. Raises the errors
+        of `RayGradients.finish`.
         """
         assert self._gradients is not None
         result = self._gradients.finish()
@@ -279,7 +295,7 @@ class RayProposer:
 
 
 def _learned(call: Any) -> Any:
-    """The result of a call to the searcher's actor; raises StudyFailed if the searcher's policy cannot learn."""
+    """The result of a call to the searcher's actor. Raises StudyFailed if the searcher's policy cannot learn."""
     try:
         return ray.get(call)
     except RayTaskError as error:

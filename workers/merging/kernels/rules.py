@@ -1,8 +1,9 @@
 """Rules: the formulas by which kernels compute each element of a merge, on every device.
 
-All methods that have a kernel reduce to these few rules. A rule consists of plain numbers, and a few rules have
-tensors; numbers per source are tuples in the order of the sources. theta_s is source s, b the base, and tau_s their
-difference theta_s - b. Most rules first set some elements of each tau_s to zero; their field `sparse` decides which.
+All methods that have a kernel reduce to these few rules. A rule consists of plain numbers; a few rules also have
+tensors. Numbers for each source are tuples in the order of the sources. theta_s is source s, b is the base, and tau_s
+is the task vector theta_s - b. Most rules first set some elements of each tau_s to zero; the field `sparse` of a rule
+decides which elements.
 """
 
 from __future__ import annotations
@@ -58,18 +59,19 @@ class Whole(NamedTuple):
 
 
 class ByMark(NamedTuple):
-    """Kind of comparison with a threshold: by magnitude, and by the tie-breaking mark if magnitudes are equal.
+    """Comparison of elements with a threshold by magnitude and, if magnitudes are equal, by tie-breaking mark.
 
-    It is used if many elements have the magnitude of the threshold. `workers.merging.order_statistics` defines marks.
+    A mark is a number that orders elements of equal magnitude (`workers.merging.order_statistics`). This kind of
+    comparison is used if many elements have the magnitude of the threshold.
     """
 
 
 class ByMagnitude(NamedTuple):
-    """Kind of comparison with a threshold: by magnitude alone, which leaves a few elements undecided.
+    """Comparison of an element with a threshold by magnitude alone, which leaves a few elements undecided.
 
     Elements with a magnitude of `aboves` or more are at the threshold or above, and elements with a magnitude of
-    `belows` or less are below it. The elements between the two are undecided; they include all elements that have the
-    threshold's magnitude. Both fields have a number for each source.
+    `belows` or less are below the threshold. The elements between these two magnitudes are undecided; they include all
+    elements that have the threshold's magnitude. Both fields have a number for each source.
     """
 
     belows: Numbers
@@ -82,12 +84,13 @@ Comparison = ByMark | ByMagnitude
 class Trimmed(NamedTuple):
     """Sparsification that keeps the elements of each task vector at a threshold or above.
 
-    Each source has a threshold: a magnitude with a tie-breaking mark (`order_statistics.Threshold`). It is known by two
-    bounds: `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds are equal, they are the threshold.
-    Otherwise the threshold is at an element strictly between them: the element with the index `ranks` among these
-    elements, from 0 in ascending order. `factors` determine the elements' marks. `by` says how elements are compared
-    with the threshold: by magnitude and mark (`ByMark`), or by magnitude alone (`ByMagnitude`). All fields but `by`
-    have a number for each source.
+    Each source has a threshold: a magnitude with a tie-breaking mark (`order_statistics.Threshold`). A mark is a number
+    that orders elements of equal magnitude. Two bounds of the threshold are known: `lows` with `low_marks`, and `highs`
+    with `high_marks`. If the bounds are equal, they are the threshold. Otherwise the threshold is at one of the
+    elements strictly between the bounds: if these elements are sorted in ascending order, it is the element with the
+    index `ranks`. `factors` determine the marks of elements. `by` says how elements are compared with the threshold: by
+    magnitude and mark (`ByMark`), or by magnitude alone (`ByMagnitude`). All fields except `by` have a number for each
+    source.
     """
 
     by: Comparison
@@ -100,13 +103,14 @@ class Trimmed(NamedTuple):
 
 
 class Between(NamedTuple):
-    """Sparsification that keeps the elements of each task vector between two thresholds, both included.
+    """Sparsification that keeps the elements of each task vector between two thresholds, which are included.
 
-    Each source has a lower threshold and an upper one, whose fields begin with `top_`. A threshold is known by two
-    bounds, magnitudes with tie-breaking marks: `lows` with `low_marks`, and `highs` with `high_marks`. If the bounds
-    differ, the threshold is at the element with the index `ranks` among the elements strictly between them, in
-    ascending order. `by` says how elements are compared with the threshold (`ByMark` or `ByMagnitude`). `factors`
-    determine the marks of elements.
+    Each source has a lower and an upper threshold; the fields of the upper threshold begin with `top_`. Two bounds of a
+    threshold are known, which are magnitudes with tie-breaking marks: `lows` with `low_marks`, and `highs` with
+    `high_marks`. A mark is a number that orders elements of equal magnitude. If the bounds differ, the threshold is at
+    one of the elements strictly between the bounds: if these elements are sorted in ascending order, it is the element
+    with the index `ranks`. `by` says how elements are compared with the threshold (`ByMark` or `ByMagnitude`).
+    `factors` determine the marks of elements.
     """
 
     by: Comparison
@@ -125,7 +129,7 @@ class Between(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Sparsification that keeps elements of task vectors at random, and multiplies them by `scales`.
+    """Sparsification that keeps random elements of task vectors, and multiplies the kept elements by `scales`.
 
     The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the low and high 32 bits of the masks'
     keys. An element is kept if its hash is at most the number in `bounds`. All fields have a number for each source.
@@ -140,10 +144,10 @@ class Dropped(NamedTuple):
 class Sampled(NamedTuple):
     """Sparsification that keeps elements at random, with a probability that depends on the rank of their magnitude.
 
-    The probability is start + |rank - origin| step, in float64, with start, origin and step for each source. `ranks`
-    has a tensor for each source: the rank of each magnitude in its row, from 0 for the smallest. The random masks are
-    those of `workers.merging.masks`; `k0s` and `k1s` are the low and high 32 bits of the masks' keys. Elements that are
-    kept are divided by their probability if `is_divided` is 1, and multiplied by `scales`.
+    The probability is start + |rank - origin| step, in float64. Each source has its own start, origin and step. `ranks`
+    has a tensor for each source: the rank of each magnitude in its row, where the smallest magnitude has rank 0. The
+    random masks are those of `workers.merging.masks`; `k0s` and `k1s` are the low and high 32 bits of the masks' keys.
+    Kept elements are multiplied by `scales`. If `is_divided` is 1, they are also divided by their probability.
     """
 
     k0s: Words
@@ -162,7 +166,7 @@ Sparsity = Whole | Trimmed | Between | Dropped | Sampled
 class WeightedSum(NamedTuple):
     """Rule: the weighted sum of the sources, sum_s w_s theta_s, without the base.
 
-    theta_s is source s, and w_s its weight.
+    theta_s is source s, and w_s is its number in `weights`.
     """
 
     weights: Numbers
@@ -171,7 +175,7 @@ class WeightedSum(NamedTuple):
 class TaskSum(NamedTuple):
     """Rule: the base plus a weighted sum of task vectors, (sum_s w_s tau_s) + b, where the base is added last.
 
-    b is the base, tau_s the difference of source s from the base, and w_s its weight.
+    b is the base, tau_s is the difference of source s from the base, and w_s is its number in `weights`.
     """
 
     weights: Numbers
@@ -180,7 +184,8 @@ class TaskSum(NamedTuple):
 class Sum(NamedTuple):
     """Rule: the base plus task vectors times factors, b + f_1 tau_1 + f_2 tau_2 + ..., added in this order.
 
-    b is the base, tau_s the task vector of source s after the sparsification `sparse`, and f_s its number in `factors`.
+    b is the base. tau_s is the task vector of source s after the sparsification `sparse`, and f_s is its number in
+    `factors`.
     """
 
     sparse: Sparsity
@@ -190,8 +195,8 @@ class Sum(NamedTuple):
 class Mean(NamedTuple):
     """Rule: the base plus lambda times the mean of the sparse task vectors that have the elected sign.
 
-    This is computed for each element. The elected sign is the sign of the sum of the task vectors after the
-    sparsification `sparse`. Where the sum is zero, the result is the base.
+    The rule is computed for each element. The elected sign is the sign of the sum of the task vectors after the
+    sparsification `sparse`. Where this sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -201,7 +206,7 @@ class Mean(NamedTuple):
 class AgreeingSum(NamedTuple):
     """Rule: the base plus lambda times the sum of the sparse task vectors that have the elected sign.
 
-    This is computed for each element. The elected sign is the sign of the sum of all task vectors after the
+    The rule is computed for each element. The elected sign is the sign of the sum of all task vectors after the
     sparsification `sparse`. Where this sum is zero, the result is the base.
     """
 
@@ -212,9 +217,10 @@ class AgreeingSum(NamedTuple):
 class Weighted(NamedTuple):
     """Rule: the base plus lambda times the sum of the weighted task vectors that have the elected sign.
 
-    This is computed for each element of the task vectors after the sparsification `sparse`, times their `weights`. The
-    elected sign is that of the sum of all weighted task vectors, and positive if this sum is zero. If `normalize` is 1,
-    the sum is divided by the sum of the weights of the task vectors that have the sign.
+    The rule is computed for each element. A weighted task vector is a task vector after the sparsification `sparse`,
+    times its number in `weights`. The elected sign is the sign of the sum of all weighted task vectors; it is positive
+    if this sum is zero. If `normalize` is 1, the sum of the weighted task vectors that have the elected sign is divided
+    by the sum of their weights.
     """
 
     sparse: Sparsity
@@ -226,8 +232,8 @@ class Weighted(NamedTuple):
 class WeightedMean(NamedTuple):
     """Rule: base + (weighted sum of the task vectors that have the elected sign) / (number of these task vectors).
 
-    This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
-    the unweighted sum of all task vectors, and positive if this sum is zero.
+    The rule is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is the
+    sign of the unweighted sum of all task vectors; it is positive if this sum is zero.
     """
 
     sparse: Sparsity
@@ -237,10 +243,10 @@ class WeightedMean(NamedTuple):
 class Interpolation(NamedTuple):
     """Rule of `m3_ties`: the base plus lambda times the weighted mean of the task vectors that have the elected sign.
 
-    This is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is that of
-    the sum of all task vectors; where the sum is zero, the result is the base. The weights are divided by the sum of
-    the weights of the task vectors that have this sign. If only one task vector has this sign, it is used instead of
-    the mean, also if its weight is 0.
+    The rule is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is the
+    sign of the sum of all task vectors. Where this sum is zero, the result is the base. The weights are divided by the
+    sum of the weights of the task vectors that have the elected sign. If only one task vector has the elected sign, it
+    is used instead of the mean, even if its weight is 0.
     """
 
     sparse: Sparsity
@@ -251,9 +257,10 @@ class Interpolation(NamedTuple):
 class Agreed(NamedTuple):
     """Rule: the base plus lambda m if enough sources agree with the merged task vector m, else the base.
 
-    This is computed for each element. Source s agrees if |tau_s| >= w_s |m - tau_s|, with tau_s its difference from the
-    base and w_s its number in `mask_lambdas`; at least `agreement` sources must agree. m is the sum of all tau_s if
-    `sparse` is `Whole`, else the mean of the sparse task vectors as in the rule `Mean`.
+    The rule is computed for each element. Source s agrees if |tau_s| >= w_s |m - tau_s|, where tau_s is the difference
+    of the source from the base, and w_s is its number in `mask_lambdas`. At least `agreement` sources must agree. If
+    `sparse` is `Whole`, m is the sum of all tau_s. Otherwise m is the mean of the sparse task vectors, as in the rule
+    `Mean`.
     """
 
     sparse: Sparsity
@@ -274,11 +281,14 @@ class SharedOut(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """Rule: the base plus a weighted mean of task vectors if their variance reaches a threshold, else the base.
+    """Rule of SCE: the base plus a weighted mean of task vectors, where the variance between task vectors is large.
 
-    This is computed for each element. The mean is over the task vectors that have the sign of their sum. The threshold
-    is the variance `threshold` with the tie-breaking mark `mark`. `by` is the comparison that decides for every element
-    whether its variance reaches the threshold; `factor` gives the marks of elements.
+    The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
+    the result is the base. Otherwise the result is the base plus the weighted mean, with the weights `weights`, of the
+    task vectors that have the elected sign, which is the sign of the sum of all task vectors. The threshold consists of
+    the variance `threshold` and the number `mark`. Every element has such a number, its tie-breaking mark, which orders
+    elements of equal variance (`workers.merging.order_statistics`); marks are computed with `factor`. `by` says whether
+    elements are compared with the threshold by variance and mark (`ByMark`), or by variance alone (`ByMagnitude`).
     """
 
     by: Comparison
@@ -289,12 +299,13 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """Rule of mergekit's SCE: the base plus a weighted mean of task vectors where their variance reaches a threshold.
+    """Rule of mergekit's SCE: the base plus a weighted mean of task vectors, where the variance between them is large.
 
-    For all other elements, the result is the base. The mean is over the task vectors that have the sign of their sum; a
-    sum of zero counts as positive. The divisor of the mean, a sum of weights, is at least `least`. The threshold is the
-    variance `threshold` with the tie-breaking mark `mark`. `by` is the comparison that decides for every element
-    whether its variance reaches the threshold; `factor` gives the marks of elements.
+    The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
+    the result is the base. Otherwise the result is the base plus the weighted mean, with the weights `weights`, of the
+    task vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors; it is positive
+    if this sum is zero. The divisor of the mean is the sum of the weights of these task vectors, but at least `least`.
+    The fields `by`, `threshold`, `mark` and `factor` describe the threshold as in the rule `Variable`.
     """
 
     by: Comparison
@@ -306,10 +317,10 @@ class VariableElection(NamedTuple):
 
 
 class Important(NamedTuple):
-    """Rule: the first of two sources, with the important elements of the second.
+    """Rule: the first of two sources, with the important elements of the second source.
 
-    An element is important if |theta_2 - theta_1| times the number of its row in `rows`, in float32, is at least
-    `threshold`. theta_1 and theta_2 are the two sources.
+    theta_1 and theta_2 are the two sources. An element is important if |theta_2 - theta_1|, times the number of the
+    element's row in `rows`, is at least `threshold`. The product is computed in float32.
     """
 
     threshold: float
@@ -324,8 +335,8 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
     """Choose the kind of comparison of elements with thresholds, for each list in `each`.
 
     A list describes one threshold for each source, as a `Trim`. If many elements may have the magnitude of one of the
-    thresholds (`Trim.is_tied`), all comparisons use tie-breaking marks (`ByMark`); otherwise they use magnitudes alone
-    (`ByMagnitude`).
+    thresholds (`Trim.is_tied`), all comparisons use magnitudes and tie-breaking marks (`ByMark`). Otherwise they use
+    magnitudes alone (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):

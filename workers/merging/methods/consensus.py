@@ -24,9 +24,10 @@ __all__ = [
 
 
 def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """For each element, the mean of the task vectors that have the sign of their sum; zero where the sum is zero.
+    """For each element, the mean of the task vectors that have the elected sign (TIES).
 
-    `taus` are the task vectors. These are equations 7 and 8 of "Automated Model Merging", TIES (arXiv:2306.01708).
+    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero. The
+    function computes equations 7 and 8 of "Automated Model Merging", which are those of TIES (arXiv:2306.01708).
     """
     return _mean_of_agreeing(taus, _sum(taus).sign_())
 
@@ -34,18 +35,18 @@ def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 def elected_balance(taus: Sequence[torch.Tensor]) -> int:
     """Number of positive elements in the sum of the task vectors `taus`, minus the number of negative elements.
 
-    The sign of the result is the majority sign.
+    The sign of the result is the majority sign: the sign that most elements of the sum have.
     """
     summed = _sum(taus)
     return int((summed > 0).sum()) - int((summed < 0).sum())
 
 
 def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = None) -> torch.Tensor:
-    """For each element, the mean of those task vectors that have the elected sign.
+    """For each element, the mean of the task vectors that have the elected sign (MergeLM).
 
-    The elected sign is that of the sum of all task vectors `taus`. Where the sum is zero, the elected sign is the
-    majority sign, which is the sign of `majority`; by default it is the sign that most elements of the tensor have in
-    the sum (MergeLM).
+    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the elected sign is the
+    sign of `majority`. By default, it is then the majority sign of the tensor: the sign that most elements of the sum
+    have.
     """
     return _mean_of_agreeing(taus, _elected_or_majority(taus, majority))
 
@@ -65,9 +66,9 @@ def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *, normalize: bool) -> torch.Tensor:
     """For each element, the weighted sum of the task vectors that have the elected sign (mergekit).
 
-    `taus` are the task vectors. The elected sign is the sign of the weighted sum of all task vectors, and positive if
+    `taus` are the task vectors. The elected sign is the sign of the weighted sum of all task vectors; it is positive if
     this sum is zero. With `normalize`, the result is divided by the sum of the weights of the task vectors that have
-    the elected sign, unless these weights sum to zero.
+    the elected sign. The result is not divided if these weights sum to zero.
     """
     taus = [tau.mul_(weight) for tau, weight in zip(taus, weights, strict=True)]
     is_positive = _sum(taus) >= 0
@@ -82,9 +83,9 @@ def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *,
 
 
 def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """For each element, the weighted sum of the task vectors that have the elected sign, divided by their number.
+    """For each element, a weighted sum of the task vectors that have the elected sign, divided by their number (PEFT).
 
-    The elected sign is the sign of the unweighted sum of all task vectors, and positive if this sum is zero (PEFT).
+    The elected sign is the sign of the unweighted sum of all task vectors `taus`; it is positive if this sum is zero.
     """
     is_positive = _sum(taus) >= 0
     merged = torch.zeros_like(taus[0])
@@ -99,9 +100,10 @@ def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float
 def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """For each element, the weighted mean of the task vectors that have the elected sign.
 
-    The elected sign is that of the sum of all task vectors `taus`; where the sum is zero, the result is zero. The
-    weights are divided by the sum of the weights of the task vectors that have this sign. If only one task vector has
-    the sign, this task vector is the result. This is the interpolation of Mixup Model Merge (M3), appendix H.
+    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero. The
+    weights are divided by the sum of the weights of the task vectors that have the elected sign. If only one task
+    vector has the elected sign, the result is this task vector. This is the interpolation of Mixup Model Merge (M3),
+    appendix H.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)
@@ -122,11 +124,12 @@ def disjoint_majority_interpolation(
 ) -> torch.Tensor:
     """For each element, an interpolation of the task vectors that have the elected sign; it is continuous in `weights`.
 
-    The elected sign is the sign of the sum of all task vectors `taus`. If this sum is zero, it is the majority sign, as
-    in `disjoint_majority_mean`. The shares are the weights divided by the sum of all weights. The shares of task
-    vectors that do not have the elected sign are divided equally among those that do. So two task vectors are
-    interpolated by their shares, a task vector that alone has the elected sign is the result, and equal weights give
-    the mean (Mixup Model Merge, M3, appendix H).
+    The elected sign is the sign of the sum of all task vectors `taus`. If this sum is zero, the elected sign is the
+    majority sign, as in `disjoint_majority_mean`. The share of a task vector is its weight divided by the sum of all
+    weights. The shares of the task vectors that do not have the elected sign are divided equally among the task vectors
+    that have it. So if two task vectors have the elected sign, they are interpolated by their shares. If only one task
+    vector has the elected sign, the result is this task vector. Equal weights give the mean (Mixup Model Merge, M3,
+    appendix H).
     """
     elected = _elected_or_majority(taus, majority)
     shares = [weight / fsum(weights) for weight in weights]

@@ -1,8 +1,8 @@
 """Task arithmetic and related methods: task vectors are sparsified, merged by sign or weight, and added to the base.
 
-Equation numbers are those of "Automated Model Merging", section A.2, unless another source is named. `magnitudes` are
-the tables of |source - base|, one per source, and `ranks` the ranks of these magnitudes in their rows, if known.
-`orders` determine the order of elements of equal magnitude in each source.
+Equation numbers are those of "Automated Model Merging", section A.2, unless another source is named. `magnitudes` has a
+table of |source - base| for each source, and `ranks` has the ranks of these magnitudes in their rows. Both are None if
+they are not known. `orders` determine the order of elements of equal magnitude in each source.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ Norms = Sequence[float] | None
 def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas: Sequence[float]) -> torch.Tensor:
     """Task arithmetic (arXiv:2212.04089): theta_pre + sum_t lambda_t (theta_t - theta_pre).
 
-    theta_pre is the base, theta_t is model t. These are equations 4 and 5 of "Automated Model Merging". Equation 5 has
-    one lambda for all task vectors; a lambda for each task vector is the common generalisation.
+    theta_pre is the base, and theta_t is model t. The method is defined by equations 4 and 5 of "Automated Model
+    Merging". Equation 5 has one lambda for all task vectors; a lambda for each task vector is the common
+    generalisation.
     """
     merged = base.clone()
     for tensor, lambda_ in zip(tensors, lambdas, strict=True):
@@ -75,11 +76,12 @@ def ties(
 ) -> torch.Tensor:
     """TIES-Merging (arXiv:2306.01708): trim task vectors, elect signs, average elements with these signs, and scale.
 
-    These are equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest magnitudes of
-    the n elements of a tensor. The elected sign of an element is that of the unweighted sum of the trimmed task
-    vectors. Where the sum is zero there is no elected sign, and the result is the base. Elsewhere the result is the
-    base plus lambda times the mean of the trimmed task vectors that have the elected sign. `magnitudes` has for each
-    model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    The method is defined by equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest
+    magnitudes of the n elements of a tensor. The elected sign of an element is the sign of the unweighted sum of the
+    trimmed task vectors. Where this sum is zero there is no elected sign, and the result is the base. Elsewhere the
+    result is the base plus lambda times the mean of the trimmed task vectors that have the elected sign. `magnitudes`
+    has, for each model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model,
+    the order of elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
@@ -99,10 +101,11 @@ def ties_majority(
     """TIES-Merging (`ties`) with the majority sign where the trimmed task vectors cancel (MergeLM).
 
     The majority sign is the sign of `majority`; by default it is the sign elected for most elements of the tensor.
-    Where the task vectors sum to zero, the elements with this sign are averaged. "Automated Model Merging" and M3
-    (Mixup Model Merge) use this form. k is the share of elements that trimming keeps; the merged task vector is
-    multiplied by lambda and added to the base. `magnitudes` has for each model the table of its task vector's
-    magnitudes, if known, and `orders` the order of equal magnitudes.
+    Where the trimmed task vectors sum to zero, the task vectors that have the majority sign are averaged. "Automated
+    Model Merging" and M3 (Mixup Model Merge) use this form of TIES. k is the share of elements that trimming keeps. The
+    merged task vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, the table of its
+    task vector's magnitudes, if the table is known. `orders` has, for each model, the order of elements of equal
+    magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)
@@ -121,8 +124,8 @@ def ties_sum(
     """TIES-Merging (`ties`) in which the task vectors that have the elected sign are added, not averaged.
 
     This method is the variant "sum" of MergeBench. k is the share of elements that trimming keeps; the merged task
-    vector is multiplied by lambda and added to the base. `magnitudes` has for each model the table of its task vector's
-    magnitudes, if known, and `orders` the order of equal magnitudes.
+    vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, the table of its task
+    vector's magnitudes, if the table is known. `orders` has, for each model, the order of elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
@@ -145,10 +148,11 @@ def ties_weighted(
 
     `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
     Where the weighted sum of the trimmed task vectors is zero, the positive sign is elected. With `normalize`, the
-    weighted sum of the task vectors that have the elected sign is divided by the sum of their weights. The merged task
-    vector is multiplied by lambda and added to the base. With `rescale`, trimmed task vectors are scaled to the sum of
-    magnitudes that they had before trimming. `magnitudes` has for each model the table of its task vector's magnitudes,
-    if known, and `orders` the order of equal magnitudes.
+    weighted sum of the task vectors that have the elected sign is divided by the sum of the weights of these task
+    vectors. The merged task vector is multiplied by lambda and added to the base. With `rescale`, trimmed task vectors
+    are scaled to the sum of magnitudes that they had before trimming. `magnitudes` has, for each model, the table of
+    its task vector's magnitudes, if the table is known. `orders` has, for each model, the order of elements of equal
+    magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
@@ -170,9 +174,10 @@ def ties_peft(
     """TIES-Merging with weights that do not count in the election of signs (PEFT, GENOME).
 
     `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
-    Where the sum of the trimmed task vectors is zero, the positive sign is elected. The result is the base plus the
-    weighted sum of the trimmed task vectors that have the elected sign, divided by their number. `magnitudes` has for
-    each model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    Where the sum of the trimmed task vectors is zero, the positive sign is elected. The weighted sum of the trimmed
+    task vectors that have the elected sign is divided by the number of these task vectors, and added to the base.
+    `magnitudes` has, for each model, the table of its task vector's magnitudes, if the table is known. `orders` has,
+    for each model, the order of elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
@@ -197,8 +202,9 @@ def m3_ties(
 
     The paper has two models with weights w and 1 - w. With more models, the weights of the models that keep an element
     are divided by their sum; where this sum is zero, the result is the base. So the result is not continuous where the
-    weights of all models that keep an element go to zero; `m3_ties_majority` is continuous. `magnitudes` has for each
-    model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    weights of all models that keep an element go to zero; `m3_ties_majority` is continuous. `magnitudes` has, for each
+    model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model, the order of
+    elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
@@ -222,11 +228,12 @@ def m3_ties_majority(
     the trimmed task vectors sum to zero, the sign of `majority` is elected; by default it is the sign elected for most
     elements of the tensor. The result is multiplied by lambda and added to the base.
 
-    The authors' code has two models with weights w and 1 - w: an element that both keep is interpolated, and an element
-    that a single model keeps is used without a weight. With more models, the shares of the models that do not keep an
-    element are divided equally among the models that keep it. For two models the result is that of the authors' code.
-    It is continuous in the weights, and for equal weights it is that of `ties_majority`. `magnitudes` has for each
-    model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    The authors' code merges two models with weights w and 1 - w. In this code, an element that both models keep is
+    interpolated, and an element that a single model keeps is used without a weight. With more models, the shares of the
+    models that do not keep an element are divided equally among the models that keep it. For two models the result is
+    that of the authors' code. The result is continuous in the weights, and for equal weights it is the result of
+    `ties_majority`. `magnitudes` has, for each model, the table of its task vector's magnitudes, if the table is known.
+    `orders` has, for each model, the order of elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_interpolation(taus, weights, majority).mul_(lambda_).add_(base)
@@ -248,10 +255,11 @@ def m3_dare_ties(
 ) -> torch.Tensor:
     """DARE, then Mixup Model Merge inside TIES (M3, table 7), in the order of the authors' code.
 
-    A random mask keeps the share density_t of task vector t, divided by density_t; `keys` has the mask's key for each
-    model. Dropped elements are zero. Then `m3_ties_majority` trims, elects and interpolates; its k is a share of all
-    elements, including the dropped ones. With equal weights the result is that of DARE with TIES in MergeLM.
-    `magnitudes` has for each model the magnitudes of its task vector after the mask, if known.
+    A random mask keeps the share density_t of the elements of task vector t. The kept elements are divided by
+    density_t, and the other elements are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority`
+    trims, elects and interpolates; its k is a share of all elements, including the elements that DARE has set to zero.
+    With equal weights the result is the same as that of DARE with TIES in MergeLM. `magnitudes` has, for each model,
+    the magnitudes of its task vector after the mask, if they are known.
     """
     taus = [
         trimmed(masked, k, order, known)
@@ -276,7 +284,7 @@ def dare_linear(
 ) -> torch.Tensor:
     """DARE with task arithmetic (arXiv:2311.03099): theta_pre + sum_t lambda_t m_t tau_t / density_t.
 
-    theta_pre is the base, and tau_t the task vector of model t. m_t is a random mask that keeps the share density_t
+    theta_pre is the base, and tau_t is the task vector of model t. m_t is a random mask that keeps the share density_t
     (the paper's 1 - p) of the elements; `keys` has the mask's key for each model. With density 1 the method is task
     arithmetic.
     """
@@ -301,7 +309,7 @@ def dare_linear_l1(
 
     The method is `dare_linear`, except that the elements that the random mask keeps are not divided by the density. If
     `rescale` is true, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms` has this
-    sum for each model, if known.
+    sum for each model, if it is known.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -321,9 +329,9 @@ def dare_ties(
 ) -> torch.Tensor:
     """DARE in place of TIES' trimming (arXiv:2311.03099): signs are elected among m_t tau_t / density_t.
 
-    tau_t is the task vector of model t, and m_t a random mask that keeps the share density_t of its elements; `keys`
-    has the mask's key for each model. For each element, the sparse task vectors that have the sign of their sum are
-    averaged. The mean is multiplied by lambda and added to the base.
+    tau_t is the task vector of model t. m_t is a random mask that keeps the share density_t of the elements of tau_t;
+    `keys` has the mask's key for each model. For each element, the sparse task vectors that have the sign of the sum of
+    all sparse task vectors are averaged. The mean is multiplied by lambda and added to the base.
     """
     return consensus.disjoint_mean(masked_task_vectors(tensors, base, densities, keys)).mul_(lambda_).add_(base)
 
@@ -345,8 +353,9 @@ def dare_ties_l1(
 
     DARE keeps the share `densities` of the elements of each task vector at random, by masks with the keys `keys`. With
     `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task vector; `norms` has this sum for
-    each model, if known. Then signs are elected and task vectors averaged with `weights`, as in `ties_weighted`; the
-    mean is multiplied by lambda and added to the base. Without `normalize` the mean is replaced by a weighted sum.
+    each model, if it is known. Then signs are elected and task vectors are averaged with `weights`, as in
+    `ties_weighted`. The mean is multiplied by lambda and added to the base. Without `normalize`, a weighted sum is used
+    in place of the mean.
     """
     taus = [
         _dropped_l1(tensor - base, density, key, norm, rescale=rescale)
@@ -367,18 +376,18 @@ def m3_dare(
 ) -> torch.Tensor:
     """Mixup Model Merge of task vectors with elements dropped by DARE (M3, section 4.4).
 
-    The result is theta_pre + lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, tau_t the task vector of
-    model t, and m_t a random mask that keeps the share density_t of its elements; `keys` has the mask's key for each
-    model. The weights w_t are divided by their sum, so that direction and magnitude are set separately. The method is
-    `dare_linear` with lambda_t = lambda w_t.
+    The result is theta_pre + lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, and tau_t is the task
+    vector of model t. m_t is a random mask that keeps the share density_t of the elements of tau_t; `keys` has the
+    mask's key for each model. The weights w_t are divided by their sum, so that direction and magnitude are set
+    separately. The method is `dare_linear` with lambda_t = lambda w_t.
     """
     return dare_linear(tensors, base, lambdas=m3_lambdas(weights, lambda_), densities=densities, keys=keys)
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The lambda of each model with which `dare_linear` computes `m3_dare`.
+    """The lambda of each model with which `dare_linear` computes the result of `m3_dare`.
 
-    It is `lambda_` times the model's weight, divided by the sum of the weights.
+    The lambda of a model is `lambda_` times the model's weight, divided by the sum of the weights.
     """
     total = fsum(weights)
     return [lambda_ * weight / total for weight in weights]
@@ -398,12 +407,12 @@ def della(
 ) -> torch.Tensor:
     """DELLA (arXiv:2406.11617): TIES with MagPrune in place of trimming.
 
-    MagPrune (`sparsify.magnitude_sampled`) drops elements at random, the smaller ones more often, and divides each kept
-    element by its probability. `densities`, `epsilons` and `keys` (of the random masks) have a value for each model.
-    The probability of keeping an element is from density - epsilon to density + epsilon. `ranks` has for each model the
-    ranks of its magnitudes in each row, if known, and `orders` the order of equal magnitudes. For each element, the
-    sparse task vectors that have the sign of their sum are averaged. The mean is multiplied by lambda and added to the
-    base.
+    MagPrune (`sparsify.magnitude_sampled`) drops elements at random; it drops smaller elements more often, and divides
+    each kept element by the probability of keeping it. This probability is from density - epsilon to density + epsilon.
+    `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
+    model, the ranks of its magnitudes in each row, if the ranks are known. `orders` has, for each model, the order of
+    elements of equal magnitude. For each element, the sparse task vectors that have the sign of the sum of all sparse
+    task vectors are averaged. The mean is multiplied by lambda and added to the base.
     """
     taus = [
         magnitude_sampled(tensor - base, density, epsilon, key, order, ranks=known)
@@ -434,9 +443,10 @@ def della_l1(
     MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density +
     epsilon, by the rank of its magnitude in its row; `keys` are the keys of the random masks. With `rescale`, the kept
     elements of a task vector are scaled to the sum of magnitudes of the whole task vector. Then signs are elected and
-    task vectors averaged with `weights`, as in `ties_weighted`; the mean is multiplied by lambda and added to the base.
-    Without `normalize` the mean is replaced by a weighted sum. `ranks` has for each model the ranks of its magnitudes
-    in each row, if known, and `orders` the order of equal magnitudes.
+    task vectors are averaged with `weights`, as in `ties_weighted`. The mean is multiplied by lambda and added to the
+    base. Without `normalize`, a weighted sum is used in place of the mean. `ranks` has, for each model, the ranks of
+    its magnitudes in each row, if the ranks are known. `orders` has, for each model, the order of elements of equal
+    magnitude.
     """
     taus = [
         _sampled_l1(tensor - base, density, epsilon, key, order, known, rescale=rescale)
@@ -461,10 +471,11 @@ def della_linear(
 ) -> torch.Tensor:
     """DELLA without the election of signs (arXiv:2406.11617): theta_pre + sum_t lambda_t MagPrune(tau_t).
 
-    theta_pre is the base, and tau_t the task vector of model t. MagPrune (`sparsify.magnitude_sampled`) keeps each
-    element with a probability from density - epsilon to density + epsilon, larger ones more often, and divides it by
-    this probability. `keys` are the keys of the random masks. `ranks` has for each model the ranks of its magnitudes in
-    each row, if known, and `orders` the order of equal magnitudes.
+    theta_pre is the base, and tau_t is the task vector of model t. MagPrune (`sparsify.magnitude_sampled`) keeps each
+    element with a probability from density - epsilon to density + epsilon, and divides each kept element by this
+    probability. Larger elements have a higher probability. `keys` are the keys of the random masks. `ranks` has, for
+    each model, the ranks of its magnitudes in each row, if the ranks are known. `orders` has, for each model, the order
+    of elements of equal magnitude.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -488,10 +499,11 @@ def della_linear_l1(
 ) -> torch.Tensor:
     """DELLA without the election of signs, as in mergekit (della_linear): the base plus sum_t lambda_t tau_t.
 
-    tau_t has the elements of the task vector of model t that MagPrune (`sparsify.magnitude_sampled`) keeps. It keeps
-    each element with a probability from density - epsilon to density + epsilon, by masks with the keys `keys`. With
-    `rescale`, tau_t is scaled to the sum of magnitudes of the whole task vector. `ranks` has for each model the ranks
-    of its magnitudes in each row, if known, and `orders` the order of equal magnitudes.
+    tau_t has the elements of the task vector of model t that MagPrune (`sparsify.magnitude_sampled`) keeps. MagPrune
+    keeps each element with a probability from density - epsilon to density + epsilon, by masks with the keys `keys`.
+    With `rescale`, tau_t is scaled to the sum of magnitudes of the whole task vector. `ranks` has, for each model, the
+    ranks of its magnitudes in each row, if the ranks are known. `orders` has, for each model, the order of elements of
+    equal magnitude.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -512,13 +524,15 @@ def breadcrumbs(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Model Breadcrumbs (arXiv:2312.06795): task arithmetic without the largest and the smallest elements.
+    """Model Breadcrumbs (arXiv:2312.06795): task arithmetic without the largest and smallest elements of task vectors.
 
-    The result is the base plus lambda_t times each task vector without its largest elements (the share gamma_t) and its
-    smallest elements, so that the share density_t is left (`sparsify.cut_both_ends`). The paper has one lambda. With
-    `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task vector
-    (mergekit). `magnitudes` has for each model the table of its task vector's magnitudes, if known, and `orders` the
-    order of equal magnitudes.
+    The result is the base plus, for each model t, lambda_t times the sparse task vector of the model. In a sparse task
+    vector the elements of largest magnitude, which are the share gamma_t of all elements, are set to zero. The elements
+    of smallest magnitude are also set to zero, so that the share density_t of all elements is left
+    (`sparsify.cut_both_ends`). The paper uses one lambda for all models. With `rescale`, the remaining elements of a
+    task vector are scaled to the sum of magnitudes of the whole task vector, as in mergekit. `magnitudes` has, for each
+    model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model, the order of
+    elements of equal magnitude.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
@@ -548,9 +562,10 @@ def breadcrumbs_ties(
 
     The largest elements of each task vector (the share gamma) and its smallest elements are set to zero, so that the
     share density is left. With `rescale`, the remaining elements are scaled to the sum of magnitudes of the whole task
-    vector. Then signs are elected and task vectors averaged with `weights`, as in `ties_weighted`; the mean is
-    multiplied by lambda and added to the base. Without `normalize` the mean is replaced by a weighted sum. `magnitudes`
-    has for each model the table of its task vector's magnitudes, if known, and `orders` the order of equal magnitudes.
+    vector. Then signs are elected and task vectors are averaged with `weights`, as in `ties_weighted`. The mean is
+    multiplied by lambda and added to the base. Without `normalize`, a weighted sum is used in place of the mean.
+    `magnitudes` has, for each model, the table of its task vector's magnitudes, if the table is known. `orders` has,
+    for each model, the order of elements of equal magnitude.
     """
     taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)

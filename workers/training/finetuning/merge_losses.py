@@ -1,9 +1,10 @@
 """Losses and task metrics of merges of trained experts.
 
 Paper: "MergOPT: A merge-aware optimizer for robust model merging", figure 2 (the joint loss over two coefficients),
-tables 1, 3, 20 and 21 (merge methods by optimizer and number of experts). Losses are those of the reference answers of
-the experts' evaluation tasks, in nats per token of an answer, in float32. Coefficients are chosen by the losses on some
-samples of each task; what is reported of a merge is measured on other samples.
+tables 1, 3, 20 and 21 (merge methods by optimizer and number of experts). Losses are measured on the reference answers
+of the experts' evaluation tasks, in nats per token of an answer, in float32. The coefficients of a merge are chosen by
+the losses on some samples of each task. The losses and metrics that are reported of the merge are measured on other
+samples.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ MAX_TOKENS = 4096  # in one forward pass
 class Landscape:
     """The sum of two experts' losses for merges with a grid of coefficients.
 
-    The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector and
-    `coefficients`[j] times the second's. An expert's loss is the loss on this expert's tasks.
+    The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector plus
+    `coefficients`[j] times the second expert's task vector. An expert's loss is the loss of the merge on this expert's
+    tasks.
     """
 
     experts: tuple[str, str]
@@ -80,7 +82,7 @@ class Landscape:
 
 
 class Candidate(NamedTuple):
-    """A merge of experts by a published method, with one of the coefficients that are compared.
+    """A merge of experts by a published method, with one of the coefficients that are compared for this method.
 
     `method` is the method's name in tables. `coefficient` is None for a method without a coefficient.
     """
@@ -94,17 +96,17 @@ class Candidate(NamedTuple):
 class MergeLoss:
     """The losses of merges of `num_experts` experts by one method, at the method's best coefficient.
 
-    The losses are means over all sets of this number of experts that are merged. The best coefficient is the one with
-    the lowest mean loss over the merged experts' tasks.
+    Several sets of `num_experts` experts may be merged; each loss is then a mean over these sets. The best coefficient
+    is the coefficient with the lowest mean loss over the merged experts' tasks.
 
     - `losses`: the loss on each expert's evaluation tasks, by the expert's alias
     - `mean`: the mean of `losses`
     - `spread`: the standard deviation, over the coefficients that were tried for the method, of the mean loss by which
-      the best one is chosen
+      the best coefficient is chosen
     - `coefficient`: the best coefficient, or None for a method without a coefficient
-    - `values`: the mean metric over each expert's evaluation tasks, by alias; empty if not measured
-    - `value`: the mean of `values`, or None if they were not measured
-    - `tried`: each coefficient that was tried, with the mean loss by which the best one is chosen
+    - `values`: the mean metric over each expert's evaluation tasks, by alias; empty if metrics were not measured
+    - `value`: the mean of `values`, or None if metrics were not measured
+    - `tried`: each coefficient that was tried, with the mean loss by which the best coefficient is chosen
     """
 
     method: str
@@ -119,7 +121,11 @@ class MergeLoss:
 
 
 class Report(NamedTuple):
-    """What is reported of a merge: the loss on each merged expert's tasks and their metrics, by alias."""
+    """The losses and metrics that are reported of a merge.
+
+    `losses` has the mean loss on the tasks of each merged expert, by the expert's alias. `values` has the mean metric
+    on the tasks of each merged expert, by the expert's alias.
+    """
 
     losses: Mapping[str, float]
     values: Mapping[str, float]
@@ -128,12 +134,14 @@ class Report(NamedTuple):
 class MergeLosses:
     """Measures merges of trained experts on each expert's tasks.
 
-    Coefficients are chosen on the first `samples` samples of each task, and merges are reported on as many after them;
-    a task with fewer than twice as many gives half of them to each. `directories` and `tasks` have each expert's
-    directory and tasks, by alias. `chats` are the aliases of the experts on whose tasks prompts are formatted with the
-    chat template. `max_length` is the largest number of tokens in a text. With `is_linearized`, a merge is the
-    linearization of the base at the merged weights, as experts of the method tangent are trained. Raises InvalidModel
-    if a model cannot be used, and InvalidTask for a sample without a reference answer and a task with a single sample.
+    Coefficients are chosen on the first `samples` samples of each task, and merges are reported on the next `samples`
+    samples. If a task has fewer than twice `samples` samples, half of its samples are used to choose coefficients, and
+    the other half to report merges. `directories` has the directory of each expert by alias, and `tasks` has the tasks
+    of each expert by alias. `chats` are the aliases of the experts on whose tasks prompts are formatted with the chat
+    template. `max_length` is the largest number of tokens in a text. With `is_linearized`, a merge is the linearization
+    of the base model, evaluated at the merged weights; experts of the method `tangent` are trained in the same way.
+    Raises InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a
+    single sample.
     """
 
     def __init__(
@@ -169,12 +177,18 @@ class MergeLosses:
             self._scorers[alias] = TaskScorer(str(self._bank.sources.result_dir), options, self._called)
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """The mean loss of a merge on the tasks of each merged expert, by alias, on the samples to choose by."""
+        """The mean loss of a merge on the tasks of each merged expert, by the expert's alias.
+
+        The losses are measured on the samples by which coefficients are chosen.
+        """
         self._hold(merge)
         return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}
 
     def report(self, merge: Merge) -> Report:
-        """The mean loss and the metrics of a merge on the tasks of each merged expert, on the samples to report."""
+        """The mean loss and the mean metric of a merge on the tasks of each merged expert, by the expert's alias.
+
+        Both are measured on the samples on which merges are reported. No coefficient is chosen by these samples.
+        """
         self._hold(merge)
         aliases = [source.model for source in merge.sources]
         losses = {alias: self._loss(alias, is_reported=True) for alias in aliases}
@@ -205,9 +219,10 @@ class MergeLosses:
 
 @dataclass(frozen=True)
 class _TaskSamples:
-    """A task's samples: those that coefficients are chosen by, and those that are reported, with their positions.
+    """A task's samples in two parts: the samples to choose coefficients by, and the samples to report merges on.
 
-    Losses are divided by `unit`.
+    `chosen_by` and `reported` have the reference answers of the two parts. `span` has the positions of the reported
+    samples: the first position, and the position after the last. Losses are divided by `unit`.
     """
 
     task: TaskSpec
@@ -218,7 +233,12 @@ class _TaskSamples:
 
     @classmethod
     def of(cls, task: TaskSpec, references: References, samples: int) -> _TaskSamples:
-        """Split a task's samples. Raises InvalidTask if there is only one."""
+        """Divide the samples of a task into the samples to choose coefficients by and the samples to report merges on.
+
+        Each part has `samples` samples, or about half of the task's samples if the task has fewer than twice as many.
+        `references` computes the reference answers of the samples. Raises InvalidTask if the task has fewer than two
+        samples.
+        """
         targets = tuple(references.targets(task))
         if len(targets) < 2:
             name = task.task.get("file") if isinstance(task.task, Mapping) else task.task
@@ -232,7 +252,7 @@ class _TaskSamples:
 
 
 class _Linearized:
-    """A linearized model, as the losses of samples take it."""
+    """Adapter of a linearized model to the interface that the computation of sample losses calls."""
 
     def __init__(self, model: LinearizedModel, device: torch.device) -> None:
         self._model, self.device = model, device
@@ -247,8 +267,8 @@ def lack_of_losses(
 ) -> Iterator[tuple[str, str]]:
     """Yield the reasons why the losses of merges of a fleet's experts cannot be measured, each with an expert's alias.
 
-    Nothing is yielded for a single expert, whose merges are never measured. `access` limits the files that tasks may
-    use, or is None for no limit.
+    A fleet consists of the experts that one fine-tuning trains. Nothing is yielded for a fleet with a single expert,
+    because merges of one expert are never measured. `access` limits the files that tasks may use; None means no limit.
     """
     for alias, spec in experts.items() if len(experts) > 1 else ():
         if spec.evaluation is None:
@@ -276,10 +296,11 @@ def losses_of_experts(
 ) -> MergeLosses:
     """Prepare to measure merges of a fleet's trained experts.
 
-    `directories` has the directory of each trained expert by alias. `samples` of each task of an expert's evaluation
-    choose coefficients, and as many are reported. `is_linearized` is that of `MergeLosses`. `access` limits the files
-    that tasks may use, or is None for no limit. Raises InvalidTask if an expert has no evaluation, and the errors of
-    `MergeLosses`.
+    A fleet consists of the experts that one fine-tuning trains. `directories` has the directory of each trained expert,
+    by alias. The arguments `samples` and `is_linearized` are passed on to `MergeLosses`: coefficients are chosen on
+    `samples` samples of each task of an expert's evaluation, and merges are reported on the next `samples` samples.
+    `access` limits the files that tasks may use; None means no limit. Raises InvalidTask if an expert has no
+    evaluation, and the errors of `MergeLosses`.
     """
     tasks = {}
     for alias, spec in experts.items():
@@ -305,8 +326,8 @@ def landscape(
 ) -> Landscape:
     """Measure the sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
 
-    `grid` has the coefficients that are used for both experts; all pairs of them are measured. `measure` returns a
-    merge's loss on each expert's tasks, by alias.
+    `grid` has the coefficients that are used for both experts; a merge is measured for each pair of coefficients.
+    `measure` returns a merge's loss on each expert's tasks, by the expert's alias.
     """
     sources = tuple(Source(alias) for alias in experts)
 
@@ -321,16 +342,19 @@ def landscape(
 def landscapes(
     measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, grid: Sequence[float] = GRID
 ) -> tuple[Landscape, ...]:
-    """The landscapes of the first NUM_LANDSCAPES pairs of experts; `measure` and `grid` are those of `landscape`."""
+    """The landscapes of the first NUM_LANDSCAPES pairs of experts.
+
+    `measure` and `grid` are passed on to `landscape`.
+    """
     pairs = list(combinations(experts[:IN_PAIRS], 2))[:NUM_LANDSCAPES]
     return tuple(landscape(measure, pair, grid=grid) for pair in pairs)
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
-    """Yield the merges of experts by the methods of the MergOPT paper, with all coefficients to compare.
+    """Yield the merges of experts by the methods of the MergOPT paper, with all coefficients that are compared.
 
-    The methods are weight averaging, task arithmetic, TIES and DARE, and with `wudi` WUDI-Merging (table 5), which
-    takes several hundred matrix products for each matrix. `seed` determines the random masks of DARE.
+    The methods are weight averaging, task arithmetic, TIES and DARE. With `wudi`, WUDI-Merging (table 5) is a further
+    method; it computes several hundred matrix products for each matrix. `seed` determines the random masks of DARE.
     """
     sources = tuple(Source(alias) for alias in experts)
     yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
@@ -355,10 +379,11 @@ def merge_table(
 ) -> tuple[MergeLoss, ...]:
     """Measure merges of experts: a row for each method and number of experts.
 
-    With more than two experts, the first rows are for all pairs of the first IN_PAIRS experts. The other rows are for
-    all experts together. `measure` returns the loss by which coefficients are chosen, on each expert's tasks, by alias.
-    `report` returns what is reported of the best merge, by default the same losses. `seed` determines the random masks
-    of DARE; with `wudi`, WUDI is one of the methods.
+    If there are more than two experts, the first rows are for pairs: all pairs of the first IN_PAIRS experts are
+    merged. The other rows are for the merge of all experts together. `measure` returns the loss on each expert's tasks,
+    by the expert's alias; coefficients are chosen by this loss. `report` returns the losses and metrics that are
+    reported of the best merge; by default, the losses of `measure` are reported. `seed` determines the random masks of
+    DARE. With `wudi`, WUDI-Merging is one of the methods.
     """
     sets = [[tuple(experts)]]
     if len(experts) > 2:
@@ -375,11 +400,12 @@ def mixed_table(
     seed: int = 0,
     wudi: bool = False,
 ) -> tuple[MergeLoss, ...]:
-    """Measure merges of two experts of which one was trained otherwise: a row for each method (MergOPT, table 19).
+    """Measure merges of two experts that were trained in different ways: a row for each method (MergOPT, table 19).
 
-    `experts` has the alias of an expert and that of the one that was trained otherwise for the same tasks. Merged are
-    all pairs of the first IN_PAIRS, with either of the two trained otherwise. The other arguments are those of
-    `merge_table`. Losses and metrics of the rows are by the aliases that are keys of `experts`.
+    For each expert, `experts` has its alias and the alias of another expert that was trained in another way for the
+    same tasks. From each pair of the first IN_PAIRS experts, two merges are made: in each merge, one of the two experts
+    is replaced by the expert that was trained in the other way. The other arguments are passed on to `merge_table`. The
+    losses and metrics in a row are listed by the aliases that are keys of `experts`.
     """
     pairs = list(combinations(list(experts)[:IN_PAIRS], 2))
     mixed = [pair for one, two in pairs for pair in ((one, experts[two]), (experts[one], two))]
@@ -403,9 +429,9 @@ def _rows(
     seed: int,
     wudi: bool,
 ) -> Iterator[MergeLoss]:
-    """Yield a row for each method, of means over `sets` of experts, all of one size.
+    """Yield a row for each method, with means over the sets of experts in `sets`.
 
-    The other arguments are those of `merge_table`.
+    All sets have the same number of experts. The other arguments are those of `merge_table`.
     """
     found: dict[str, list[tuple[float, tuple[Candidate, ...]]]] = {}
     for same in zip(*(candidates(experts, seed=seed, wudi=wudi) for experts in sets), strict=True):
@@ -430,7 +456,7 @@ def _rows(
 
 
 def _by_expert(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each expert's numbers over the merges that it is in."""
+    """The mean of each expert's numbers over the merges that contain the expert."""
     aliases = dict.fromkeys(alias for numbers in each for alias in numbers)
     return {alias: _mean(numbers[alias] for numbers in each if alias in numbers) for alias in aliases}
 

@@ -1,4 +1,7 @@
-"""The optimizers that the specification of a fine-tuning may name; the step of each is `step(closure)`."""
+"""The optimizers that the specification of a fine-tuning may name.
+
+A step of each optimizer is the call `step(closure)`.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ __all__ = ["fitted_scale", "make_optimizer", "read_task_vectors"]
 def fitted_scale(method: Method, base: Path) -> Fit | None:
     """Fit the scale of MergOPT's noise to the task vectors of the experts that the specification names (`fit_to`).
 
-    Returns None unless the method is MergOPT with `scale: auto` and noise that has a scale. `base` is the directory of
-    the base model. Raises InvalidModel, and ValueError if the task vectors are 0.
+    Returns None unless the method is MergOPT with `scale: auto` and a noise that has a scale. `base` is the directory
+    of the base model. Raises InvalidModel if a model cannot be used, and ValueError if the task vectors are 0.
     """
     if method.scale != "auto" or method.kind != "mergopt" or method.noise in OF_EXPERTS:
         return None
@@ -37,11 +40,13 @@ def fitted_scale(method: Method, base: Path) -> Fit | None:
 def read_task_vectors(
     method: Method, base: Path, model: torch.nn.Module, moved: Sequence[torch.nn.Parameter] | None = None
 ) -> TaskVectors | None:
-    """Read the task vectors of the experts of which MergOPT's offsets are made (`fit_to`).
+    """Read the task vectors of experts, if MergOPT makes its offsets from them.
 
-    Returns None unless the method is MergOPT with such offsets. `base` is the directory of the base model, whose
-    weights `model`, a transformers model in float32, still has. `moved` are the parameters that get the offset; None
-    means all. Raises InvalidModel for an expert with other tensors than the base.
+    An offset is what MergOPT adds to the parameters while the gradient is computed. The option `fit_to` of `method`
+    names the experts. Returns None if the method is not MergOPT, or if its offsets are random noise. `base` is the
+    directory of the base model. `model` is a transformers model in float32 that still has the weights of the base
+    model. `moved` are the parameters that get an offset; None means all parameters of `model`. Raises InvalidModel if
+    an expert has other tensors than the base model.
     """
     if method.kind != "mergopt" or method.noise not in OF_EXPERTS:
         return None
@@ -58,7 +63,7 @@ def read_task_vectors(
 def _weights(model: Any, expert: Checkpoint | None, base: Checkpoint) -> Mapping[str, torch.Tensor]:
     """The parameters of an expert in float32, by their names in the transformers model `model`.
 
-    Raises InvalidModel if the expert has other tensors than its base.
+    Raises InvalidModel if the expert has other tensors than the base model `base`.
     """
     assert expert is not None
     shapes = [{name: tensor.shape for name, tensor in each.tensors.items()} for each in (expert, base)]
@@ -85,7 +90,7 @@ def make_optimizer(
     """Make the optimizer that a specification names, for the parameters `trained` of `model`.
 
     `moved` are the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
-    parameters. `fitted` is the result of `fitted_scale`, which gives the scale of this offset; if it is None, the
+    parameters. `fitted` is the result of `fitted_scale`, which gives the scale of MergOPT's noise; if it is None, the
     specification gives the scale. `vectors` is the result of `read_task_vectors`.
     """
     parameters = list(trained)

@@ -1,12 +1,15 @@
 """The distributions from which a policy draws its actions: points among embeddings, or the steps that are allowed.
 
-With the action WOLPERTINGER, a policy draws a proto-action, a point in the space of the steps' embeddings, from a
-normal distribution. `wolpertinger` chooses a step near it. With CATEGORICAL, it draws one of the allowed steps; the
-logit of a step is the product of the policy network's output with the step's embedding.
+A policy draws an action for each step of a layer path, which is a sequence of layers of the source models. With the
+action WOLPERTINGER, a policy draws a proto-action, a point in the space of the steps' embeddings, from a normal
+distribution. `wolpertinger` chooses a step near this point. With CATEGORICAL, the policy draws one of the allowed
+steps. The logit of a step is the product of the policy network's output with the step's embedding.
 
 If layers have scales, a proto-action has one more number: the place, in the range of scales, of the last layer's scale.
 
-Axes: T steps of a path, A possible steps (the pool's layers, and the end), D dimensions of an embedding, H of a state.
+Axes: B paths of a batch, T steps of a path, A possible steps (the pool's layers, and the end), D dimensions of an
+embedding or numbers of a proto-action, E dimensions of an embedding where a proto-action may have one more number, H
+numbers of a state.
 """
 
 from __future__ import annotations
@@ -29,14 +32,23 @@ FORBIDDEN = -1e9
 
 
 class Action(StrEnum):
-    """What a policy draws for each step of a path."""
+    """The kind of action that a policy draws to choose the next step of a layer path.
+
+    A layer path is a sequence of steps, each of which is a layer of a source model.
+
+    - CATEGORICAL: the policy draws one of the allowed steps
+    - WOLPERTINGER: the policy draws a point in the space of the steps' embeddings, and a step near this point is chosen
+    """
 
     CATEGORICAL = "categorical"
     WOLPERTINGER = "wolpertinger"
 
 
 def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tensor:
-    """The logits [..., A] of the steps that are allowed; `protos` [..., D] are the outputs of the policy network."""
+    """The logits [..., A] of all steps; steps that are not allowed get a very low logit.
+
+    `protos` [..., D] are the outputs of the policy network. `allowed` [..., A] says which steps are allowed.
+    """
     return (protos @ embeddings_AD.T).masked_fill(~allowed, FORBIDDEN)
 
 
@@ -45,7 +57,8 @@ def distribution(
 ) -> Distribution:
     """The distribution of a policy's actions in each state [..., H].
 
-    `allowed` [..., A] says which steps may follow. The gradients of embeddings are left out: only outcomes train them.
+    `allowed` [..., A] says which steps may follow. No gradients reach the embeddings through this distribution, because
+    only outcomes train the embeddings.
     """
     protos = networks.proto(states, preference)
     if action is Action.CATEGORICAL:
@@ -57,16 +70,18 @@ def distribution(
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
     """The proto-actions [B, D] of episodes that follow a given path, whose steps have the embeddings `taken_BE`.
 
-    `places_B` are the places of given scales, and NaN where the one of `proto_BD` stays; without scales D = E.
+    `places_B` has the place of the given scale of each episode. If it is NaN, the place that `proto_BD` has is kept.
+    Without scales D = E.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)
 
 
 def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: int) -> Tensor:
-    """The places [B, length] of given scales of B paths, by the step before which each is applied; NaN where none is.
+    """The places [B, length] of given scales of B paths, by the step before which each scale is applied.
 
-    The scale of the first layer is applied before the second step. `scales` has those of each path, or is empty.
+    A place is NaN if no scale is applied before the step. The scale of the first layer is applied before the second
+    step. `scales` has the scales of each path. If `scales` is empty, the result has no rows.
     """
     found = torch.full((len(scales), length), torch.nan)
     for row, given in enumerate(scales):
@@ -77,7 +92,7 @@ def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: i
 class LegalSteps:
     """The steps that may follow each beginning of a path, as a table for whole batches of paths.
 
-    They depend on the number of steps so far and on the last layer alone.
+    The steps that may follow depend only on the number of steps so far and on the last layer.
     """
 
     def __init__(self, paths: LayerPaths) -> None:
@@ -95,7 +110,7 @@ class LegalSteps:
         return int(self._table.sum(dim=2).max())
 
     def before(self, steps_BT: Tensor) -> Tensor:
-        """The steps that were allowed in place of each step: bool [B, T, A]."""
+        """The steps that were allowed in place of each step of the paths `steps_BT`, as bool [B, T, A]."""
         begun = torch.cat([steps_BT.new_zeros(len(steps_BT), 1), steps_BT[:, :-1]], dim=1)
         # After the end of a path there is padding, whatever it is.
         layers = torch.where(begun == self._stop, 0, begun % self._num_layers)

@@ -1,14 +1,15 @@
 """MergOPT: A Merge-Aware Optimizer for Robust Model Merging (under review, 2025), algorithm 1.
 
-At every step of the optimizer that it wraps, the gradient is taken where a merge might move the parameters:
+MergOPT wraps another optimizer. At every step of this optimizer, the gradient is taken where a merge might move the
+parameters:
 
     alpha ~ Uniform(A), K ~ Uniform{1, ..., K_max}, z ~ Laplace(0, b)                           (line 4, equation 10)
     g = grad L(theta + (K alpha - 1) z)                                                         (lines 5 and 6)
     theta <- Optimizer(theta, g)                                                                (line 7)
 
-The paper's text is followed, not its published code. The code differs in three points: b is 0.01 by default (the paper:
-0.0005), a closure's gradients are added up over two backward passes, and the last update uses the gradient at the
-offset.
+The implementation follows the paper's text, not its published code. The code differs from the text in three points: b
+is 0.01 by default (the paper: 0.0005), a closure's gradients are added up over two backward passes, and the last update
+uses the gradient at the offset.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ EXPERTS = "task_vectors"  # in the state: the digest of the task vectors of whic
 class Draw:
     """The merge that an optimizer step simulates: `num_models` experts with random task vectors.
 
-    `alpha` is the coefficient of all task vectors. `key` determines their random elements.
+    `alpha` is the coefficient of all task vectors. `key` determines the random elements of the task vectors.
     """
 
     alpha: float
@@ -61,8 +62,8 @@ def draw_of(
 ) -> Draw:
     """Draw the merge that optimizer step `step` simulates.
 
-    The coefficient is one of `coefficients`, the number of models is from 1 to `max_models`. The draw is a function of
-    the arguments alone, so that every rank has the same.
+    The coefficient is drawn from `coefficients`, and the number of models is drawn from 1 to `max_models`. The result
+    depends only on the arguments, so that all ranks draw the same merge.
     """
     rng = random.Random(f"mergopt {seed} {step}")
     return Draw(rng.choice(list(coefficients)), rng.randint(1, max_models), draw_key(seed, step))
@@ -71,9 +72,9 @@ def draw_of(
 class MergOPT(OptimizerWrapper):
     """MergOPT: an optimizer around any other optimizer, which takes gradients where a merge may move the parameters.
 
-    In each step the gradient is computed at the parameters theta plus an offset (K alpha - 1) z. It simulates a merge
-    of K models with coefficient alpha and random task vectors z. Call a step with a closure that computes the loss and
-    its gradients (of all micro-batches, clipped if wanted):
+    In each step the gradient is computed at the parameters theta plus an offset (K alpha - 1) z. The offset simulates a
+    merge of K models with coefficient alpha and random task vectors z. Call a step with a closure that computes the
+    loss and its gradients (of all micro-batches, clipped if wanted):
 
         optimizer.step(closure)
 
@@ -83,17 +84,18 @@ class MergOPT(OptimizerWrapper):
             scaler.scale(loss()).backward()
         scaler.step(optimizer)              # the parameters are theta
 
-    One draw belongs to one step of the optimizer, however often `offset` is entered before it. Outside of `offset` the
-    parameters are theta, bit for bit. By default they are restored from a copy, which needs the memory of all
-    parameters. With `model` they never change: the noise is added where the layers of `model` read their weights, and
-    made again in the backward pass, which needs the memory of the largest tensor (`in_layers`). This is not possible
-    for sharded parameters.
+    Each step of the optimizer has one draw of alpha, K and z, however often `offset` is entered before the step.
+    Outside of `offset` the parameters are theta, bit for bit. By default the parameters are restored from a copy, which
+    needs the memory of all parameters. With `model` the parameters never change: the noise is added where the layers of
+    `model` read their weights, and computed again in the backward pass, which needs the memory of the largest tensor
+    (`in_layers`). Sharded parameters need a copy, so `model` cannot be given for them.
 
-    `noise` is the distribution of z, or the task vectors of experts of which offsets are made; K of merges with N
-    experts is at most N + 1. alpha is drawn from `coefficients`, and K from 1 to `max_models`. `moved` are the
-    parameters that get an offset, by default those of the optimizer; with adapters they are the frozen weights that the
-    adapters change. `seed` and the number of the step determine the draw; both are in `state_dict`. All ranks of a
-    data-parallel or fully sharded model must have the same seed, and hold their parameters in the same order.
+    `noise` is the distribution of z, or the task vectors of experts from which offsets are made. If offsets simulate
+    merges of N given experts, K is at most N + 1. alpha is drawn from `coefficients`, and K from 1 to `max_models`.
+    `moved` are the parameters that get an offset, by default the parameters of the optimizer; if adapters are trained,
+    they are the frozen weights that the adapters change. `seed` and the number of the step determine the draw; both are
+    in `state_dict`. All ranks of a data-parallel or fully sharded model must have the same seed, and hold their
+    parameters in the same order.
     """
 
     def __init__(
@@ -139,15 +141,16 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def num_moved(self) -> int:
-        """How many numbers the parameters with an offset have, on all processes together."""
+        """The number of elements of all parameters that get an offset, on all processes together."""
         return sum(part.parameter.numel() for part in self._parts)
 
     @contextmanager
     def offset(self) -> Iterator[Draw]:
         """Context manager in which forward and backward passes see the parameters with the offset of the next draw.
 
-        The offset is (K alpha - 1) z, for a merge of K models with coefficient alpha and random task vectors z, or that
-        of a merge with experts (`task_vectors`). Raises RuntimeError if contexts are nested.
+        A draw is the merge that a step simulates. The offset is (K alpha - 1) z, for a merge of K models with
+        coefficient alpha and random task vectors z, or it is the offset of a merge with given experts (`task_vectors`).
+        Raises RuntimeError if contexts are nested.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: offset() within offset()")
@@ -163,7 +166,7 @@ class MergOPT(OptimizerWrapper):
         self._has_gradient = True
 
     def _offset(self, draw: Draw) -> AbstractContextManager[None]:
-        """The context manager that adds the offset of a draw to what forward and backward passes see."""
+        """The context manager that adds the offset of a draw to the parameters that forward and backward passes see."""
         if isinstance(self._noise, TaskVectors):
             tensors = [part.tensor for part in self._parts]
             return self._moved(
@@ -182,7 +185,10 @@ class MergOPT(OptimizerWrapper):
 
     @contextmanager
     def _moved(self, add: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which the parameters have the offset that `add` adds; they are restored from a copy."""
+        """Context manager in which the parameters have the offset that `add` adds.
+
+        On exit, the parameters are restored from a copy.
+        """
         tensors = [part.tensor for part in self._parts]
         with torch.no_grad():
             if not self._copies:
@@ -197,7 +203,7 @@ class MergOPT(OptimizerWrapper):
                 torch._foreach_copy_(tensors, self._copies)
 
     def _scaled_quantiles(self, noise: Noise, factor: float) -> dict[torch.device, torch.Tensor]:
-        """The quantiles of `noise` times `factor`, by each device that has parameters.
+        """The quantiles of the distribution `noise` times `factor`, for each device that has parameters.
 
         Each product is rounded to float32 before it is added to a parameter, so that all devices add the same numbers.
         """
@@ -210,8 +216,8 @@ class MergOPT(OptimizerWrapper):
         """Update the parameters by gradients that were computed while an offset was added to them (context `offset`).
 
         If `closure` is given, it is called to compute the gradients with the offset, and its result is returned.
-        Otherwise they must have been computed within `offset` before. Raises RuntimeError if they were not, or if
-        `step` is called within `offset`.
+        Without `closure`, the caller must have computed the gradients within `offset`. Raises RuntimeError if no
+        gradients were computed within `offset` since the last step, or if `step` is called within `offset`.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: step() within offset(); the update belongs to theta, so leave offset() first")
@@ -227,15 +233,21 @@ class MergOPT(OptimizerWrapper):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer, with the seed and the number of the next draw."""
+        """The state of the wrapped optimizer, with the seed, the step's number and facts about the offset.
+
+        The facts are the number of elements that get an offset and, if offsets are made of task vectors of experts, the
+        digest of these task vectors. Seed and step determine the next draw.
+        """
         own = {"seed": self._seed, "step": self._step, "moved": self.num_moved, **self._experts}
         return {**super().state_dict(), STATE: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned.
+        """Restore the state of the wrapped optimizer, the seed and the number of the step from `state_dict`.
 
-        Raises ValueError for the state of another optimizer, of one that added the offset to other parameters, and of
-        one with task vectors of other experts. States of earlier versions do not tell to which parameters.
+        `state_dict` must be a result of the method `state_dict`. Raises ValueError if it is the state of another kind
+        of optimizer, if the number of elements that got an offset was another, or if the offsets were made of task
+        vectors of other experts. States of earlier versions do not contain the number of elements, so it is not checked
+        for them.
         """
         if STATE not in state_dict:
             raise ValueError(f"mergopt: the state has no {STATE!r}; expected one that its state_dict() gave")
@@ -250,7 +262,10 @@ class MergOPT(OptimizerWrapper):
 
 
 def _check_fit(noise: TaskVectors, parts: Sequence[Part], *, in_layers: bool) -> None:
-    """Raise ValueError if task vectors are not of the parameters `parts`, or cannot be added to them."""
+    """Raise ValueError if task vectors do not have the shapes of the parameters `parts`, or cannot be added to them.
+
+    Task vectors cannot be added if offsets are added within layers (`in_layers`).
+    """
     if in_layers:
         raise ValueError("mergopt: offsets of task vectors need a copy; leave `model` out")
     shapes = [part.tensor.shape for part in parts]

@@ -32,10 +32,10 @@ Lowering = Callable[[Merge, Operands], Rule]
 
 @dataclass(frozen=True)
 class Fused:
-    """Conversion of a method's merges to rules that kernels execute.
+    """Conversion of the merges of one method to rules, which are the formulas that kernels execute.
 
-    `lowering` is the function that returns the rule of a merge and its operands. `is_on_cuda` says whether there is a
-    kernel for these rules on CUDA; on CPU there always is.
+    `lowering` is the function that returns the rule for a merge and its operands. `is_on_cuda` says whether there is a
+    kernel for these rules on CUDA; on the CPU there is always one.
     """
 
     lowering: Lowering
@@ -50,7 +50,7 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
     """Decorator that registers a function as the one that returns the kernel rule of the merge method `name`.
 
     `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if `search_spaces.methods` does
-    not declare the method, or if the method already has a rule.
+    not declare the method, or if a rule is already registered for the method.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
@@ -65,9 +65,11 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
 
 
 def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
-    """Make the part of a rule that keeps the elements of largest magnitude of each task vector.
+    """Make the sparsification that keeps the elements of largest magnitude of each task vector.
 
-    `shares` has the share of elements to keep for each source. Thresholds come from the magnitudes in `stored`.
+    A sparsification is the part of a rule that sets elements of task vectors to zero. `shares` has, for each source,
+    the share of elements to keep. `stored` are the operands of the merge with their statistics. The thresholds are
+    computed from the field `magnitudes` of `stored`, which has a table of the task vector's magnitudes for each source.
     """
     tables = zip(magnitudes(stored), shares, strict=True)
     trims = [table.trim(num_kept(share, table.num_elements)) for table, share in tables]
@@ -83,7 +85,8 @@ def base(stored: Operands) -> torch.Tensor:
 def factors(stored: Operands) -> Words:
     """The tie-breaking factors (`TieOrder.factor`) of the sources in `stored`, one number for each source.
 
-    A source's elements of equal magnitude are ordered by marks, which are hashes of an element's index and the factor.
+    Elements of equal magnitude in a source are ordered by numbers that are called marks. A mark is a hash of the
+    element's index and the factor.
     """
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)
