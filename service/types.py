@@ -73,6 +73,11 @@ class Origin(StrEnum):
         """Whether the trial is a result of the search: proposed by the searcher, or refined after it."""
         return self in (Origin.SEARCH, Origin.REFINED)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the trial's recipe was known before the search: that of a baseline, or one that the user gave."""
+        return not self.is_searched
+
 
 class JobState(StrEnum):
     """State of a job: CREATED, then RUNNING, and at its end COMPLETE, FAILED or CANCELLED.

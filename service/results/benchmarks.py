@@ -297,7 +297,7 @@ def _tests(
     bounds: Mapping[str, Bounds],
 ) -> tuple[BenchmarkTest, ...]:
     """Compare the merges that are no baselines with the best baseline of each kind, on each benchmark and average."""
-    merges = [number for number in scored if trials[number].origin in (Origin.SEARCH, Origin.USER)]
+    merges = [number for number in scored if _is_merge(trials[number].origin)]
     objectives = {column.facts.name: column.facts.objective for column in columns}
     data = {column.facts.name: column.data or column.facts.name for column in columns}
     compared: list[tuple[str, bool, tuple[str, ...]]] = [(name, False, (name,)) for name in objectives]
@@ -318,6 +318,11 @@ def _tests(
             }
             found.append(BenchmarkTest(name, is_average, origin, best, trials[best].label, differences))
     return tuple(found)
+
+
+def _is_merge(origin: Origin) -> bool:
+    """Whether a trial is compared with the best baselines: the search found its recipe, or the user gave it."""
+    return origin.is_searched or origin is Origin.USER
 
 
 def _sign(objective: Objective) -> int:

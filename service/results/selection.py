@@ -255,6 +255,6 @@ def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[
 
     They are the finalists, and every baseline and given recipe among `trials`.
     """
-    baselines = (t for t in full_budget_trials(trials) if t.origin is not Origin.SEARCH)
+    baselines = (t for t in full_budget_trials(trials) if t.origin.is_given)
     by_number = {trial.number: trial for trial in (*finalists, *baselines)}
     return tuple(by_number[number] for number in sorted(by_number))

@@ -123,10 +123,17 @@ class JobWriter:
             self._add_event(connection, EventKind.STATE, {"state": stopped, "reason": reason})
             self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
-    def set_document(self, document: Mapping[str, Any]) -> None:
-        """Replace the stored study file by `document`, which has other limits or a larger number of trials."""
+    def set_document(self, document: Mapping[str, Any], *, reopened: str | None = None) -> None:
+        """Replace the stored study file by `document`, which has other limits, more trials or more benchmarks.
+
+        With `reopened`, which is the reason, the job becomes STOPPED in the same transaction, so that it continues.
+        """
         with self._transaction() as connection:
             self._update_job(connection, document=dict(document))
+            if reopened is not None:
+                stopped = JobState.STOPPED.value
+                self._update_job(connection, state=stopped, reason=reopened)
+                self._add_event(connection, EventKind.STATE, {"state": stopped, "reason": reopened})
 
     def open_bracket(self, record: BracketRecord) -> None:
         with self._transaction() as connection:

@@ -447,19 +447,23 @@ class Store:
         """Replace the study file of a COMPLETE study by one with more benchmarks, and let the study continue.
 
         `study` is the study as it was read, and `names` are the benchmarks that were asked for. Raises Conflict if the
-        study is not COMPLETE any more.
+        study is not COMPLETE any more, or was continued since it was read: `document` may lack what was added then.
         """
         table, reason = schema.studies, "benchmarks were added"
         with transaction(self._engine) as connection:
             changed = connection.execute(
                 sa.update(table)
-                .where((table.c.id == study.id) & (table.c.state == JobState.COMPLETE.value))
+                .where(
+                    (table.c.id == study.id)
+                    & (table.c.state == JobState.COMPLETE.value)
+                    & (table.c.attempt == study.attempt)
+                )
                 .values(document=dict(document), state=JobState.STOPPED.value, reason=reason)
             )
             if changed.rowcount != 1:
                 raise Conflict(
-                    f"study {study.name!r} has not ended; write benchmarks into its study file before, or add them "
-                    "when it is COMPLETE"
+                    f"study {study.name!r} has not ended, or was continued meanwhile; write benchmarks into its study "
+                    "file before, or add them when it is COMPLETE"
                 )
             insert_event(connection, study.id, EventKind.BENCHMARKS_ADDED, {"benchmarks": list(names)})
             insert_event(connection, study.id, EventKind.RESUMED, {})

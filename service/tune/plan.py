@@ -171,7 +171,7 @@ def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, ha
     baselines that it began with, because the numbers of all other trials depend on the number of baselines. So a
     program version with other baselines does not change such a study.
     """
-    stored = sorted((t for t in trials if t.origin is not Origin.SEARCH), key=lambda t: t.number)
+    stored = sorted((t for t in trials if t.origin.is_given), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)
     if has_begun:
         return found

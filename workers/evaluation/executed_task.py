@@ -40,7 +40,7 @@ class ExecutedTask:
         self._here = task
         self._executor = Executor()
         self._begun: dict[Answers, int] = {}  # the number of programs of each sample, in their order in the executor
-        self._judged: dict[Answers, float] = {}  # values that were not asked for yet
+        self._judged: dict[Answers, float] = {}  # values, until `forget`
         self._k = int(task.spec.metric.removeprefix(PASS_AT))
         self.enforced = self._executor.enforced
         self.built = replace(task, code=self)
@@ -58,8 +58,7 @@ class ExecutedTask:
 
     def forget(self) -> None:
         if self._begun:
-            with contextlib.suppress(EngineUnavailable):
-                self._executor.outcomes()
+            self._executor.drop()
         self._begun.clear()
         self._judged.clear()
 
@@ -73,16 +72,18 @@ class ExecutedTask:
             if each not in self._judged and each not in self._begun:
                 self._begin(each)
         begun, self._begun = self._begun, {}
-        outcomes = iter(self._executor.outcomes())
+        found = self._executor.outcomes()
+        if len(found) != sum(begun.values()):
+            raise EngineUnavailable(f"{len(found)} outcomes of {sum(begun.values())} programs")
+        outcomes = iter(found)
         for each, num_programs in begun.items():
             num_passed = sum(next(outcomes) is None for _ in range(num_programs))
             self._judged[each] = pass_at_k(num_programs, num_passed, self._k)
-        values = [self._judged[each] for each in answers]
-        for each in answers:
-            self._judged.pop(each, None)
-        return values
+        return [self._judged[each] for each in answers]
 
     def _begin(self, answers: Answers) -> None:
+        if answers in self._begun or answers in self._judged:
+            return  # two objectives may have one task, and their samples the same answers
         row = self._rows[answers.document]
         programs = [program_of(self._settings, row, str(text)) for text in answers.responses[0]]
         self._executor.submit(programs)

@@ -91,11 +91,27 @@ class Executor:
         self.submit(programs)
         return self.outcomes()
 
+    def drop(self) -> None:
+        """End all programs that were submitted, whose outcomes are not wanted."""
+        self._submitted = []
+        self.close()
+        with contextlib.suppress(EngineUnavailable, InvalidTask):  # `outcomes` tries again
+            self._begin()
+
     def close(self) -> None:
         """End the process and all programs. May be called twice."""
-        self._end()
+        if "_end" in self.__dict__:
+            self._end()
 
     def _begin(self) -> None:
+        """Start the process. Raises EngineUnavailable if it does not start, InvalidTask if it can confine nothing."""
+        try:
+            self._start_process()
+        except (EOFError, OSError) as error:
+            self.close()
+            raise EngineUnavailable(f"the process that executes programs did not start: {error!r}") from error
+
+    def _start_process(self) -> None:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         environment = {name: os.environ[name] for name in ("LANG", "PATH", "TZ") if name in os.environ}

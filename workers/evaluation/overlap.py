@@ -12,7 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from workers.cache import cached
 from workers.evaluation.built_tasks import Document, PromptSettings, documents_of
@@ -67,17 +71,18 @@ class SearchItems:
     """Index of the items of several tasks, by the tasks' names, in which overlapping items are found."""
 
     def __init__(self, items: Mapping[str, Iterable[Item]]) -> None:
-        self._texts: dict[str, frozenset[str]] = {}
-        self._ngrams: dict[str, frozenset[str]] = {}
+        self._texts: dict[str, frozenset[bytes]] = {}
+        self._ngrams: dict[str, NDArray[np.uint64]] = {}
         for name, of_task in items.items():
-            texts: list[str] = []
-            counts: Counter[str] = Counter()
+            texts: list[bytes] = []
+            ngrams = [np.empty(0, np.uint64)]
             for item in of_task:
                 texts.append(_whole(item.text))
-                counts.update(_ngrams(item.text))
+                ngrams.append(_ngrams(item.text))
             most = min(MAX_ITEMS, max(1, len(texts) // 2))  # in a small task, of half of its items
             self._texts[name] = frozenset(texts)
-            self._ngrams[name] = frozenset(ngram for ngram, count in counts.items() if count <= most)
+            different, counts = np.unique(np.concatenate(ngrams), return_counts=True)
+            self._ngrams[name] = different[counts <= most]
 
     def overlapping(self, items: Iterable[Item]) -> OverlappingItems:
         """Compare items of another task with the items in this index."""
@@ -88,7 +93,7 @@ class SearchItems:
             num_items += 1
             text, ngrams = _whole(item.text), _ngrams(item.text)
             equal = {name for name, texts in self._texts.items() if text in texts}
-            others = equal | {name for name, known in self._ngrams.items() if not known.isdisjoint(ngrams)}
+            others = equal | {name for name, known in self._ngrams.items() if _has_common(known, ngrams)}
             num_exact += bool(equal)
             by_other.update(others)
             names += [item.name] if others else []
@@ -151,10 +156,21 @@ def _read(text: str) -> OverlappingItems:
     return OverlappingItems(**{**fields, "examples": tuple(fields["examples"])})
 
 
-def _whole(text: str) -> str:
-    return " ".join(text.lower().split())
+def _whole(text: str) -> bytes:
+    """Digest of a text without case and layout."""
+    return blake2b(" ".join(text.lower().split()).encode(), digest_size=16).digest()
 
 
-def _ngrams(text: str) -> set[str]:
+def _ngrams(text: str) -> NDArray[np.uint64]:
+    """Digests of the different n-grams of a text, of eight bytes each, in ascending order."""
     words: Sequence[str] = WORD.findall(text.lower())
-    return {" ".join(words[start : start + NUM_WORDS]) for start in range(len(words) - NUM_WORDS + 1)}
+    found = {" ".join(words[start : start + NUM_WORDS]) for start in range(len(words) - NUM_WORDS + 1)}
+    digests = b"".join(blake2b(ngram.encode(), digest_size=8).digest() for ngram in found)
+    return np.unique(np.frombuffer(digests, np.uint64))
+
+
+def _has_common(known: NDArray[np.uint64], others: NDArray[np.uint64]) -> bool:
+    """Whether two ascending arrays have an element in common."""
+    places = np.searchsorted(known, others)
+    is_within = places < len(known)
+    return bool(np.any(known[places[is_within]] == others[is_within]))

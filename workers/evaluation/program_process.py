@@ -5,6 +5,7 @@ A process that is started for a program imports this module first, so that it im
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import marshal
 import os
@@ -72,6 +73,8 @@ def run(program: str, confine: Callable[[], object], pipe: int, token: bytes) ->
         os.chdir("/")
         sys.argv = [""]
         confine()
+        for name in ("exit", "quit"):
+            setattr(builtins, name, sys.exit)  # without site packages there are none
         exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
     except BaseException as error:  # a program may raise anything
         outcome = f"{type(error).__name__}: {error}"[:REASON].encode(errors="replace")

@@ -116,6 +116,8 @@ FORBIDDEN: Mapping[str, tuple[int | None, int | None]] = {
     "fremovexattr": (199, 16),
     "setxattrat": (463, 463),
     "removexattrat": (466, 466),
+    "open_tree_attr": (467, 467),
+    "file_setattr": (469, 469),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
     "fanotify_init": (300, 262),
@@ -170,6 +172,13 @@ CLONE = (56, 220)
 SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}
 PRCTL = (157, 167)
 PRLIMIT = (302, 261)
+# Commands, which are second arguments, that fail with EPERM. Of fcntl: F_SETOWN, F_SETSIG and F_SETOWN_EX, by which the
+# kernel sends signals to other processes. Of ioctl: FIOSETOWN and SIOCSPGRP, which do the same, and FS_IOC_SETFLAGS,
+# FS_IOC32_SETFLAGS and FS_IOC_FSSETXATTR, which change attributes of files that are open for reading.
+COMMANDS: Mapping[tuple[int, int], tuple[int, ...]] = {
+    (72, 25): (8, 10, 15),
+    (16, 29): (0x8901, 0x8902, 0x40086602, 0x40046602, 0x401C5820),
+}
 
 
 class ConfinementUnavailable(RuntimeError):
@@ -254,6 +263,9 @@ def _program(machine: str) -> Iterator[bytes]:
     for numbers in SIGNALS.values():
         yield from _on_argument(numbers[column], low, JUMP_EQUAL, os.getpid(), ALLOW, denied)
     yield from _on_argument(PRCTL[column], low, JUMP_EQUAL, PR_SET_PDEATHSIG, denied, ALLOW)
+    for numbers, commands in COMMANDS.items():
+        for command in commands:
+            yield from _on_argument(numbers[column], low + 8, JUMP_EQUAL, command, denied, None)
     # prlimit reads limits if its third argument, the address of new ones, is null.
     for half in (0, 4):
         yield from _on_argument(PRLIMIT[column], low + 16 + half, JUMP_EQUAL, 0, None, denied)

@@ -220,9 +220,8 @@ def _created_or_resumed(
         )
     if before != study or (continues and record.state is JobState.COMPLETE):
         writer = store.open_attempt(record.id)
-        writer.set_document(study.canonical())
-        if record.state is JobState.COMPLETE:
-            writer.set_state(JobState.STOPPED, "limits were raised, or trials or benchmarks were added")
+        added = "limits were raised, or trials or benchmarks were added"
+        writer.set_document(study.canonical(), reopened=added if record.state is JobState.COMPLETE else None)
         record = store.job(record.id)
     return record
 

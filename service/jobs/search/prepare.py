@@ -19,7 +19,7 @@ from service.studies.policies.start import check_start
 from service.studies.preflight.contamination import check_overlaps, unsearched_names
 from service.studies.preflight.examine import examine
 from service.studies.preflight.models import with_revisions
-from service.studies.preflight.result import PreflightResult
+from service.studies.preflight.result import PreflightResult, StudyTasks
 from service.studies.warm_start import check_warm_start
 from workers.file_access import FileAccess
 
@@ -37,6 +37,7 @@ def prepared(
     before: ResolvedStudy | None = None,
     accepted: Study | None = None,
     access: FileAccess | None = None,
+    before_weights: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = logger.info,
     **options: Any,
 ) -> PreflightResult:
@@ -53,6 +54,7 @@ def prepared(
         accepted: The study file that was accepted before, for a study that continues; its held-out data and benchmarks
             are not compared with search data again.
         access: The files that may be read besides the exported merges; None means all files.
+        before_weights: Called once only the weights are left to check.
         note: Called with messages about the progress.
         **options: Further arguments of `service.studies.preflight.examine.examine`.
 
@@ -67,12 +69,20 @@ def prepared(
         access = access.allowing(source.directory for source in chained.values())
     if before is not None:
         exported = with_revisions(exported, replace(before, chained={}))
-    preflight = examine(exported, chained=chained, is_new=before is None, access=access, note=note, **options)
-    check_overlaps(
-        study,
-        preflight.tasks.search,
-        preflight.tasks.unsearched,
-        accepted=() if accepted is None else unsearched_names(accepted),
+    known = () if accepted is None else unsearched_names(accepted)
+
+    def finish_tasks(tasks: StudyTasks) -> None:
+        check_overlaps(study, tasks.search, tasks.unsearched, accepted=known)
+        before_weights()
+
+    preflight = examine(
+        exported,
+        chained=chained,
+        is_new=before is None,
+        access=access,
+        before_weights=finish_tasks,
+        note=note,
+        **options,
     )
     if before is None:
         check_start(preflight, open_study=open_study, artifacts_in=artifacts_in)

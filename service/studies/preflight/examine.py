@@ -61,7 +61,7 @@ def examine(
     is_new: bool = False,
     access: FileAccess | None = None,
     chained: Mapping[str, ChainedSource] | None = None,
-    before_weights: Callable[[], None] = lambda: None,
+    before_weights: Callable[[StudyTasks], None] = lambda tasks: None,
     note: Callable[[str], None] = logger.info,
 ) -> PreflightResult:
     """Make all checks of a study that need no engine, and return the result.
@@ -77,7 +77,7 @@ def examine(
     - `access`: the files that may be read, or None for all; if the study names a file that may not be read, no file is
       opened
     - `chained`: the sources that were exported from other studies for this one (`service.studies.chains`)
-    - `before_weights`: called once only the weights are left to check
+    - `before_weights`: called with the study's tasks once only the weights are left to check
     - `note`: called with messages about downloads
 
     Raises InvalidStudy with every problem.
@@ -154,7 +154,8 @@ def examine(
     engine_note = "; ".join(filter(None, (check_engine(study, probe, problems), dtype_note(study, sources))))
     if problems or sources is None:
         raise InvalidStudy(tuple(problems))
-    before_weights()
+    study_tasks = StudyTasks(objectives, tasks, infos, holdout_tasks, holdout_infos, benchmarks)
+    before_weights(study_tasks)
     sources = check_weights(sources, problems, downloads=downloads, note=note)
     space = _examine_space(study, sources, sources.fingerprints, problems)
     recipes = given_recipes(study, sources, problems, max_layers=max_layers, note=note)
@@ -174,7 +175,7 @@ def examine(
     return PreflightResult(
         study=study,
         models=models,
-        tasks=StudyTasks(objectives, tasks, infos, holdout_tasks, holdout_infos, benchmarks),
+        tasks=study_tasks,
         budget=StudyBudget(rung_samples, cycle),
         space=space,
         algorithm=algorithm,

@@ -21,6 +21,8 @@ from workers.models.remote import local_file
 
 __all__ = ["given_recipes"]
 
+MAX_BYTES = 16_000_000  # of the file of a recipe
+
 
 def given_recipes(
     study: Study,
@@ -62,7 +64,11 @@ def _document(given: GivenRecipe) -> tuple[Mapping[str, Any], Path | None]:
         return given.recipe, None
     try:
         file = local_file(given.file)
-        document = parse_document(file.read_bytes(), given.file, is_json=file.suffix == ".json")
+        with file.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise InvalidRecipe(f"{given.file}: has more than {MAX_BYTES:,} bytes, the limit of a recipe's file")
+        document = parse_document(content, given.file, is_json=file.suffix == ".json")
     except InvalidStudy as error:
         raise InvalidRecipe("\n".join(problem.message for problem in error.problems)) from error
     except InvalidTask as error:

@@ -108,6 +108,7 @@ ATTACKS = {
     "loopback": "import socket; socket.create_connection(('127.0.0.1', {port}), 5)",
     "abstract socket": "import socket; socket.socket(socket.AF_UNIX).connect('\\0{abstract}')",
     "signal": "import os; os.kill({pid}, 0)",
+    "signal by a file": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {pid})",
     "signal all": "import os; os.kill(-1, 0)",
     "nested namespaces": LIBC + "assert libc.unshare(0x10000000) == 0, os.strerror(ctypes.get_errno())",
     "mount": LIBC + "assert libc.unshare(0x10020000) == 0 and libc.mount(b'none', b'/usr', b'tmpfs', 0, None) == 0",

@@ -236,6 +236,22 @@ def test_programs_run_while_the_engine_generates(tmp_path: Path) -> None:
     assert not code._judged
 
 
+def test_equal_samples_of_two_objectives_are_executed_once(tmp_path: Path) -> None:
+    """Where two objectives have one task, each sample keeps the outcome of its own program."""
+    spec = spec_of(tmp_path, [HUMANEVAL] * 2, AS_HUMANEVAL)
+    prompts = Prompts(str(tiny_llama(tmp_path / "llama")), EngineOptions(max_model_len=2048))
+    code = TaskEvaluator(KnownAnswers(prompts, {}), prompts).task(spec).code
+    assert isinstance(code, ExecutedTask)
+    texts = (str(HUMANEVAL["canonical_solution"]), "    pass\n")
+    right, wrong = (Answers(0, index, ((text,),)) for index, text in enumerate(texts))
+    for each in (wrong, right, wrong, right):
+        code.begin(each)
+    assert code.values([wrong]) == [0.0]
+    assert code.values([right, wrong]) == [1.0, 0.0]
+    code.forget()
+    code.close()
+
+
 MBPP_FILE = Path(__file__).with_name("mbpp.jsonl")
 # As Austin et al. (arXiv:2108.07732) ask: examples, each between [BEGIN] and [DONE].
 AS_MBPP_WITH_EXAMPLE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from tests.workers.evaluation.sandbox_attacks import (
     main,
 )
 from tests.workers.evaluation.test_confined_task import opened, wait_until
-from workers.errors import InvalidTask
+from workers.errors import EngineUnavailable, InvalidTask
 from workers.evaluation import bubblewrap, execution
 from workers.evaluation.available_confinement import available_confinement, lack_of
 from workers.evaluation.bubblewrap import READ_ONLY, Bubblewrap
@@ -223,6 +224,28 @@ def test_programs_run_while_others_are_submitted(executor: Executor) -> None:
     assert executor.outcomes() == []
 
 
+@pytest.mark.parametrize("means", [Bubblewrap, Landlock])
+def test_programs_may_exit(means: type[Confinement]) -> None:
+    """`exit` and `quit` are there under both means."""
+    with contextlib.closing(Executor(confinement=means)) as executor:
+        program = "try: {}()\nexcept SystemExit: pass"
+        assert executor.run([program.format("exit"), program.format("quit")]) == [None, None]
+
+
+def test_programs_that_were_dropped_are_ended(executor: Executor) -> None:
+    """Programs whose outcomes are not wanted are not waited for, and the next ones have their own outcomes."""
+    executor.submit(["import time; time.sleep(1000)", "pass"])
+    executor.drop()
+    assert executor.run(["assert False", "pass"]) == ["AssertionError: ", None]
+
+
+def test_executor_that_does_not_start_says_so(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends while it starts is an engine that is not available, and no error of a merge."""
+    monkeypatch.setattr("workers.evaluation.execution.PROGRAM", "raise SystemExit")
+    with pytest.raises(EngineUnavailable, match="did not start"):
+        Executor()
+
+
 def test_sets_have_the_same_order_in_each_program(executor: Executor) -> None:
     """So that a value does not change when a sample is scored again."""
     program = "raise ValueError(list({'a', 'b', 'c', 'd', 'e'}))"
@@ -263,6 +286,22 @@ def test_process_that_was_killed_is_replaced(means: type[Confinement]) -> None:
     os.kill(executor.pid, signal.SIGKILL)
     assert executor.outcomes() == [None, "ZeroDivisionError: division by zero"]
     executor.close()
+
+
+@pytest.mark.parametrize("command", [0x40086602, 0x401C5820, 0x8901])
+def test_filter_refuses_commands_of_ioctl(command: int) -> None:
+    """Attributes of files and owners of signals cannot be changed: the filter refuses before the file is looked at."""
+    program = (
+        "from workers.evaluation.system_calls import filter_system_calls, forbid_new_privileges\n"
+        "import errno, fcntl\n"
+        "def told():\n"
+        f"    try: fcntl.ioctl(999, {command}, bytes(64))\n"
+        "    except OSError as error: return error.errno\n"
+        "assert told() == errno.EBADF\n"
+        "forbid_new_privileges(); filter_system_calls()\n"
+        "assert told() == errno.EPERM\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_machine_that_cannot_confine_says_so() -> None:

@@ -28,7 +28,7 @@ from service.studies.preflight import resources
 from service.studies.preflight.examine import examine
 from service.studies.preflight.models import check_models
 from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES, GRADIENT_OVERHEAD_BYTES
-from service.studies.preflight.result import ExpectedSamples, PreflightResult
+from service.studies.preflight.result import ExpectedSamples, PreflightResult, StudyTasks
 from service.types import Origin
 from tests.builders import character_tokenizer, lora_adapter, tiny_family, tiny_qwen2, with_tokens
 from tests.conftest import HIDDEN, write_choices
@@ -506,7 +506,7 @@ def test_replicas_share_the_bank(root: Path) -> None:
 def test_unfit_searcher_is_refused_early(root: Path) -> None:
     """A searcher that cannot handle the study is refused before the weights are read."""
 
-    def not_reached() -> None:
+    def not_reached(tasks: StudyTasks) -> None:
         raise AssertionError("the weights are looked at")
 
     study = study_of(root, search={"algorithm": "cmaes", "max_trials": 14})

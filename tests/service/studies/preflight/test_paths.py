@@ -16,7 +16,7 @@ from search_spaces.spaces.base import AlignedSpace
 from search_spaces.study.file import parse_study
 from service.studies.preflight.examine import examine
 from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES
-from service.studies.preflight.result import PreflightResult
+from service.studies.preflight.result import PreflightResult, StudyTasks
 from tests.builders import tiny_family
 from tests.layouts import layout_family
 
@@ -33,7 +33,7 @@ def examined(
     root: Path,
     *,
     available_bytes: int | None = None,
-    before_weights: Callable[[], None] = lambda: None,
+    before_weights: Callable[[StudyTasks], None] = lambda tasks: None,
     **sections: Any,
 ) -> PreflightResult:
     (root / "sums.jsonl").write_text("".join(json.dumps({"prompt": f"{i}", "answer": f"{i}"}) + "\n" for i in range(9)))
@@ -223,4 +223,4 @@ def test_pairs_are_counted_before_the_weights(root: Path, monkeypatch: pytest.Mo
     assert isinstance(space, AlignedSpace)
     monkeypatch.setattr("search_spaces.spaces.hm3.MAX_PAIRS", len(space.pairs) - 1)
     with pytest.raises(InvalidStudy, match=f"{len(space.pairs)} pairs of layers may be neighbours"):
-        examined(root, before_weights=lambda: pytest.fail("the weights are read"), **sections)
+        examined(root, before_weights=lambda tasks: pytest.fail("the weights are read"), **sections)
