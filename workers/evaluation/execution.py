@@ -73,7 +73,10 @@ class Executor:
         for is_last in (False, True):
             try:
                 self._channel.send(pickle.dumps(None), limit_s=limit_s)
-                found = json.loads(self._channel.receive(limit_s=limit_s))["reasons"]
+                reply = json.loads(self._channel.receive(limit_s=limit_s))
+                if "failed" in reply:
+                    raise EOFError(f"a program could not be confined: {reply['failed']}")
+                found = reply["reasons"]
                 if len(found) != len(programs):
                     raise EOFError(f"{len(found)} outcomes of {len(programs)} programs")
                 return [None if reason is None else str(reason) for reason in found]
@@ -81,7 +84,10 @@ class Executor:
                 self.close()
                 if is_last:
                     raise EngineUnavailable(f"the process that executes programs ended twice: {error!r}") from error
-                self._begin()
+                try:
+                    self._begin()
+                except InvalidTask as unable:  # this machine could confine programs before
+                    raise EngineUnavailable(str(unable)) from error
                 with contextlib.suppress(OSError):
                     self._channel.send(pickle.dumps(programs), limit_s=limit_s)
         raise AssertionError

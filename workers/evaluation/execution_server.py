@@ -26,7 +26,7 @@ from workers.evaluation.available_confinement import without_packages
 from workers.evaluation.bubblewrap import Bubblewrap
 from workers.evaluation.channel import Channel
 from workers.evaluation.confinement import Confinement, ending
-from workers.evaluation.program_process import REASON, run, run_confined, start_message
+from workers.evaluation.program_process import BEGUN, REASON, run, run_confined, start_message
 from workers.evaluation.system_calls import PR_SET_PDEATHSIG, ConfinementUnavailable
 
 __all__ = ["WALL_FACTOR", "ExecutionStart", "serve"]
@@ -54,13 +54,18 @@ class _Running:
     said: bytes = b""
 
 
+class NotConfinedError(RuntimeError):
+    """A process ended before it was confined and its program began. The message says why."""
+
+
 def serve() -> None:
     """Run until the other end of the connection closes, whose file descriptor is the only argument.
 
     The first message is an ExecutionStart. The reply says what confines a program, or why none can be confined
     ("error"). Each further message is a list of programs (text), which are started at once as far as there are
     processors, or None. The reply to None comes when all programs have ended, and has for each since the last reply
-    null if it ran to its end, or the reason why it did not.
+    null if it ran to its end, or the reason why it did not. If a program could not be confined, this process says why
+    ("failed"), and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -69,23 +74,27 @@ def serve() -> None:
     with contextlib.suppress(EOFError, ConnectionError):
         start: ExecutionStart = pickle.loads(channel.receive())
         with _Programs(start) as programs:
-            programs.add([""])
-            while not programs.have_ended:
-                programs.wait()
-            reason = programs.reasons()[0]
-            channel.send(
-                json.dumps({"error": reason} if reason else {"enforced": _enforced(start.confinement)}).encode()
-            )
-            programs.watch(connection)
-            is_asked = False
-            while True:
-                if programs.wait():
-                    message = pickle.loads(channel.receive())
-                    is_asked = message is None
-                    programs.add(message or ())
-                if is_asked and programs.have_ended:
-                    channel.send(json.dumps({"reasons": programs.reasons()}).encode())
-                    is_asked = False
+            kind = "error"  # of the reply, if a program cannot be confined
+            try:
+                programs.add([""])
+                while not programs.have_ended:
+                    programs.wait()
+                reason = programs.reasons()[0]
+                reply = {"error": reason} if reason else {"enforced": _enforced(start.confinement)}
+                channel.send(json.dumps(reply).encode())
+                kind = "failed"
+                programs.watch(connection)
+                is_asked = False
+                while True:
+                    if programs.wait():
+                        message = pickle.loads(channel.receive())
+                        is_asked = message is None
+                        programs.add(message or ())
+                    if is_asked and programs.have_ended:
+                        channel.send(json.dumps({"reasons": programs.reasons()}).encode())
+                        is_asked = False
+            except NotConfinedError as error:
+                channel.send(json.dumps({kind: str(error)}).encode())
 
 
 class _Programs:
@@ -157,15 +166,25 @@ class _Programs:
             self._num_running += 1
 
     def _outcome(self, running: _Running, *, is_late: bool) -> str | None:
-        """End a program's process; returns the reason why it did not run to its end, or None."""
+        """End a program's process; returns the reason why it did not run to its end, or None.
+
+        Raises NotConfinedError if the process ended before the program began.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.kill(running.pid, signal.SIGKILL)
         _, status = os.waitpid(running.pid, 0)
-        if running.said == running.token:
+        late = f"did not end within {WALL_FACTOR * self._cpu_s:g} s"
+        if not running.said.startswith(BEGUN):
+            code = os.waitstatus_to_exitcode(status)
+            raise NotConfinedError(
+                running.said.decode(errors="replace")[:REASON] or (late if is_late else ending(code))
+            )
+        said = running.said.removeprefix(BEGUN)
+        if said == running.token:
             return None
         if is_late:
-            return f"did not end within {WALL_FACTOR * self._cpu_s:g} s"
-        if text := running.said.decode(errors="replace"):
+            return late
+        if text := said.decode(errors="replace"):
             return text[:REASON]
         code = self._confinement.exit_code(os.waitstatus_to_exitcode(status))
         return f"used more than {self._cpu_s:g} s of processor time" if code == -signal.SIGXCPU else ending(code)

@@ -20,8 +20,9 @@ from workers.evaluation.system_calls import (
     limit_resources,
 )
 
-__all__ = ["REASON", "become", "run", "run_confined", "start_message"]
+__all__ = ["BEGUN", "REASON", "become", "run", "run_confined", "start_message"]
 
+BEGUN = b"\0"  # what a process says when it is confined; what it says without having begun is no fault of its program
 REASON = 500  # most characters of the reason why a program failed
 
 
@@ -60,7 +61,8 @@ def become(user: int | None) -> None:
 def run(program: str, confine: Callable[[], object], pipe: int, token: bytes) -> None:
     """Execute a program in this process, which ends with it.
 
-    `confine` confines the process. `pipe` gets `token` if the program runs to its end, or the reason why it does not.
+    `confine` confines the process. `pipe` gets BEGUN when the process is confined and the program begins, and then
+    `token` if the program runs to its end, or the reason why it does not.
     """
     outcome = token
     try:
@@ -75,6 +77,7 @@ def run(program: str, confine: Callable[[], object], pipe: int, token: bytes) ->
         confine()
         for name in ("exit", "quit"):
             setattr(builtins, name, sys.exit)  # without site packages there are none
+        os.write(3, BEGUN)
         exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
     except BaseException as error:  # a program may raise anything
         outcome = f"{type(error).__name__}: {error}"[:REASON].encode(errors="replace")

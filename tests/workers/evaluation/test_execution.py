@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,30 @@ def test_programs_run_while_others_are_submitted(executor: Executor) -> None:
     executor.submit(["1 / 0"])
     assert executor.outcomes() == [None, None, "ZeroDivisionError: division by zero"]
     assert executor.outcomes() == []
+
+
+@dataclass(frozen=True)
+class FailsLater(Landlock):
+    """Landlock that fails as soon as the file `spent` exists."""
+
+    spent: str = ""
+
+    def apply(self) -> str:
+        if Path(self.spent).exists():
+            raise OSError("no memory for a filter")
+        return super().apply()
+
+
+def test_program_that_could_not_be_confined_has_no_outcome(tmp_path: Path) -> None:
+    """Where confinement begins to fail, no model is blamed for it, and a later request is answered again."""
+    spent = tmp_path / "spent"
+    with contextlib.closing(Executor(confinement=partial(FailsLater, spent=str(spent)))) as executor:
+        assert executor.run(["pass"]) == [None]
+        spent.touch()
+        with pytest.raises(EngineUnavailable, match="no memory for a filter"):
+            executor.run(["pass"])
+        spent.unlink()
+        assert executor.run(["assert False", "pass"]) == ["AssertionError: ", None]
 
 
 @pytest.mark.parametrize("means", [Bubblewrap, Landlock])
