@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from search_spaces.study.benchmarks import AddedBenchmarks
+from search_spaces.study.benchmarks import AddedBenchmarks, Contamination
 from search_spaces.study.file import Study, same_but_limits, with_benchmarks
 from search_spaces.study.models import AnotherStudy
 from service.cluster.session import check_reachable
@@ -184,14 +184,21 @@ def open_run(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
 
 
 def _with_stored_benchmarks(directory: Path, study: Study) -> Study:
-    """The study with the benchmarks that were added to the one in `directory`, if there is one.
+    """The study with what was added to the benchmarks of the one in `directory`, if there is one.
 
-    Benchmarks of the study file itself come first, and replace stored ones of the same name.
+    Benchmarks of the study file itself come first. A stored one of the same name adds its trials; one with another task
+    is left to be refused. Accepted overlaps are added too.
     """
     with suppress(NotFound), read_run(directory) as (_, record):
-        named = {spec.name for spec in study.benchmarks}
-        stored = [spec for spec in Study.model_validate(record.document).benchmarks if spec.name not in named]
-        return with_benchmarks(study, AddedBenchmarks(benchmarks=tuple(stored))) if stored else study
+        before = Study.model_validate(record.document)
+        own = {spec.name: spec for spec in study.benchmarks}
+        stored = tuple(spec for spec in before.benchmarks if spec.is_same_task(own.get(spec.name, spec)))
+        if stored:
+            accepted = before.contamination.model_dump()
+            if "max_share" in study.contamination.model_fields_set:
+                del accepted["max_share"]
+            added = AddedBenchmarks(benchmarks=stored, contamination=Contamination(**accepted))
+            return with_benchmarks(study, added)
     return study
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.study.file import Study, parse_study, same_but_limits
+from search_spaces.study.benchmarks import AddedBenchmarks, Contamination
+from search_spaces.study.file import Study, parse_study, same_but_limits, with_benchmarks
 from service.errors import Conflict
-from service.jobs.search.local_run import _created_or_resumed, _with_new_defaults
+from service.jobs.search.local_run import _created_or_resumed, _with_new_defaults, _with_stored_benchmarks
 from service.store import Store
 from service.store.steps import NoteRequest, NoteResult, NoteStep
 from service.tune.refinement_stage import CHOICE
@@ -68,3 +69,22 @@ def test_a_refined_study_has_no_more_trials(tmp_path: Path) -> None:
     longer = study.model_copy(update={"limits": study.limits.model_copy(update={"max_wall_clock_s": 1e6})})
     assert _created_or_resumed(store, longer, preflight, tmp_path, continues=False).id == record.id
     store.close()
+
+
+def test_what_was_added_to_benchmarks_is_kept(tmp_path: Path) -> None:
+    """The file of a study continues the study to which benchmarks, trials and accepted overlaps were added since."""
+    mmlu, piqa = ({"name": name, "task": name, "metric": "acc"} for name in ("mmlu", "piqa"))
+    study = parse_study({**study_of().canonical(), "fidelity": {"scheduler": "none"}, "benchmarks": [mmlu]})
+    added = AddedBenchmarks.model_validate(
+        {
+            "benchmarks": [{**mmlu, "trials": [41]}, piqa],
+            "contamination": {"allowed": ["mmlu"], "max_share": 0.2},
+        }
+    )
+    later = with_benchmarks(study, added)
+    assert later.benchmarks[0].trials[-1] == 41
+    store = Store(f"sqlite:///{tmp_path / 'study.db'}")
+    store.create_job(kind="search", name="s", document=later.canonical(), accepted=resolved_study().to_json())
+    store.close()
+    given = study.model_copy(update={"contamination": Contamination()})  # as in a file that does not state it
+    assert _with_stored_benchmarks(tmp_path, given) == later
