@@ -79,7 +79,7 @@ def _on_gpu(
     if not known:
         reason = "a GPU without an engine computes them; its memory is not known, so activations are computed twice"
         return GradientPlace("cuda", recomputes=True, reason=reason), ""
-    total = max(known)
+    total = min(known)  # Ray may place the gradients on any of them
     room = usable_gpu_bytes(total, total)
     needed = 0
     settings = dict(sources.base.settings)
