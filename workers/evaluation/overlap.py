@@ -35,7 +35,7 @@ MAX_ITEMS = 10
 NUM_EXAMPLES = 10
 
 # A new version of the rule: cached results of an older one are not used.
-VERSION = 1
+VERSION = 2
 
 # Words, and single characters of scripts that do not separate words by spaces (kana, CJK ideographs).
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
@@ -162,9 +162,14 @@ def _whole(text: str) -> bytes:
 
 
 def _ngrams(text: str) -> NDArray[np.uint64]:
-    """Digests of the different n-grams of a text, of eight bytes each, in ascending order."""
-    words: Sequence[str] = WORD.findall(text.lower())
-    found = {" ".join(words[start : start + NUM_WORDS]) for start in range(len(words) - NUM_WORDS + 1)}
+    """Digests of the different n-grams of a text, of eight bytes each, in ascending order.
+
+    An n-gram is within a line. Otherwise the end of a template and a short answer after it would be one, too.
+    """
+    found: set[str] = set()
+    for line in text.lower().splitlines():
+        words: Sequence[str] = WORD.findall(line)
+        found |= {" ".join(words[start : start + NUM_WORDS]) for start in range(len(words) - NUM_WORDS + 1)}
     digests = b"".join(blake2b(ngram.encode(), digest_size=8).digest() for ngram in found)
     return np.unique(np.frombuffer(digests, np.uint64))
 
