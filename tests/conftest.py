@@ -85,13 +85,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """What the end of the process frees is found again: libraries report objects that nothing frees."""
+    """Thaw the collected objects at the end, so that libraries do not report them as leaks."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_findings(pytestconfig: pytest.Config) -> Iterator[None]:
-    """What vLLM and the checks of weights said before: all tests share it, until the workers' code changes.
+    """A cache of answers of vLLM and of checks of weights, which all tests share until the workers' code changes.
 
     vLLM is asked by one process for all tests.
     """

@@ -70,7 +70,7 @@ def serve(session: str) -> None:
             with connection:
                 try:
                     main(*_all_of(connection).split("\n"))
-                except Exception:
+                except Exception:  # the process that asked gets it, and shows it as its own
                     connection.sendall(traceback.format_exc().encode())
 
 

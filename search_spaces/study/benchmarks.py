@@ -56,7 +56,7 @@ class BenchmarkSpec(ScoredTask):
 
 
 class Contamination(Section):
-    """What a study does about search data that are also in its held-out data or benchmarks."""
+    """Options of the contamination guard: the accepted overlap of search data with other data."""
 
     max_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     """The largest accepted share of the items of a holdout entry or benchmark that overlap with search data."""

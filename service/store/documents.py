@@ -53,7 +53,7 @@ BENCHMARKS, CONTAMINATION, ATTACKS = "benchmarks", "contamination", "attacks"
 
 @dataclass(frozen=True)
 class BenchmarkFacts:
-    """What the stored samples of a benchmark are of, found when the benchmark was first scored.
+    """Facts about the samples of a benchmark, stored when the benchmark is first scored.
 
     Attributes:
         name: Name of the benchmark, under which its samples are stored.

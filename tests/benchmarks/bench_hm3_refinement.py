@@ -1,4 +1,4 @@
-"""What refining the front of a search of layer paths adds, on the shipped family.
+"""The gain from refining the front of a search of layer paths, on the shipped family.
 
 A short search of the space `hm3`, with a merged model in the pool, is refined (`search.refinement`). Three fronts are
 compared: that of the search alone, that of the search with the refined paths, and that of a longer search, whose

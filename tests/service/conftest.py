@@ -1,4 +1,4 @@
-"""What tests of servers and their clients share: a server with one finished study, and the certificates."""
+"""Fixtures of tests of servers and their clients: a server with one finished study, and the certificates."""
 
 from __future__ import annotations
 

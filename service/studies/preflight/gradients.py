@@ -1,4 +1,4 @@
-"""Where a study's gradients are computed: on a GPU that no engine uses, or on the CPU beside the engines."""
+"""The device on which a study computes gradients: a GPU that no engine uses, or the CPU beside the engines."""
 
 from __future__ import annotations
 
