@@ -113,7 +113,7 @@ def test_intervals_are_corrected_for_merges_and_benchmarks() -> None:
 
 
 def test_no_merge_is_claimed_better_by_luck() -> None:
-    """Where all trials are equally good, a better merge is claimed in at most 5 % of the tables (here: 7 of 100)."""
+    """If all trials are equally good, at most 5 % of the tables claim a better merge: 1 of 100; uncorrected, 10."""
     columns = [column(name, group="all") for name in ("a", "b", "c")]
     claims = 0
     for seed in range(100):
@@ -121,7 +121,7 @@ def test_no_merge_is_claimed_better_by_luck() -> None:
         values = {f"d{n}": {c.facts.name: (rng.random(200) < 0.5).astype(float) for c in columns} for n in ORIGINS}
         tests = benchmark_table(trials(), columns, values, reference=3).tests
         claims += any(test.better for test in tests if test.origin is Origin.PUBLISHED)
-    assert claims <= 7
+    assert claims <= 5
 
 
 def test_less_is_better_where_the_metric_says_so() -> None:
