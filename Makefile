@@ -18,12 +18,10 @@ unexport PYTHONDONTWRITEBYTECODE
 DEMO_DIR ?= runs/demo
 PYTEST_ARGS ?=
 PYTEST = $(BIN)/python -m pytest
-# What a part of `make test` collects.
-TIER = $$($(BIN)/python -m tests.tiers $(1))
 # One process more than there are cores: many tests wait for a while.
 PARALLEL = --numprocesses $$(( $$(nproc) + 1 )) --dist worksteal
 
-.PHONY: install demo test test-heavy test-computing test-others test-fast test-cluster lint docs bench bench-tables clean
+.PHONY: install demo test test-heavy test-others test-fast test-cluster lint docs bench bench-tables clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -40,24 +38,19 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: install
 	$(BIN)/mergesearch demo --out $(DEMO_DIR)
 
-# One part after the other: at the same time they start so many processes that tests of time limits fail. What has no
-# time limit runs beside each part, and gets the time that it leaves: the linters, and the tests that only compute.
+# One part after the other: at the same time they start so many processes that tests of time limits fail. The linters
+# take the time that the first part leaves. Nothing runs beside the second: Ray's own processes have a low priority.
 test: install
 	$(MAKE) --no-print-directory --jobs=2 test-others beside-lint
-	$(MAKE) --no-print-directory --jobs=2 test-heavy beside-test-computing
+	$(MAKE) --no-print-directory test-heavy
 
-beside-%: install
-	@mkdir -p build && echo "make $* has begun; its output follows when it has ended"
-	@nice -n 19 $(MAKE) --no-print-directory $* > build/$*.log 2>&1; status=$$?; cat build/$*.log; exit $$status
+beside-lint: install
+	@mkdir -p build && echo "make lint has begun; its output follows when it has ended"
+	@nice -n 19 $(MAKE) --no-print-directory lint > build/lint.log 2>&1; status=$$?; cat build/lint.log; exit $$status
 
 # Tests that start Ray or engines need memory and several cores: two at a time, in an order of their own.
 test-heavy: install
-	$(PYTEST) $(call TIER,heavy) --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "heavy and not cluster" $(PYTEST_ARGS)
-
-# Beside other tests these may take long.
-test-computing: install
-	$(PYTEST) $(call TIER,computing) --numprocesses $$(nproc) --dist worksteal -m "not heavy" \
-		-o timeout=3600 -o faulthandler_timeout=3700 $(PYTEST_ARGS)
+	$(PYTEST) $$($(BIN)/python -m tests.tiers) --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "heavy and not cluster" $(PYTEST_ARGS)
 
 # Studies on a Ray cluster of several nodes, which network namespaces make of this machine: needs root, and a quiet machine.
 # Some of these tests take longer than the time after which a test counts as hanging elsewhere.
@@ -65,7 +58,7 @@ test-cluster: install
 	$(PYTEST) tests/cluster -m cluster -s -o faulthandler_timeout=2700 $(PYTEST_ARGS)
 
 test-others: install
-	$(PYTEST) $(call TIER,others) $(PARALLEL) -m "not heavy" $(PYTEST_ARGS)
+	$(PYTEST) tests $(PARALLEL) -m "not heavy" $(PYTEST_ARGS)
 
 test-fast: lint
 	$(PYTEST) tests $(PARALLEL) -m "not slow and not heavy" $(PYTEST_ARGS)

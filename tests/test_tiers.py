@@ -11,12 +11,10 @@ import pytest
 
 from tests.tiers import (
     COMMANDS,
-    COMPUTING,
     HEAVY,
     LANES,
     MAX_ENGINE_STARTS,
     STARTERS,
-    arguments,
     lane,
     misplaced,
     needs_ray_or_engine,
@@ -41,13 +39,6 @@ def test_heavy_tests_that_would_not_be_collected_are_named() -> None:
     assert all((HERE.parents[1] / directory).is_dir() for directory in HEAVY)
     collected = [HERE.parents[1] / directory / "test_run.py" for directory in (*HEAVY, "tests/cluster")]
     assert misplaced([*collected, HERE]) == [HERE]
-
-
-def test_every_directory_is_collected_by_one_tier() -> None:
-    """What `make test-others` leaves out, `make test-computing` collects; none of it is heavy."""
-    assert all((HERE.parents[1] / directory).is_dir() for directory in COMPUTING)
-    assert arguments("others") == ["tests", *(f"--ignore={directory}" for directory in arguments("computing"))]
-    assert not any(heavy.startswith(directory) for heavy in HEAVY for directory in COMPUTING)
 
 
 def test_all_else_is_not() -> None:

@@ -1,29 +1,17 @@
-"""Test tiers: which tests start Ray or an engine, which only compute, and the check that the others start nothing.
+"""Test tiers: which tests start Ray or an engine, and the check that the others do not.
 
 `make test-fast` runs what is marked neither `slow` nor `heavy`. Tests that start Ray or an engine are `heavy`,
 by what they use; tests that only take long (more than about 2 s) are marked `slow` where they are.
-
-`python -m tests.tiers TIER` prints pytest's arguments for what one part of `make test` collects.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = [
-    "COMPUTING",
-    "HEAVY",
-    "LANES",
-    "MAX_ENGINE_STARTS",
-    "arguments",
-    "lane",
-    "misplaced",
-    "needs_ray_or_engine",
-    "starts_nothing",
-]
+__all__ = ["HEAVY", "LANES", "MAX_ENGINE_STARTS", "lane", "misplaced", "needs_ray_or_engine", "starts_nothing"]
 
 # Fixtures of tests/conftest.py that start Ray or an engine; fixtures made from them count too.
 STARTERS = frozenset({"engine", "path_engine", "ray_cluster", "scorer"})
@@ -41,18 +29,6 @@ HEAVY = (
     "tests/service/tune",
     "tests/workers/engines/vllm",
     "tests/workers/serving",
-)
-
-# Directories of tests that only compute, and pass however slowly they run. `make test` runs them at the lowest
-# priority beside the heavy tests, which wait for other processes for a part of their time.
-COMPUTING = (
-    "tests/benchmarks",
-    "tests/docs",
-    "tests/search_spaces",
-    "tests/workers/alignments",
-    "tests/workers/mergekit",
-    "tests/workers/merging",
-    "tests/workers/training",
 )
 
 # Their tests start the commands that users start, the latter on several Ray nodes.
@@ -99,12 +75,5 @@ def _started() -> frozenset[str]:
     return frozenset(name for name, is_there in state.items() if is_there)
 
 
-def arguments(tier: str) -> Sequence[str]:
-    """Arguments of pytest that collect the tests of a tier: "heavy", "computing" or "others"."""
-    if tier == "others":
-        return ["tests", *(f"--ignore={directory}" for directory in COMPUTING)]
-    return {"heavy": HEAVY, "computing": COMPUTING}[tier]
-
-
 if __name__ == "__main__":
-    print(*arguments(sys.argv[1]))
+    print(*HEAVY)

@@ -117,7 +117,7 @@ def test_compiled_code_of_another_version_is_not_used(tmp_path: Path) -> None:
 
     def run() -> tuple[int, int, int]:
         finished = subprocess.run(
-            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path, timeout=1200, check=False
+            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
         )
         assert finished.returncode == 0, finished.stderr[-3000:]
         number, num_files, hits = map(int, finished.stdout.split())
