@@ -21,7 +21,7 @@ PYTEST = $(BIN)/python -m pytest
 # One process more than there are cores: many tests wait for a while.
 PARALLEL = --numprocesses $$(( $$(nproc) + 1 )) --dist worksteal
 
-.PHONY: install demo test test-heavy test-others test-fast test-cluster lint docs bench bench-tables clean
+.PHONY: install demo test test-heavy test-others test-fast test-gpu test-cluster lint docs bench bench-tables clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -56,6 +56,10 @@ test-heavy: install
 # Some of these tests take longer than the time after which a test counts as hanging elsewhere.
 test-cluster: install
 	$(PYTEST) tests/cluster -m cluster -s -o faulthandler_timeout=2700 $(PYTEST_ARGS)
+
+# Needs a CUDA device. These tests need neither vLLM nor Ray nor a network; one process runs them and prints what it measures.
+test-gpu: install
+	$(PYTEST) tests/gpu -m gpu $(PYTEST_ARGS)
 
 test-others: install
 	$(PYTEST) tests $(PARALLEL) -m "not heavy" $(PYTEST_ARGS)

@@ -15,7 +15,7 @@ from search_spaces.methods import METHODS
 from workers.merging.bank import Bank
 from workers.merging.kernels.lowering import FUSED, ON_CUDA
 from workers.merging.merged_tensor import MergedTensor
-from workers.merging.methods.peaks import BLOCK_BYTES
+from workers.merging.methods.peaks import BLOCK_BYTES, GPU_BLOCK_BYTES
 from workers.merging.methods.plain import PLAIN
 from workers.merging.plan import TensorPlan
 from workers.models.headers import DTYPE_BYTES, TensorInfo
@@ -73,4 +73,5 @@ def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.
         return copied + result + (2 * FLOAT32_BYTES * count if tensor.factor != 1 else 0)
     ranks = RANK_BYTES * count * len(merge.sources) if "ranks" in method.uses else 0
     taken = method.peak.num_bytes(shape, len(merge.sources))
-    return copied + converted + ranks + max(taken, FLOAT32_BYTES * count + result) + BLOCK_BYTES
+    chunks = BLOCK_BYTES if bank.device.type == "cpu" else GPU_BLOCK_BYTES
+    return copied + converted + ranks + max(taken, FLOAT32_BYTES * count + result) + chunks

@@ -36,8 +36,10 @@ STEP = 0x9E3779B9
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 MASK_32 = 0xFFFFFFFF
-# Elements hashed at a time: their int64 temporaries fit a core's cache.
+# Elements hashed at a time. On a CPU their int64 temporaries fit a core's cache. On a GPU each chunk takes some twenty
+# launches, so chunks are large: 2^16 elements at a time would take more time to launch than to compute.
 CHUNK = 1 << 16
+GPU_CHUNK = 1 << 22
 
 
 def mask_key(seed: int, model: str, name: str) -> int:
@@ -90,8 +92,8 @@ def keep(
     """
     kept = torch.empty(torch.Size(shape), dtype=torch.bool, device=device)
     flat, bound = kept.view(-1), threshold(probability)
-    for start, stop in _chunks(flat.numel()):
-        torch.lt(hashes(key, _indices(start, stop, device)), bound, out=flat[start:stop])
+    for start, stop in _chunks(flat):
+        torch.lt(hashes(key, _indices(start, stop, kept.device)), bound, out=flat[start:stop])
     return kept
 
 
@@ -103,15 +105,16 @@ def keep_each(key: int, probabilities: torch.Tensor) -> torch.Tensor:
     """
     kept = torch.empty(probabilities.shape, dtype=torch.bool, device=probabilities.device)
     flat, chances = kept.view(-1), probabilities.reshape(-1)
-    for start, stop in _chunks(flat.numel()):
+    for start, stop in _chunks(flat):
         bounds = (chances[start:stop] * 2.0**32).long()
         torch.lt(hashes(key, _indices(start, stop, probabilities.device)), bounds, out=flat[start:stop])
     return kept
 
 
-def _indices(start: int, stop: int, device: torch.device | str) -> torch.Tensor:
+def _indices(start: int, stop: int, device: torch.device) -> torch.Tensor:
     return torch.arange(start, stop, dtype=torch.int64, device=device)
 
 
-def _chunks(num_elements: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + CHUNK, num_elements)) for start in range(0, num_elements, CHUNK))
+def _chunks(flat: torch.Tensor) -> Iterator[tuple[int, int]]:
+    size, chunk = flat.numel(), CHUNK if flat.device.type == "cpu" else GPU_CHUNK
+    return ((start, min(start + chunk, size)) for start in range(0, size, chunk))

@@ -99,20 +99,6 @@ def test_in_memory_tensors_lie_apart(
     assert all(first % 64 == 0 for first, _ in places), "kernels read whole lines"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("placement", ["mapped", "host", "gpu"])
-def test_wherever_the_sources_are_a_gpu_is_given_them(untied_family: Family, tmp_path: Path, placement: str) -> None:
-    mapped, bank = Bank(untied_family, cache=tmp_path), Bank(untied_family, placement, device="cuda:0", cache=tmp_path)
-    for name in mapped.base.tensors:
-        assert bank.get("math", name).device == torch.device("cuda", 0)
-        assert torch.equal(bank.get("math", name).cpu(), mapped.get("math", name))
-    assert {tensor.is_pinned() for tensor in bank._stored.values()} == {placement == "host"}
-    sources = [("math", NAME), ("text", NAME)]
-    pairs = zip(bank.magnitudes(sources, ("base", NAME)), mapped.magnitudes(sources, ("base", NAME)), strict=True)
-    assert all(ours and theirs and ours.trim(77) == theirs.trim(77) for ours, theirs in pairs)
-
-
 def test_what_the_bank_does_not_hold_is_named(untied_family: Family, tmp_path: Path) -> None:
     bank = Bank(untied_family, cache=tmp_path)
     with pytest.raises(InvalidModel, match=r"no tensor 'x' of model 'math'; it holds the tensors of base, math, text"):

@@ -22,7 +22,7 @@ from workers.merging.devices import bank_for, devices_of, peak_bytes
 from workers.merging.kernels.lowering import ON_CUDA
 from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods import arithmetic as reductions
-from workers.merging.methods.peaks import BLOCK_BYTES
+from workers.merging.methods.peaks import GPU_BLOCK_BYTES
 from workers.merging.methods.plain import PLAIN, Operands
 from workers.merging.plan import plan_tensors
 from workers.types import Family
@@ -143,7 +143,9 @@ def test_peak_of_the_largest_tensor_of_8b(untied_family: Family, gpu_bank: Bank)
     tensor = replace(plan.tensors[0], merge=merge, shape=(128_256, 4_096))
     elements = 128_256 * 4_096
     # Four copies in bfloat16 and in float32, ranks of three sources, and the method's own.
-    assert peak_bytes(tensor, plan, gpu_bank, torch.bfloat16) == elements * (4 * 6 + 3 * 4 + 3 * 4 + 21) + BLOCK_BYTES
+    assert (
+        peak_bytes(tensor, plan, gpu_bank, torch.bfloat16) == elements * (4 * 6 + 3 * 4 + 3 * 4 + 21) + GPU_BLOCK_BYTES
+    )
     assert peak_bytes(tensor, plan, gpu_bank, torch.bfloat16) > 31e9
 
 

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.merging.masks import CHUNK, hashes, keep, keep_each, key_words, mask_key, threshold
 
@@ -80,3 +82,23 @@ def test_masks_look_independent_of_neighbours_and_of_other_masks(probability: fl
     for other in (mask_key(8, "5e" * 32, "model.layers.0.mlp.up_proj.weight"), mask_key(7, "5f" * 32, "x"), KEY + 1):
         others = keep(other, (size,), probability).double() - probability
         assert abs(float(mask @ others)) < 5 * math.sqrt(size) * spread
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations that a device would be given."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_is_given_few_operations() -> None:
+    """A mask of a large tensor takes some operations for each of a few large chunks, on any device but a CPU."""
+    with _Operations() as operations:
+        keep(KEY, (1 << 27,), 0.5, device="meta")
+    assert operations.count < 1500
+    with _Operations() as operations:
+        keep_each(KEY, torch.empty(1 << 27, dtype=torch.float64, device="meta"))
+    assert operations.count < 1500

@@ -19,7 +19,7 @@ from workers.merging.kernels.lowering.averages import Nearswap
 from workers.merging.masks import MULTIPLIERS, STEP, hashes
 from workers.merging.order_statistics import LARGEST_MARK, SPACING, Threshold
 
-__all__ = ["merge"]
+__all__ = ["element_hash", "merge"]
 
 BLOCK = 1024  # elements of one Triton program
 
@@ -247,7 +247,8 @@ def _is_kept(i, mask):  # type: ignore[no-untyped-def]
     `mask` points to three numbers: the low and the high 32 bits of the mask's key, and this bound
     (`workers.merging.masks`).
     """
-    return _hashed(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32)) <= tl.load(mask + 2).to(tl.uint32)
+    drawn = element_hash(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32))
+    return drawn <= tl.load(mask + 2).to(tl.uint32)
 
 
 @triton.jit
@@ -257,14 +258,15 @@ def _marked(i, factor):  # type: ignore[no-untyped-def]
     It is the hash of i times the factor that `factor` points to (`workers.merging.order_statistics`).
     """
     zero = tl.cast(0, tl.uint32)
-    return _hashed(i, zero, zero) * tl.load(factor).to(tl.uint32)
+    return element_hash(i, zero, zero) * tl.load(factor).to(tl.uint32)
 
 
 @triton.jit
-def _hashed(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i, for i below 2^32, by a mask's key (`workers.merging.masks`).
+def element_hash(i, k0, k1):  # type: ignore[no-untyped-def]
+    """The hash of element i by a mask's key (`workers.merging.masks`).
 
-    k0 and k1 are the low and the high 32 bits of the key.
+    k0 and k1 are the low and the high 32 bits of the key. For i from 2^32 on, k1 is the sum of the high bits and of
+    i / 2^32, rounded down.
     """
     x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + k0
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)

@@ -33,7 +33,9 @@ NO_DIRECTION = 1e-8
 # The order of a reduction: each block of BLOCK elements is cut into PARTS equal parts, which are added one after
 # another, and so on with the result until one number is left. The sums of the blocks are added exactly.
 BLOCK, PARTS = 4096, 8
-CHUNK = 64 * BLOCK  # elements that are converted to float64 at a time
+# Elements that are converted to float64 at a time. The sums of each chunk are copied to the CPU, which waits for a GPU.
+CHUNK = 64 * BLOCK
+GPU_CHUNK = 512 * BLOCK
 
 
 def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -137,7 +139,8 @@ def _inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor
 
 
 def _block_sums(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Iterator[float]:
-    for pieces in zip(*(torch.split(tensor.flatten(), CHUNK) for tensor in tensors), strict=True):
+    chunk = CHUNK if tensors[0].device.type == "cpu" else GPU_CHUNK
+    for pieces in zip(*(torch.split(tensor.flatten(), chunk) for tensor in tensors), strict=True):
         values = function(*(piece.double() for piece in pieces))
         yield from _blocks(values)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["BLOCK_BYTES", "UNKNOWN", "Peak"]
+__all__ = ["BLOCK_BYTES", "GPU_BLOCK_BYTES", "UNKNOWN", "Peak"]
 
-# Bytes for blocks of a fixed number of elements: hashes of masks and of ties, float64 sums.
+# Bytes for chunks of a fixed number of elements, on a CPU and on a GPU: hashes of masks and of ties, float64 sums.
 BLOCK_BYTES = 64 << 20
+GPU_BLOCK_BYTES = 256 << 20
 
 
 class Peak(NamedTuple):

@@ -8,7 +8,7 @@ part of the parameter gets in an unsharded process.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +69,19 @@ def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) 
     (`noise.draw_key`). `quantiles` are those of the noise's distribution.
     """
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-    if whole.device.type == "cpu" and whole.dtype in kernel.DTYPES:
-        kernel.add_noise(whole, quantiles, key=key, start=start)
+    if whole.dtype in kernel.DTYPES and whole.device.type in ("cpu", "cuda"):
+        add_noise = kernel.add_noise if whole.device.type == "cpu" else _on_gpu()
+        add_noise(whole, quantiles, key=key, start=start)
     else:
         add_plainly(whole.view(-1), quantiles, key=key, start=start)
     if whole is not tensor:
         tensor.copy_(whole)
+
+
+def _on_gpu() -> Callable[..., None]:
+    from workers.training.mergopt.cuda_kernel import add_noise  # Triton takes a second to import
+
+    return add_noise
 
 
 def _local(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -56,6 +59,39 @@ def test_compiled_code_gives_the_bits_of_torch(dtype: torch.dtype, start: int) -
     kernel.add_noise(compiled, table, key=key, start=start)
     assert torch.equal(plain, compiled)
     assert not torch.equal(plain, whole)
+
+
+def check_cuda_kernel(device: str) -> int:
+    """Compare the kernel with torch on one device, for parts across the limits of 32 bits; returns how many parts."""
+    from workers.training.mergopt import cuda_kernel
+
+    compared = 0
+    table = Laplace(0.1).quantiles.to(device)
+    # The interpreter rounds to bfloat16 towards zero, a device to nearest.
+    for dtype in (torch.float32,) if device == "cpu" else kernel.DTYPES:
+        for start in (0, 3, M - 700, M // 2 - 1, 3 * M - 5):
+            for size in (1, 1500):
+                whole = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+                plain, found = whole.clone(), whole.clone()
+                add_plainly(plain, table, key=draw_key(1, 2), start=start)
+                cuda_kernel.add_noise(found, table, key=draw_key(1, 2), start=start)
+                assert torch.equal(plain, found), (dtype, start, size)
+                assert not torch.equal(plain, whole)
+                compared += 1
+    return compared
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu tests the device itself")
+def test_cuda_kernel_in_the_interpreter() -> None:
+    """The kernel for CUDA gives the bits of torch in Triton's interpreter."""
+    code = "from tests.workers.training.mergopt.test_noise import check_cuda_kernel; print(check_cuda_kernel('cpu'))"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is imported
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert int(finished.stdout) == 10
 
 
 @pytest.mark.parametrize("noise", [Laplace, Gaussian])

@@ -1,0 +1,43 @@
+"""MergOPT's noise, added by one kernel for each tensor on a CUDA device: the same bits as `noise.add_plainly`.
+
+Without a device, the kernel runs in Triton's interpreter, where it is tested in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from workers.merging.kernels.cuda import element_hash
+from workers.merging.masks import key_words
+
+__all__ = ["add_noise"]
+
+BLOCK = 1024  # elements of one Triton program
+
+
+def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
+    """Add MergOPT's noise to the contiguous tensor `flat` on a CUDA device, in place, without waiting for the device.
+
+    The arguments are those of `kernel.add_noise`; `quantiles` are on the device of `flat`.
+    """
+    if size := flat.numel():
+        numbers = torch.tensor([*key_words(key), start], dtype=torch.int64, device=flat.device)
+        _add[(triton.cdiv(size, BLOCK),)](flat, quantiles, numbers, size, BLOCK=BLOCK, enable_fp_fusion=False)
+
+
+@triton.jit
+def _add(flat, quantiles, numbers, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Triton kernel that adds noise to `flat`.
+
+    `numbers` has the low and the high 32 bits of the key, and the number of the first element among those of all
+    parameters.
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    element = tl.load(numbers + 2) + i
+    high = (tl.load(numbers + 1) + (element >> 32)).to(tl.uint32)
+    drawn = element_hash(element, tl.load(numbers).to(tl.uint32), high) >> 16
+    moved = tl.load(flat + i, mask=is_inside, other=0).to(tl.float32) + tl.load(quantiles + drawn.to(tl.int64))
+    tl.store(flat + i, moved.to(flat.dtype.element_ty), mask=is_inside)
