@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# Before torch is imported. With a thread for each of many cores, small operations on the CPU wait for their threads.
+os.environ.setdefault("OMP_NUM_THREADS", "4")
 
 import pytest
 import torch
@@ -77,7 +81,7 @@ def float_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @pytest.fixture(scope="session")
 def large_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """Llama of 118M parameters in bfloat16, with two experts: large enough for its memory and speed to be measured."""
+    """Llama of 76M parameters in bfloat16, with two experts: large enough for its memory and speed to be measured."""
     from tests.builders import tiny_family
 
     directory = tmp_path_factory.mktemp("large")
@@ -85,12 +89,12 @@ def large_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
         directory,
         experts=("math", "text"),
         tied=False,
-        layers=8,
+        layers=5,
         hidden=1024,
         intermediate_size=2816,
         num_attention_heads=16,
         num_key_value_heads=16,
-        vocab_size=8000,
+        vocab_size=6000,
         initializer_range=0.02,
         noise=0.002,
         dtype=torch.bfloat16,

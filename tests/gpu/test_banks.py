@@ -43,7 +43,9 @@ def recipes(family: Family) -> dict[str, Recipe]:
 
 
 def merged(recipe: Recipe, bank: Bank, dtype: torch.dtype = BFLOAT16) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in merged_tensors(recipe, bank, dtype)}
+    """The merge on the bank's device. On the CPU it is that of plain functions, which compile nothing."""
+    compiles = bank.device.type != "cpu" or bank.placement == "gpu"
+    return {name: tensor.cpu() for name, tensor in merged_tensors(recipe, bank, dtype, compiles=compiles)}
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
@@ -66,8 +68,7 @@ def test_a_gpu_is_given_the_sources(small_family: Family, placement: str) -> Non
     assert all(ours and theirs and ours.trim(77) == theirs.trim(77) for ours, theirs in pairs)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize(("placement", "dtype"), [("mapped", BFLOAT16), ("host", BFLOAT16), ("gpu", torch.float32)])
 def test_whole_models_have_the_bits_of_the_cpu(
     small_family: Family, placement: str, dtype: torch.dtype, figure: Figure
 ) -> None:
@@ -92,11 +93,11 @@ def test_trims_of_whole_models(small_family: Family, method: str) -> None:
     assert not differing(merged(recipe, Bank(small_family, "gpu", device=GPU)), merged(recipe, Bank(small_family)))
 
 
-def test_sources_in_gpu_memory_are_merged_on_the_cpu(large_family: Family) -> None:
+def test_sources_in_gpu_memory_are_merged_on_the_cpu(small_family: Family) -> None:
     """The CPU reads no tensor before its copy from the GPU has ended."""
-    recipe = all_of(large_family, *DELLA)
-    expected = merged(recipe, Bank(large_family))
-    bank = Bank(large_family, "gpu", device=GPU)
+    recipe = all_of(small_family, *DELLA)
+    expected = merged(recipe, Bank(small_family))
+    bank = Bank(small_family, "gpu", device=GPU)
     busy = torch.randn(8192, 8192, device=GPU)
     for _ in range(3):
         for _ in range(20):  # work that the device has not done when the copies are asked for
@@ -104,15 +105,15 @@ def test_sources_in_gpu_memory_are_merged_on_the_cpu(large_family: Family) -> No
         assert not differing(merged(recipe, bank.on("cpu")), expected)
 
 
-def test_a_merge_is_divided_between_gpu_and_cpu(large_family: Family) -> None:
+def test_a_merge_is_divided_between_gpu_and_cpu(small_family: Family) -> None:
     """A tensor that is too large for the room of the GPU is merged on the CPU, with the same bits."""
-    recipe = all_of(large_family, *DELLA)
-    bank = Bank(large_family, "host", device=GPU)
+    recipe = all_of(small_family, *DELLA)
+    bank = Bank(small_family, "host", device=GPU)
     plan = plan_tensors(recipe, bank)
     peaks = sorted({peak_bytes(tensor, plan, bank, BFLOAT16) for tensor in plan.tensors})
     bank.room_bytes = peaks[len(peaks) // 2]
     assert set(devices_of(plan, bank, BFLOAT16).values()) == {"cpu", "cuda"}
-    expected = merged(recipe, Bank(large_family))
+    expected = merged(recipe, Bank(small_family))
     into = {name: torch.full(t.shape, torch.nan, dtype=t.dtype, device=GPU) for name, t in expected.items()}
     merge_into(recipe, bank, into)
     assert not differing({name: tensor.cpu() for name, tensor in into.items()}, expected)
@@ -121,7 +122,7 @@ def test_a_merge_is_divided_between_gpu_and_cpu(large_family: Family) -> None:
 def test_the_planned_room_is_enough(large_family: Family, figure: Figure) -> None:
     """A merge takes no more GPU memory than the plan of its largest tensor says."""
     shares = {}
-    for method in ("della", "ties", "task_arithmetic", "slerp", "model_stock", "dare_linear_l1", "sce"):
+    for method in ("della", "ties", "task_arithmetic", "model_stock", "dare_linear_l1"):
         recipe = recipes(large_family)[method]
         bank = Bank(large_family, "host", device=GPU)
         plan = plan_tensors(recipe, bank)
@@ -140,11 +141,11 @@ def test_the_planned_room_is_enough(large_family: Family, figure: Figure) -> Non
 
 def test_a_full_gpu_raises_and_the_next_merge_is_right(large_family: Family) -> None:
     """A merge without memory raises OutOfMemoryError; the CPU then merges, and the GPU when it has memory again."""
-    recipe = all_of(large_family, *DELLA)
+    recipe = arithmetic(large_family, 0.3, 0.4)
     bank = Bank(large_family, "host", device=GPU)
     expected = merged(recipe, Bank(large_family))
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (64 << 20)) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (4 << 20)) / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             merged(recipe, bank)
@@ -212,4 +213,4 @@ def test_speed_of_merges_by_placement(large_family: Family, figure: Figure) -> N
                 torch.cuda.synchronize()
                 best = min(best, time.perf_counter() - began)
             read = bank.num_bytes / best / 1e9
-            figure(f"merge of 118M parameters by {method}, sources {placement}: {1e3 * best:.1f} ms, {read:.1f} GB/s")
+            figure(f"merge of 76M parameters by {method}, sources {placement}: {1e3 * best:.1f} ms, {read:.1f} GB/s")

@@ -129,5 +129,5 @@ def test_memory_by_tokens_is_within_the_plan(
         if used > planned:
             over.append(tokens)
         del trained
-    figure(f"gradients of 118M parameters, {'recomputed' if recomputes else 'kept'} activations: " + "; ".join(lines))
+    figure(f"gradients of 76M parameters, {'recomputed' if recomputes else 'kept'} activations: " + "; ".join(lines))
     assert not over

@@ -17,7 +17,7 @@ from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge, Source
 from tests.gpu.conftest import Figure
 from tests.workers.merging.kernels.test_cuda import check_all
-from tests.workers.merging.kernels.test_kernels import bits, given_to, operands, with_statistics
+from tests.workers.merging.kernels.test_kernels import bits, chosen_merges, given_to, operands, with_statistics
 from tests.workers.merging.test_devices import merges, with_all
 from tests.workers.training.mergopt.test_noise import check_cuda_kernel
 from workers.merging import masks
@@ -52,11 +52,12 @@ def on_gpu(stored: Operands, *, shift: int = 0) -> Operands:
 
 
 def chosen(num_sources: int) -> Iterator[Merge]:
-    """Merges of every method that takes so many sources; above five, of those with kernels for CUDA only."""
-    for merge in merges(min(num_sources, 5)):
-        if num_sources <= 5:
-            yield merge
-        elif merge.method in ON_CUDA and len(merge.sources) == 5:
+    """Merges of every method that takes so many sources; of more than three, of those with kernels for CUDA."""
+    if num_sources <= 3:
+        yield from merges(num_sources)
+        return
+    for merge in chosen_merges(5):
+        if merge.method in ON_CUDA and len(merge.sources) == 5:
             sources = tuple(Source(f"m{i}") for i in range(num_sources))
             numbers = {
                 name: (value * 2)[:num_sources] if isinstance(value, tuple) else value
@@ -68,9 +69,7 @@ def chosen(num_sources: int) -> Iterator[Merge]:
 @pytest.mark.parametrize(
     ("num_sources", "dtypes"),
     [
-        (1, (BFLOAT16,)),
         (2, (FLOAT32,)),
-        (2, (BFLOAT16,)),
         (3, (BFLOAT16, FLOAT32, FLOAT16)),
         (9, (BFLOAT16, FLOAT32)),
     ],

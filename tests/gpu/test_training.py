@@ -111,7 +111,7 @@ def test_offsets_leave_the_weights_and_cost_little(large_family: Family, figure:
     error = (slopes["mergopt"] - slopes["mergopt in layers"]).norm() / slopes["mergopt"].norm()
     assert error < 1e-2  # bfloat16
     figure(
-        "a step of 118M parameters on 4,096 tokens: "
+        "a step of 76M parameters on 4,096 tokens: "
         + "; ".join(f"{name} {1e3 * taken[name]:.1f} ms, peak {peaks[name]:.0f} MiB" for name in taken)
     )
 
