@@ -127,6 +127,8 @@ class MergeMethod:
     - `base_at_zero`: the name of a coefficient; if it is 0, the merge is the base model
     - `first_at_zero`: the name of a coefficient; if it is 0, the merge is the first source
     - `is_itself_alone`: a merge of a single source is that source
+    - `depends_on_device`: the method uses exponentials or matrix products, whose last bits differ between a CPU and a
+      GPU
     - `constraint`: a function that checks coefficients together, after each was found in its range; it returns a
       message about the problem, or None
     - `mergekit`: the method of mergekit that computes the same tensors; None if mergekit has none
@@ -149,6 +151,7 @@ class MergeMethod:
     base_at_zero: str | None = None
     first_at_zero: str | None = None
     is_itself_alone: bool = False
+    depends_on_device: bool = False
     constraint: Callable[[Numbers], str | None] | None = None
     mergekit: Counterpart | None = None
     mergekit_difference: str | None = None

@@ -91,6 +91,7 @@ PCB = MergeMethod(
     needs_base=True,
     cuts_at_rank=True,
     base_at_zero="lambda",
+    depends_on_device=True,
 )
 
 PCB_TANH = MergeMethod(
@@ -100,6 +101,7 @@ PCB_TANH = MergeMethod(
     coefficients=PCB_COEFFICIENTS,
     needs_base=True,
     base_at_zero="lambda",
+    depends_on_device=True,
 )
 
 CONSENSUS_TA = MergeMethod(
@@ -134,4 +136,5 @@ WUDI = MergeMethod(
     ),
     needs_base=True,
     base_at_zero="lambda",
+    depends_on_device=True,
 )

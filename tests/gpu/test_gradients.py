@@ -14,7 +14,8 @@ import torch
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
-from service.studies.preflight.gradients import activation_bytes
+from service.studies.preflight.gradients import activation_bytes, reduction_bytes
+from service.studies.preflight.resources import gradient_model_bytes
 from tests.gpu.conftest import Figure
 from tests.workers.recipes import arithmetic
 from workers.training.gradients import CoefficientGradients
@@ -122,9 +123,9 @@ def test_memory_by_tokens_is_within_the_plan(
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         used = torch.cuda.max_memory_allocated() - held
-        base = trained.bank.sources.base
-        largest = max(header.num_elements for header in base.tensors.values() if hasattr(header, "num_elements"))
-        planned = activation_bytes(settings, tokens, 2, recomputes=recomputes) + 2 * largest
+        sources = trained.bank.sources
+        model = gradient_model_bytes(sources, 2) - 2 * sources.num_parameters  # the model itself is held before
+        planned = activation_bytes(settings, tokens, 2, recomputes=recomputes) + model + reduction_bytes(sources)
         lines.append(f"{tokens} tokens {used / 2**20:.0f} of {planned / 2**20:.0f} MiB in {seconds:.2f} s")
         if used > planned:
             over.append(tokens)

@@ -21,7 +21,7 @@ from tests.workers.merging.kernels.test_kernels import bits, chosen_merges, give
 from tests.workers.merging.test_devices import merges, with_all
 from tests.workers.training.mergopt.test_noise import check_cuda_kernel
 from workers.merging import masks
-from workers.merging.kernels import FUSED, ON_CUDA, is_fused, merge_stored
+from workers.merging.kernels import ON_CUDA, is_fused, merge_stored
 from workers.merging.methods import arithmetic
 from workers.merging.methods.peaks import GPU_BLOCK_BYTES
 from workers.merging.methods.plain import PLAIN, Operands
@@ -32,8 +32,7 @@ pytestmark = pytest.mark.gpu
 
 GPU = "cuda"
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
-# Matrix products depend on the device (docs/explanation/determinism.md).
-BY_DEVICE = frozenset({"wudi"})
+BY_DEVICE = frozenset(name for name, method in METHODS.items() if method.depends_on_device)
 
 
 def on_gpu(stored: Operands, *, shift: int = 0) -> Operands:
@@ -181,8 +180,13 @@ def peak_of(call: Callable[[], torch.Tensor]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_methods_take_the_memory_that_is_planned(figure: Figure) -> None:
-    """No plain function takes more GPU memory than is planned for it, chunks included."""
+@pytest.mark.parametrize("chunks", ["as shipped", "small"])
+def test_methods_take_the_memory_that_is_planned(chunks: str, monkeypatch: pytest.MonkeyPatch, figure: Figure) -> None:
+    """No plain function takes more GPU memory than is planned for it, and for chunks of a fixed size."""
+    if chunks == "small":  # only what grows with the tensor is left, and workspace of CUDA's libraries
+        monkeypatch.setattr(masks, "GPU_CHUNK", masks.CHUNK)
+        monkeypatch.setattr(arithmetic, "GPU_CHUNK", arithmetic.CHUNK)
+    of_chunks = GPU_BLOCK_BYTES if chunks == "as shipped" else GPU_BLOCK_BYTES // 4
     shape = (2048, 4096)
     over: dict[str, float] = {}
     closest = 0.0
@@ -195,14 +199,13 @@ def test_methods_take_the_memory_that_is_planned(figure: Figure) -> None:
             run = partial(PLAIN[merge.method].merge, taken, merge)
             run()  # what CUDA's libraries allocate once is not counted
             peak = peak_of(run)
-            planned = PLAIN[merge.method].peak.num_bytes(shape, num_sources) + GPU_BLOCK_BYTES
+            planned = PLAIN[merge.method].peak.num_bytes(shape, num_sources) + of_chunks
             closest = max(closest, peak / planned)
             count += 1
             if peak > planned:
                 over[f"{merge.method} of {num_sources}"] = peak / planned
-    figure(
-        f"memory of plain functions: {count} merges of {shape[0]} x {shape[1]}; largest share of the plan {closest:.2f}"
-    )
+    size = " x ".join(map(str, shape))
+    figure(f"memory of plain functions, chunks {chunks}: {count} merges of {size}, at most {closest:.2f} of the plan")
     assert not over
 
 
@@ -242,13 +245,14 @@ def test_chunks_do_not_cost_launches(figure: Figure) -> None:
 
 
 def test_bandwidth_of_kernels(figure: Figure) -> None:
-    """Kernels move memory at half the speed of a copy or faster."""
+    """Sums move memory nearly as fast as a copy; masks, and the marks of TIES, are computed meanwhile."""
     size = 1 << 28
     tensors = tuple(_random(size, seed) for seed in range(4))
     out = torch.empty(size, dtype=BFLOAT16, device=GPU)
     copied = 2 * 2 * size / seconds_of(partial(out.copy_, tensors[0]))
     figure(f"copy on the device: {copied / 1e12:.2f} TB/s read and written")
     slow = {}
+    shares = {"linear": 0.8, "task_arithmetic": 0.8, "dare_ties": 0.3, "ties": 0.1}  # of a copy's speed
     for num_sources in (2, 3):
         sources = tuple(Source(f"m{i}") for i in range(num_sources))
         each: dict[str, dict[str, float | tuple[float, ...]]] = {
@@ -273,7 +277,6 @@ def test_bandwidth_of_kernels(figure: Figure) -> None:
             num_read = num_sources + int(METHODS[method].needs_base)
             moved = 2 * size * (num_read + 1) / seconds
             figure(f"{method} of {num_sources}: {moved / 1e12:.2f} TB/s, {moved / copied:.2f} of a copy")
-            if moved < 0.5 * copied:
+            if moved < shares[method] * copied:
                 slow[f"{method} of {num_sources}"] = moved / copied
-    assert FUSED.keys() >= {"linear", "task_arithmetic", "dare_ties", "ties"}
     assert not slow

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from search_spaces.methods import METHODS
 from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
 from workers.models.adapters import is_adapter
 from workers.models.remote import commit_of, id_of
@@ -29,6 +30,10 @@ engine that scored them on a GPU adds up their r + 1 terms in another order than
 that the two differ by at most (r + 3) 2^-23 of the sum of the terms' magnitudes before they are merged and rounded to
 {dtype}. A method that cuts at a rank may then keep another of two elements of almost equal magnitude. All other weights
 are those that were scored, bit for bit."""
+
+
+BY_DEVICE = """The last bits of tensors merged by {methods} depend on the device: an engine that scored them on a GPU
+had other bits than this checkpoint, which the CPU wrote."""
 
 
 class Score(Protocol):
@@ -96,6 +101,8 @@ def model_card(
     ]
     if adapters := [alias for alias, directory, _ in sources if is_adapter(directory)]:
         lines.append(ADAPTED.format(names=" and ".join(adapters), dtype=dtype))
+    if methods := sorted({each.method for each in recipe.merges() if METHODS[each.method].depends_on_device}):
+        lines.append(BY_DEVICE.format(methods=" and ".join(methods)))
     if any(layer.alignment is not None for layer in recipe.layers):
         lines += ["## Loading", ALIGNED]
     if scores:

@@ -24,6 +24,8 @@ from workers.types import Placement
 __all__ = ["bank_for", "devices_of", "peak_bytes"]
 
 FLOAT32_BYTES = 4
+# PyTorch rounds each large allocation on a GPU up to this size.
+ALLOCATION_BYTES = 2 << 20
 # Bytes of a rank on a GPU (`Bank.ranks`).
 RANK_BYTES = 4
 
@@ -70,7 +72,8 @@ def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.
     result = count * dtype.itemsize
     is_fused = merge.method in (FUSED if bank.device.type == "cpu" else ON_CUDA) and not plan.recipe.keeps_equal
     if is_fused:
-        return copied + result + (2 * FLOAT32_BYTES * count if tensor.factor != 1 else 0)
+        scaled = 2 * FLOAT32_BYTES * count if tensor.factor != 1 else 0
+        return copied + result + scaled + (len(operands) + 1) * ALLOCATION_BYTES
     ranks = RANK_BYTES * count * len(merge.sources) if "ranks" in method.uses else 0
     taken = method.peak.num_bytes(shape, len(merge.sources))
     chunks = BLOCK_BYTES if bank.device.type == "cpu" else GPU_BLOCK_BYTES

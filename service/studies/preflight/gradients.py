@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,10 +14,12 @@ from service.studies.preflight.resources import MemoryPlan, gradient_model_bytes
 from workers.engines.vllm.memory import usable_gpu_bytes
 from workers.models.family import ResolvedFamily
 
-__all__ = ["GradientPlace", "activation_bytes", "gradient_place"]
+__all__ = ["GradientPlace", "activation_bytes", "gradient_place", "reduction_bytes"]
 
 # Tokens of one forward pass (`workers.training.gradients.MAX_TOKENS`); a longer text is read alone.
 PASS_TOKENS = 16_384
+# Bytes of the float32 copies of a chunk of gradient, base, expert and difference (`workers.training.reduction.CHUNK`).
+REDUCTION_CHUNK_BYTES = 6 * 4 * (1 << 22)
 # Activations beside those of the layers, such as logits and losses, as a share of them.
 OTHER_ACTIVATIONS = 0.25
 
@@ -86,12 +89,27 @@ def _on_gpu(
     settings["num_hidden_layers"] = max(int(settings["num_hidden_layers"]), max_layers)
     for recomputes in (False, True):
         activations = activation_bytes(settings, PASS_TOKENS, value_bytes, recomputes=recomputes)
-        needed = gradient_model_bytes(sources, value_bytes, max_layers=max_layers) + activations
+        model = gradient_model_bytes(sources, value_bytes, max_layers=max_layers)
+        needed = model + activations + reduction_bytes(sources)
         if needed <= room:
             twice = ", with activations computed twice" if recomputes else ""
             reason = f"a GPU without an engine computes them in {gib(needed)} of its {gib(total)}{twice}"
             return GradientPlace("cuda", recomputes=recomputes, reason=reason), ""
     return None, f"they need {gib(needed)} of a GPU, which has {gib(total)}"
+
+
+def reduction_bytes(sources: ResolvedFamily) -> int:
+    """Bytes on a GPU that converting the gradient of one merged tensor into derivatives takes at most.
+
+    The tensors of all models that are merged into it are copied to the GPU, in their stored dtypes. Differences are
+    computed in float32, a chunk at a time.
+    """
+    largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
+    copied = 0
+    for view in sources.views.values():
+        # A tensor that an adapter changes is float32, and so is the product of which it is the sum.
+        copied += 8 * largest if view.base is not None else max(tensor.num_bytes for tensor in view.own)
+    return copied + REDUCTION_CHUNK_BYTES
 
 
 def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, *, recomputes: bool) -> int:

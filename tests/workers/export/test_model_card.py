@@ -10,6 +10,7 @@ import yaml
 
 from search_spaces.recipe import Merge, Source
 from tests.builders import lora_adapter
+from tests.workers.merging.test_devices import all_of
 from tests.workers.recipes import arithmetic, slerp
 from workers.export.checkpoint import export
 from workers.export.model_card import licence, model_card, recipe_rows
@@ -63,6 +64,15 @@ def test_card_bounds_the_weights_of_adapters(untied_family: Family, tmp_path: Pa
         card = model_card(recipe, family, dtype="bfloat16", scores={}, study=None, mergekit="none")
         assert ("at most (r + 3) 2^-23 of the sum" in card) == has_adapter
         assert ("Weights that lora change" in card) == has_adapter
+
+
+def test_card_names_methods_whose_bits_depend_on_the_device(untied_family: Family) -> None:
+    """The card claims no scored bits for methods that compute exponentials or matrix products."""
+    for method in ("task_arithmetic", "pcb"):
+        numbers = {"lambda": 0.4} | ({"density": 0.5} if method == "pcb" else {})
+        recipe = all_of(untied_family, method, numbers)
+        card = model_card(recipe, untied_family, dtype="bfloat16", scores={}, study=None, mergekit="none")
+        assert ("tensors merged by pcb depend on the device" in card) == (method == "pcb")
 
 
 def test_several_licences_of_a_source_are_all_told(tmp_path: Path) -> None:

@@ -12,7 +12,12 @@ import transformers
 from search_spaces.study.file import parse_study
 from service.engine_machines import EngineMachines
 from service.studies.preflight.dtype import dtype_note
-from service.studies.preflight.gradients import GradientPlace, activation_bytes, gradient_place
+from service.studies.preflight.gradients import (
+    GradientPlace,
+    activation_bytes,
+    gradient_place,
+    reduction_bytes,
+)
 from service.studies.preflight.resources import MemoryPlan
 from tests.workers.merging.test_devices import peak_of
 
@@ -24,9 +29,11 @@ LLAMA_3_8B = {
     "num_key_value_heads": 8,
     "num_hidden_layers": 32,
 }
+EMBEDDING = SimpleNamespace(shape=(128_256, 4_096), num_bytes=2 * 128_256 * 4_096)
 EIGHT_B: Any = SimpleNamespace(
-    base=SimpleNamespace(settings=LLAMA_3_8B, tensors={"embedding": SimpleNamespace(shape=(128_256, 4_096))}),
+    base=SimpleNamespace(settings=LLAMA_3_8B, tensors={"embedding": EMBEDDING}),
     num_parameters=8_030_000_000,
+    views={name: SimpleNamespace(base=None, own=[EMBEDDING]) for name in ("base", "math", "code")},
 )
 
 
@@ -60,6 +67,14 @@ def test_gradients_take_a_gpu_that_no_engine_uses() -> None:
     assert place is not None
     assert (place.device, place.recomputes) == ("cuda", True)
     assert "its memory is not known" in place.reason
+
+
+def test_the_sources_of_a_tensor_are_counted() -> None:
+    """Converting a gradient copies the tensor of every model to the GPU; those of adapters are in float32."""
+    assert reduction_bytes(EIGHT_B) == 3 * EMBEDDING.num_bytes + 24 * 2**22
+    adapted = SimpleNamespace(base=EIGHT_B.base, own=[])
+    sources: Any = SimpleNamespace(base=EIGHT_B.base, views={**EIGHT_B.views, "code": adapted})
+    assert reduction_bytes(sources) == (2 + 4) * EMBEDDING.num_bytes + 24 * 2**22
 
 
 def test_gradients_never_share_an_engines_gpu() -> None:
