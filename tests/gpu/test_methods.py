@@ -199,7 +199,7 @@ def test_methods_take_the_memory_that_is_planned(chunks: str, monkeypatch: pytes
             run = partial(PLAIN[merge.method].merge, taken, merge)
             run()  # what CUDA's libraries allocate once is not counted
             peak = peak_of(run)
-            planned = PLAIN[merge.method].peak.num_bytes(shape, num_sources) + of_chunks
+            planned = PLAIN[merge.method].peak.num_bytes(shape, num_sources, on_gpu=True) + of_chunks
             closest = max(closest, peak / planned)
             count += 1
             if peak > planned:

@@ -75,6 +75,7 @@ def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.
         scaled = 2 * FLOAT32_BYTES * count if tensor.factor != 1 else 0
         return copied + result + scaled + (len(operands) + 1) * ALLOCATION_BYTES
     ranks = RANK_BYTES * count * len(merge.sources) if "ranks" in method.uses else 0
-    taken = method.peak.num_bytes(shape, len(merge.sources))
-    chunks = BLOCK_BYTES if bank.device.type == "cpu" else GPU_BLOCK_BYTES
+    is_on_gpu = bank.device.type != "cpu"
+    taken = method.peak.num_bytes(shape, len(merge.sources), on_gpu=is_on_gpu)
+    chunks = GPU_BLOCK_BYTES if is_on_gpu else BLOCK_BYTES
     return copied + converted + ranks + max(taken, FLOAT32_BYTES * count + result) + chunks

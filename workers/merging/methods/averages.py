@@ -153,7 +153,7 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
     return first * shares[0] + second * shares[1]
 
 
-@merges("nuslerp_columns", peak=Peak(0, 25))
+@merges("nuslerp_columns", peak=Peak(0, 25, more_on_gpu=16))
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each vector along the first index by its own angle.
 
@@ -193,7 +193,7 @@ def nuslerp_rows_task_vectors(
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
 
-@merges("nuslerp_columns_task_vectors", peak=Peak(4, 25))
+@merges("nuslerp_columns_task_vectors", peak=Peak(4, 25, more_on_gpu=16))
 def nuslerp_columns_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:

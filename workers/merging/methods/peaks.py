@@ -1,7 +1,7 @@
 """The memory that a plain method takes while it computes, beside its operands.
 
-Numbers are those of PyTorch's allocator on CPU, per element of the merged tensor, for every choice of coefficients.
-Operations of CUDA may take more for themselves; such a merge falls back to the CPU when the GPU's memory is full.
+Numbers are those of PyTorch's allocator, per element of the merged tensor, for every choice of coefficients. They were
+measured on CPU, and compared with a GPU (`tests/gpu`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ class Peak(NamedTuple):
     """Bytes at the peak of a plain method, result included: (`per_source` N + `fixed`) n + `per_square` c^2.
 
     N is the number of sources, n the number of elements of the merged tensor, and c the number of columns of a matrix,
-    0 for tensors of other dimensions. Operands are not counted; they are float32.
+    0 for tensors of other dimensions. Operands are not counted; they are float32. A GPU takes `more_on_gpu` n more.
     """
 
     per_source: float
     fixed: float
     per_square: float = 0.0
+    more_on_gpu: float = 0.0
 
-    def num_bytes(self, shape: tuple[int, ...], num_sources: int) -> int:
+    def num_bytes(self, shape: tuple[int, ...], num_sources: int, *, on_gpu: bool = False) -> int:
         columns = shape[1] if len(shape) == 2 else 0
-        per_element = self.per_source * num_sources + self.fixed
+        per_element = self.per_source * num_sources + self.fixed + (self.more_on_gpu if on_gpu else 0)
         return int(per_element * math.prod(shape) + self.per_square * columns**2)
 
 
