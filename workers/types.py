@@ -356,6 +356,8 @@ class VerificationReport:
     - `num_beyond`: the number of differences that rounding does not explain
     - `num_logprobs`: the number of compared log-probabilities, which are those of options and of the tokens of prompts
       and completions
+    - `num_unstable`: the number of log-probabilities that differ by more than `tolerance` because of rounding errors,
+      which move the log-probability of that token far; `max_logprob_difference` is without them
     - `max_logprob_difference`: the largest difference between two compared log-probabilities
     - `num_tokens`: the number of compared completion tokens
     - `num_without_tokens`: the number of samples that are stored without tokens; the texts of these samples were
@@ -374,6 +376,7 @@ class VerificationReport:
     num_logprobs: int = 0
     num_without_tokens: int = 0
     reason: str | None = None
+    num_unstable: int = 0
 
     @property
     def is_equal(self) -> bool:

@@ -210,6 +210,8 @@ def verification_line(document: VerificationDocument) -> Text:
         trials, left_out = document["trials"], document["trials_not_verified"]
         parts.append(f"{document['equal']} of {document['samples']} samples of {trials} of {trials + left_out} trials")
         parts.append(f"{document['tokens']:,} tokens and {document['logprobs']:,} log-probabilities compared")
+    if unstable := document["unstable_logprobs"]:
+        parts.append(f"{unstable:,} of them beyond the tolerance by rounding errors of float32")
     if document["samples_without_tokens"]:
         parts.append(f"tokens of {document['samples_without_tokens']} samples not stored, texts compared")
     if document["reason"]:

@@ -241,6 +241,7 @@ def _verification_document(reports: Sequence[VerificationReport], reason: str | 
         "tokens": sum(report.num_tokens for report in compared),
         "samples_without_tokens": sum(report.num_without_tokens for report in compared),
         "logprobs": sum(report.num_logprobs for report in compared),
+        "unstable_logprobs": sum(report.num_unstable for report in compared),
         "tolerance": max((report.tolerance for report in compared), default=None),
         "max_logprob_difference": max((report.max_logprob_difference for report in compared), default=None),
         "differences": [asdict(difference) for report in compared for difference in report.differences],

@@ -395,6 +395,10 @@ class VerificationDocument(TypedDict):
         int, Field(ge=0, description="Samples stored without tokens, whose text was compared instead.")
     ]
     logprobs: Annotated[int, Field(ge=0, description="Number of compared log-probabilities.")]
+    unstable_logprobs: Annotated[
+        int,
+        Field(ge=0, description="Log-probabilities of unstable tokens: rounding explains more than the tolerance."),
+    ]
     tolerance: float | None
     max_logprob_difference: float | None
     differences: list[dict[str, Any]]

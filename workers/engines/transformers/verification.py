@@ -19,6 +19,7 @@ from typing import Any
 from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.transformers.backend import Reference, choice_gaps, logprobs, typical_difference, whole_characters
+from workers.engines.transformers.rounding import explained, rounding_bounds
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
@@ -84,6 +85,7 @@ def verify(
         num_beyond=sum(difference.is_beyond for difference in differences),
         num_tokens=sum(len(tokens) for pair in pairs for tokens in pair.stored.tokens or ()),
         num_logprobs=comparison.num_logprobs,
+        num_unstable=comparison.num_unstable,
         num_without_tokens=sum(pair.is_completion and pair.stored.tokens is None for pair in pairs),
         reason=_sampled([span.objective for span in spans if span not in greedy]),
     )
@@ -159,7 +161,8 @@ class _Comparison:
 
     `apart` maps a sample (objective, position) to the largest `typical_difference` between the engine's and
     transformers' log-probabilities. `num_logprobs` is the number of log-probabilities compared. `tolerance` is the
-    largest difference that rounding explains; `dtype` is the engine's dtype.
+    largest difference that rounding explains; `dtype` is the engine's dtype. In float32, log-probabilities of single
+    unstable tokens may differ by more (`rounding`); `num_unstable` is their number, and `apart` is without them.
     """
 
     def __init__(self, reference: Reference, tolerance: float, dtype: str) -> None:
@@ -167,6 +170,7 @@ class _Comparison:
         self.tolerance = tolerance
         self.apart: dict[tuple[str, int], float] = {}
         self.num_logprobs = 0
+        self.num_unstable = 0
         self._dtype = dtype
 
     def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
@@ -176,7 +180,7 @@ class _Comparison:
         that are multiple choices.
         """
         for text, values in engine_logprobs.items():
-            self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text))
+            self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text), text)
         for pair in pairs:
             if not pair.is_completion:
                 # Rounding errors grow with the square root of the number of an option's tokens.
@@ -188,8 +192,13 @@ class _Comparison:
                     [value / root for value, root in zip(expected, roots, strict=True)],
                 )
 
-    def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float]) -> None:
+    def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
+        """Record the difference between log-probabilities of a sample: of options, or of the tokens of `text`."""
         apart = _finite(typical_difference(ours, theirs, dtype=self._dtype))
+        if self._dtype == "float32" and self.tolerance < apart < FAR and text:
+            bounds = rounding_bounds(self.reference.model, text)
+            apart, count = explained(ours, theirs, bounds, tolerance=self.tolerance)
+            self.num_unstable += count
         self.apart[pair.key] = max(self.apart.get(pair.key, 0.0), apart)
         self.num_logprobs += len(ours)
 

@@ -18,6 +18,7 @@ import torch
 from search_spaces.recipe import Recipe
 from workers.engines.transformers.backend import logprobs, typical_difference
 from workers.engines.transformers.merged_models import merged_model
+from workers.engines.transformers.rounding import MOST, explained, rounding_bounds
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
@@ -85,15 +86,27 @@ class Calibration:
         share = sum(off * towards for off, towards in zip(apart, step, strict=True)) / length**2
         return share, LEAST_SHARE + MAX_STANDARD_ERRORS * self.tolerance / TIMES_ROUNDING / length
 
-    def check(self, ours: Sequence[float], theirs: Sequence[float], *, of: str) -> float:
+    def check(
+        self,
+        ours: Sequence[float],
+        theirs: Sequence[float],
+        *,
+        of: str,
+        bounds: Callable[[], Sequence[float]] | None = None,
+    ) -> float:
         """Compare log-probabilities of an engine with those of transformers, and return their typical difference.
 
         `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens; the typical
-        difference is a root mean square (`typical_difference`). `of` names the compared texts in the message. Raises
-        EvidenceMismatch if the difference, or the share of the base model in `ours` (`base_share`), is larger than
-        rounding explains.
+        difference is a root mean square, in float32 the largest difference (`typical_difference`). `of` names the
+        compared texts in the message. `bounds` is called for the bounds of single tokens (`rounding_bounds`) if a
+        difference in float32 is larger than the tolerance. Raises EvidenceMismatch if the difference, or the share of
+        the base model in `ours` (`base_share`), is larger than rounding explains.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
+        if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:
+            difference, count = explained(ours, theirs, bounds(), tolerance=self.tolerance)
+            if count:
+                log.warning("%s: %d of %d log-probabilities are unstable in float32", of, count, len(ours))
         share, most = self.base_share(ours, theirs)
         if difference <= self.tolerance and abs(share) <= most:
             return difference
@@ -193,11 +206,18 @@ class Canary:
             model = merged_model(self._base, bank, dtype=self._dtype)
             self._calibration = calibrate(model, self._prompts, dtype=self._dtype)
             del model
+        model = None
         if recipe.digest == self._base.digest:
             theirs: Sequence[float] = self._calibration.base
         else:
-            theirs = read(merged_model(recipe, bank, dtype=self._dtype), self._prompts)
-        return self._calibration.check(ours, theirs, of=f"recipe {recipe.digest[:12]}")
+            model = merged_model(recipe, bank, dtype=self._dtype)
+            theirs = read(model, self._prompts)
+
+        def bounds() -> list[float]:
+            own = merged_model(recipe, bank, dtype=self._dtype) if model is None else model
+            return _flat([rounding_bounds(own, prompt) for prompt in self._prompts])
+
+        return self._calibration.check(ours, theirs, of=f"recipe {recipe.digest[:12]}", bounds=bounds)
 
 
 def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:

@@ -1,0 +1,82 @@
+"""How far the rounding errors of float32 move the log-probabilities of single tokens.
+
+Engine and transformers compute the same sums in other orders. For nearly all tokens their log-probabilities then differ
+by less than 1e-4. A few tokens are unstable: where attention or a prediction depends on numbers that nearly cancel,
+rounding errors grow by orders of magnitude. Whether a token is unstable is measured with transformers alone: the output
+of every module gets random errors of the size of rounding errors, and the spread of the token's log-probability is
+observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from workers.engines.transformers.backend import logprobs
+
+__all__ = ["MOST", "explained", "rounding_bounds"]
+
+NUM_DRAWS = 8
+# Random errors as a share of the root mean square of a module's output: half a unit in the last place of float32, times
+# two for sums of many terms.
+ERROR = 2.0**-23
+# A difference between two computations is explained up to so many standard deviations of one computation.
+TIMES = 8.0
+# No difference above this is explained, however unstable a token is.
+MOST = 0.02
+# At most this share of the compared log-probabilities, or one, may be unstable: a wrong merge moves most of them.
+MOST_SHARE = 0.02
+
+
+def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
+    """The largest difference of each token's log-probability that rounding errors of float32 explain, at most `MOST`.
+
+    The result has a bound for each token except the first. `model` is a transformers model in float32. The random
+    errors are the same at every call.
+    """
+    plain = torch.tensor(logprobs(model, tokens))
+    squares = torch.zeros_like(plain)
+    for seed in range(NUM_DRAWS):
+        with _with_errors(model, seed):
+            squares += (torch.tensor(logprobs(model, tokens)) - plain).square()
+    found: list[float] = (TIMES * (squares / NUM_DRAWS).sqrt()).clamp(max=MOST).tolist()
+    return found
+
+
+def explained(
+    ours: Sequence[float], theirs: Sequence[float], bounds: Sequence[float], *, tolerance: float
+) -> tuple[float, int]:
+    """The largest difference that rounding errors do not explain, and the number of differences that they explain.
+
+    `ours` and `theirs` are the log-probabilities of the same tokens by the engine and by transformers, and `bounds` are
+    those of `rounding_bounds`. Only differences above `tolerance` need an explanation. If more than a few do, none is
+    explained.
+    """
+    apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    beyond = [not each <= tolerance for each in apart]
+    unstable = [is_beyond and each <= bound for each, bound, is_beyond in zip(apart, bounds, beyond, strict=True)]
+    if sum(beyond) > max(1.0, MOST_SHARE * len(apart)) or not any(unstable):
+        return max(apart, default=0.0), 0
+    return max((each for each, is_one in zip(apart, unstable, strict=True) if not is_one), default=0.0), sum(unstable)
+
+
+@contextmanager
+def _with_errors(model: Any, seed: int) -> Iterator[None]:
+    """Context manager in which the output of every module without submodules has random errors."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def add(module: Any, given: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
+        size = output.square().mean(-1, keepdim=True).sqrt_() * ERROR
+        return output + size * torch.randn(output.shape, generator=draw)
+
+    hooks = [module.register_forward_hook(add) for module in model.modules() if next(module.children(), None) is None]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
