@@ -7,12 +7,15 @@ by the next process.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 __all__ = ["appearing", "partial_directories", "replacing", "sync", "turn", "write_file"]
 
@@ -20,14 +23,45 @@ __all__ = ["appearing", "partial_directories", "replacing", "sync", "turn", "wri
 PARTIAL = ".partial"
 MODEL = "model"
 
+# Seconds between two looks at a lock that another process holds, and after which the log names that process.
+POLL_S, TOLD_AFTER_S = 0.02, 5.0
+
+log = logging.getLogger(__name__)
+
 
 @contextmanager
-def turn(place: Path) -> Iterator[None]:
-    """Context manager for exclusive work on the file or directory `place`; other processes of this machine wait."""
+def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
+    """Context manager for exclusive work on the file or directory `place`; other processes of this machine wait.
+
+    The log says once for which process this one waits. The wait ends when that process ends, too. With `limit_s`,
+    TimeoutError is raised after so many seconds, with the process and the lock file.
+    """
     place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_name(f".{place.name}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    lock = place.with_name(f".{place.name}.lock")
+    with lock.open("a+") as file:
+        began = time.monotonic()
+        is_told = False
+        while not _is_locked(file):
+            waited = time.monotonic() - began
+            holder = f"process {lock.read_text().strip() or 'unknown'} works on {place}"
+            if limit_s is not None and waited >= limit_s:
+                raise TimeoutError(f"{holder} since more than {limit_s:g} s; it holds {lock}: wait for it, or end it")
+            if waited >= TOLD_AFTER_S and not is_told:
+                is_told = True
+                log.warning("%s; this process waits for it", holder)
+            time.sleep(POLL_S)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
+
+
+def _is_locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

@@ -6,6 +6,8 @@ Tibshirani, 1993, "An Introduction to the Bootstrap", chapter 13, which stays be
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -41,9 +43,16 @@ def performance_drop(clean: ArrayLike, attacked: ArrayLike, *, seed: int = 0) ->
         ValueError: The lengths differ, or there are no samples.
     """
     values = np.stack([np.asarray(clean, dtype=np.float64), np.asarray(attacked, dtype=np.float64)])
-    count = values.shape[1]
-    if count == 0:
+    if values.shape[1] == 0:
         raise ValueError("performance_drop: no samples; give at least 1")
+    return _drop(values[0].tobytes(), values[1].tobytes(), seed)
+
+
+@lru_cache(maxsize=512)  # a study's results are read again and again, and its samples do not change
+def _drop(clean: bytes, attacked: bytes, seed: int) -> Estimate | None:
+    """`performance_drop` for values that are given as the bytes of float64 arrays."""
+    values = np.stack([np.frombuffer(clean), np.frombuffer(attacked)])
+    count = values.shape[1]
     means = values.mean(axis=1)
     if means[0] <= 0:
         return None

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from workers.directories import replacing, write_file
+from workers import directories
+from workers.directories import replacing, turn, write_file
 
 
 def test_a_file_is_written_to_a_new_directory_and_replaced(tmp_path: Path) -> None:
@@ -37,3 +44,64 @@ def test_a_new_file_has_ordinary_permissions(tmp_path: Path) -> None:
     write_file(tmp_path / "replaced", "")
     (tmp_path / "plain").write_text("")
     assert (tmp_path / "replaced").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from workers.directories import turn
+with turn(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def held(place: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the turn."""
+    command = [sys.executable, "-c", HOLDER, str(place)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_turn_has_a_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait ends after its limit, and says which process it waited for."""
+    monkeypatch.setattr(directories, "TOLD_AFTER_S", 0.05)
+    place = tmp_path / "index"
+    with held(place) as process, caplog.at_level(logging.WARNING):
+        with (
+            pytest.raises(TimeoutError, match=rf"process {process.pid} works on .*index.*\.index\.lock"),
+            turn(place, limit_s=0.2),
+        ):
+            pass
+        assert len(caplog.records) == 1
+        assert f"process {process.pid} works on {place}; this process waits" in caplog.text
+
+
+def test_a_killed_holder_holds_nobody_up(tmp_path: Path) -> None:
+    """The turn of a process that was killed ends with it."""
+    place = tmp_path / "index"
+    with held(place) as process:
+        process.kill()
+        process.wait()
+        with turn(place, limit_s=5):
+            pass
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    """Threads of one process wait for each other, too."""
+    place, inside = tmp_path / "index", []
+
+    def work(number: int) -> None:
+        with turn(place, limit_s=30):
+            inside.append(number)
+            assert len(inside) == 1
+            inside.clear()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(20)))

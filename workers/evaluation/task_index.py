@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -36,6 +37,11 @@ __all__ = [
 PlainIndex: TypeAlias = Mapping[str, tuple[str, str | None, tuple[str, ...]]]
 
 TASKS = "lm_eval/tasks/"
+
+# The longest wait, in seconds, for another process that builds the index.
+TURN_S = 300.0
+
+log = logging.getLogger(__name__)
 
 # The index that another process has loaded, for a confined process, which can read no cache.
 _given: dict[str, Any] = {}
@@ -157,8 +163,10 @@ def _content() -> str | None:
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a cache that cannot be written: each process builds its own index
-            stack.enter_context(turn(cache_dir() / "task-index"))
+        try:
+            stack.enter_context(turn(cache_dir() / "task-index", limit_s=TURN_S))
+        except OSError as error:  # a cache that cannot be written, or a process that hangs
+            log.warning("this process builds its own index of lm-eval's tasks: %s", error)
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from service.results import robustness
 from service.results.robustness import performance_drop
 
 
@@ -61,3 +62,19 @@ def test_lengths_must_agree() -> None:
         performance_drop([1, 0], [1])
     with pytest.raises(ValueError, match="no samples"):
         performance_drop([], [])
+
+
+def test_an_interval_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the same results again draws nothing; other values, or another seed, are drawn anew."""
+    values = np.random.default_rng(11).random((2, 90))
+    first = performance_drop(*values, seed=5)
+
+    def drawn(seed: int) -> np.random.Generator:
+        raise AssertionError(f"drawn with seed {seed}")
+
+    monkeypatch.setattr(robustness.np.random, "default_rng", drawn)
+    assert performance_drop(*values.copy(), seed=5) == first
+    with pytest.raises(AssertionError, match="seed 6"):
+        performance_drop(*values, seed=6)
+    with pytest.raises(AssertionError, match="seed 5"):
+        performance_drop(values[0], values[1] / 2, seed=5)
