@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.results import robustness
 from service.results.robustness import performance_drop
 
 
@@ -72,7 +71,7 @@ def test_an_interval_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(seed: int) -> np.random.Generator:
         raise AssertionError(f"drawn with seed {seed}")
 
-    monkeypatch.setattr(robustness.np.random, "default_rng", drawn)
+    monkeypatch.setattr(np.random, "default_rng", drawn)
     assert performance_drop(*values.copy(), seed=5) == first
     with pytest.raises(AssertionError, match="seed 6"):
         performance_drop(*values, seed=6)
