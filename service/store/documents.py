@@ -81,6 +81,18 @@ class BenchmarkFacts:
     attack: Mapping[str, Any] | None = None
     template: str = ""
 
+    def change_since(self, stored: BenchmarkFacts) -> str:
+        """How the task differs from that of stored samples, in words; "" if their samples are comparable."""
+        if self.task_digest == stored.task_digest:
+            return ""
+        then, now = (
+            f"{facts.num_samples} samples by {facts.metric} (digest {facts.task_digest[:12]})"
+            for facts in (stored, self)
+        )
+        others = dict(stored.subtasks).items() ^ dict(self.subtasks).items()
+        in_subtasks = f"; subtasks that differ are {', '.join(sorted({name for name, _ in others}))}" if others else ""
+        return f"stored are {then}, the study file now describes {now}{in_subtasks}"
+
     @property
     def objective(self) -> Objective:
         """Name, metric, direction and range of the benchmark."""

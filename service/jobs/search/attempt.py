@@ -302,11 +302,10 @@ def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]
     """
     stored = {facts.name: facts for facts in read_benchmarks(store.document(writer.job_id, BENCHMARKS))}
     for benchmark in benchmarks:
-        known = stored.get(benchmark.name, benchmark.facts)
-        if known.task_digest != benchmark.facts.task_digest:
+        if change := benchmark.facts.change_since(stored.get(benchmark.name, benchmark.facts)):
             raise StudyFailed(
-                f"benchmark {benchmark.name}: its task or data have changed since it was first scored; restore "
-                "them, or add a benchmark of another name"
+                f"benchmark {benchmark.name}: its task or data have changed since it was first scored: {change}; "
+                "restore them, or add a benchmark of another name"
             )
     now = stored | {benchmark.name: benchmark.facts for benchmark in benchmarks}
     if now != stored:
