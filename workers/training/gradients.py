@@ -7,22 +7,24 @@ and then freed, so that the gradients of the whole model are never in memory at 
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import os
 import time
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from search_spaces.methods.base import Coefficient
 from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
-from workers.errors import TrialFailed
+from workers.errors import InvalidModel, TrialFailed
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import References, Target
@@ -39,10 +41,15 @@ from workers.types import Completions, Family, GradientResult, Placement, TaskSp
 
 __all__ = ["CoefficientGradients"]
 
-# Tokens of one forward pass, padding included: bounds the memory of activations.
+# Tokens of one forward pass, padding included: bounds the memory of activations. A GPU that is full halves it, down to
+# the least number.
 MAX_TOKENS = 16_384
+LEAST_TOKENS = 512
 
 Batch = Mapping[str, Sequence[int]]
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class CoefficientGradients:
@@ -53,10 +60,10 @@ class CoefficientGradients:
     the options of the study's engines, which define prompts and dtype. float32 replaces float16, in which gradients
     vanish. Sums over tensors are in float32 or finer. `placement` is the place where the source weights are kept.
     `device` computes; it is not looked for, because a GPU that this process sees may be an engine's. `recomputes` saves
-    the memory of activations, and takes
-    a third more time. Equal calls give equal bits on the same device with the same number of threads, independent of
-    earlier calls. All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be
-    used.
+    the memory of activations, and takes a third more time. If a GPU is full, forward passes have fewer tokens from then
+    on, and then activations are recomputed; both change only the rounding of sums. Equal calls give equal bits on the
+    same device with the same number of threads, independent of earlier calls, as long as no GPU is full. All arguments
+    are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class CoefficientGradients:
             for name, spec in tasks.items()
         }
         self._of_completions: dict[str, _Targets] = {}
-        self._max_tokens = max_tokens
+        self._max_tokens = self._asked_tokens = max_tokens
         self._held: dict[str, Hashable] = {}  # how each tensor that the model holds was computed
 
     def set_completions(self, completions: Completions) -> None:
@@ -132,6 +139,19 @@ class CoefficientGradients:
             raise ValueError(
                 f"gradients: no weight for objective {missing[0]!r}; given are {', '.join(sorted(weights))}"
             )
+        result = self._within_memory(lambda: self._step(recipe, batch, targets, weights, by_scales=by_scales))
+        return replace(result, seconds=time.perf_counter() - started)
+
+    def _step(
+        self,
+        recipe: Recipe,
+        batch: Batch,
+        targets: Mapping[str, _Targets],
+        weights: Mapping[str, float],
+        *,
+        by_scales: bool,
+    ) -> GradientResult:
+        """The result of `loss_and_gradient`, with `seconds` 0."""
         plan = plan_as_stated(recipe, self.bank)
         self._fit(recipe)
         reducers = {}
@@ -151,7 +171,7 @@ class CoefficientGradients:
         return GradientResult(
             losses={name: sum(found) / len(found) for name, found in each.items()},
             num_samples=len(samples),
-            seconds=time.perf_counter() - started,
+            seconds=0.0,
             by_source=by_source,
             shared=shared,
             layer_scales=_by_scale(recipe, reducers.values()) if by_scales else {},
@@ -168,10 +188,49 @@ class CoefficientGradients:
         """
         targets = self._targets(batch, completions)
         plan_tensors(recipe, self.bank)  # raises the errors of the recipe before the model is replaced
-        self._fit(recipe)
-        self._hold(recipe)
-        with _deterministic(), torch.no_grad():
-            return _by_objective(batch, self._read(_samples(batch, targets), None), targets)
+
+        def read() -> dict[str, tuple[float, ...]]:
+            self._fit(recipe)
+            self._hold(recipe)
+            with _deterministic(), torch.no_grad():
+                return _by_objective(batch, self._read(_samples(batch, targets), None), targets)
+
+        return self._within_memory(read)
+
+    def _within_memory(self, compute: Callable[[], T]) -> T:
+        """Call `compute`, and again with less memory for as long as the GPU is full; return its result.
+
+        Raises InvalidModel if the GPU has too little memory for a forward pass of `LEAST_TOKENS` tokens whose
+        activations are recomputed.
+        """
+        while True:
+            try:
+                return compute()
+            except torch.OutOfMemoryError as error:
+                lack = str(error)
+            # Outside the handler, whose error holds the tensors of the failed pass.
+            if self._max_tokens > LEAST_TOKENS:
+                self._max_tokens = max(LEAST_TOKENS, self._max_tokens // 2)
+            elif not self._recomputes:
+                self._recomputes, self._max_tokens = True, self._asked_tokens
+                self.model.recompute()
+            else:
+                raise InvalidModel(
+                    (
+                        f"gradients: the GPU has too little memory for forward passes of {LEAST_TOKENS} tokens with "
+                        f"recomputed activations ({lack}); choose a search algorithm without gradients",
+                    )
+                )
+            self._held = {}
+            gc.collect()
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+            log.warning(
+                "the GPU is full, so gradients are computed by passes of %d tokens%s: %s",
+                self._max_tokens,
+                " with recomputed activations" if self._recomputes else "",
+                lack,
+            )
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
         """The targets from which the losses of the samples in `batch` are computed, by objective.

@@ -76,10 +76,15 @@ class TrainableModel:
         self.memory: Mapping[str, torch.Tensor] = {name: part.of(part.leaf.detach()) for name, part in parts.items()}
         self.leaves: Leaves = _leaves(self.module, parts)
         self.device: torch.device = device
-        # transformers computes activations again in training mode only. Nothing is random in it: see `_settled`.
-        self.module.train(recomputes)
+        self.module.eval()
         if recomputes:
-            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            self.recompute()
+
+    def recompute(self) -> None:
+        """From now on, compute the activations within layers again in the backward pass."""
+        # transformers does so in training mode only. Nothing is random in it: see `_settled`.
+        self.module.train()
+        self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
     def holds(self, recipe: Recipe, bank: Bank) -> bool:
         """Whether the merge of `recipe` can be written into this model: whether it has the same kinds of layers."""

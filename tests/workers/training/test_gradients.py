@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ from search_spaces.study.engine import EngineOptions
 from tests.benchmarks import bench_gradients, merge_family
 from tests.workers.merging.methods.examples import EXAMPLES
 from tests.workers.recipes import num_layers
-from workers.errors import TrialFailed
+from workers.errors import InvalidModel, TrialFailed
 from workers.evaluation.references import Reading
 from workers.merging.materialize import operands_of
 from workers.merging.methods.plain import PLAIN
 from workers.merging.plan import plan_as_stated
+from workers.training import gradients
 from workers.training.gradients import CoefficientGradients
+from workers.training.losses import sample_losses
 from workers.types import Family, GradientResult, TaskSpec
 
 OPTIONS = EngineOptions(max_model_len=256, dtype="float32")
@@ -233,6 +236,52 @@ def test_memory_is_saved_without_changing_the_result(
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     for name, each in expected.shared.items():
         assert found.shared[name] == pytest.approx(each, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most_tokens", [100, 30])
+def test_a_full_gpu_gets_smaller_passes(
+    tied: CoefficientGradients,
+    tasks: Mapping[str, TaskSpec],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    most_tokens: int,
+) -> None:
+    """A step for which memory is too small is computed again, by smaller passes, then with recomputed activations.
+
+    Without recomputed activations the memory is that of `most_tokens` tokens here, else that of 100.
+    """
+    recipe = arithmetic(tied.bank.family, 0.3, 0.6)
+    expected = tied.loss_and_gradient(recipe, BATCH, WEIGHTS)
+    saving = CoefficientGradients(tied.bank.family, OPTIONS, tasks, cache=tmp_path, max_tokens=400)
+    monkeypatch.setattr(gradients, "LEAST_TOKENS", 75)
+    sizes = []
+
+    def losses(model: Any, targets: Sequence[Any]) -> torch.Tensor:
+        found: torch.Tensor = sample_losses(model, targets)
+        rows = [len(reading.tokens) for target in targets for reading in target.readings]
+        sizes.append(max(rows) * len(rows))
+        if sizes[-1] > (100 if saving._recomputes else most_tokens):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(gradients, "sample_losses", losses)
+    found = saving.loss_and_gradient(recipe, BATCH, WEIGHTS)
+    assert saving._recomputes == (most_tokens == 30)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    names = dict.fromkeys(found.by_source, "lambda")
+    for name, slopes in flat(expected, names).items():
+        assert flat(found, names)[name] == pytest.approx(slopes, rel=1e-3, abs=1e-6)
+    once = len(sizes)
+    assert saving.loss_and_gradient(recipe, BATCH, WEIGHTS).losses == found.losses, "the smaller passes are kept"
+    assert max(sizes[once:]) <= 100
+    monkeypatch.setattr(gradients, "sample_losses", no_memory)
+    with pytest.raises(InvalidModel, match="too little memory for forward passes of 75 tokens with recomputed"):
+        saving.losses(recipe, BATCH)
+
+
+def no_memory(model: Any, targets: Sequence[Any]) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_device_is_given_and_not_looked_for(
