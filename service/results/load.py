@@ -120,7 +120,10 @@ class RunReader:
             benchmarks=_benchmark_table(
                 store, study_id, file, trials, objectives, failures=self._of(EventKind.BENCHMARK_FAILED)
             ),
-            contamination=read_contamination(store.document(study_id, CONTAMINATION)),
+            contamination=tuple(  # what is allowed may have been changed since
+                replace(each, is_allowed=each.name in file.contamination.allowed)
+                for each in read_contamination(store.document(study_id, CONTAMINATION))
+            ),
             warnings=_warnings(self._of(EventKind.OUT_OF_RANGE), trials, objectives, stage),
             verifications=verification.reports,
             verification_reason=verification.reason,

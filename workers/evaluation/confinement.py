@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from workers.evaluation.system_calls import filter_system_calls, forbid_new_privileges, limit_resources
+from workers.evaluation.system_calls import filter_system_calls, forbid_new_privileges, limit_resources, refuse_threads
 
 __all__ = ["DEVICES", "MIB", "Confinement", "ending", "system_paths"]
 
@@ -88,8 +88,10 @@ class Confinement(ABC):
         - neither reads other processes nor changes their priority, affinity or limits
         - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace.
 
-        Raises ConfinementUnavailable if the system does not offer what is needed; then the process must not go on.
+        Raises ConfinementUnavailable if the system does not offer what is needed, and RuntimeError if the process has
+        several threads; then the process must not go on.
         """
+        refuse_threads()
         limit_resources(self.limits())
         forbid_new_privileges()
         enforced = self._restrict_files()

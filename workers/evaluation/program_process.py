@@ -18,6 +18,7 @@ from workers.evaluation.system_calls import (
     filter_system_calls,
     forbid_new_privileges,
     limit_resources,
+    refuse_threads,
 )
 
 __all__ = ["BEGUN", "REASON", "become", "run", "run_confined", "start_message"]
@@ -42,6 +43,7 @@ def run_confined() -> None:
 
     def confine() -> None:
         become(user)
+        refuse_threads()
         limit_resources(limits)
         forbid_new_privileges()
         if is_filtered:

@@ -28,6 +28,7 @@ __all__ = [
     "filter_system_calls",
     "forbid_new_privileges",
     "limit_resources",
+    "refuse_threads",
 ]
 
 # prctl(2)
@@ -183,6 +184,19 @@ COMMANDS: Mapping[tuple[int, int], tuple[int, ...]] = {
 
 class ConfinementUnavailable(RuntimeError):
     """This machine cannot confine a process. The message says what the machine's operator has to allow."""
+
+
+def refuse_threads() -> None:
+    """Raise RuntimeError if the calling process has several threads, because most restrictions hold for one thread.
+
+    A system without `/proc` is not asked.
+    """
+    try:
+        count = len(os.listdir("/proc/self/task"))
+    except OSError:
+        return
+    if count > 1:
+        raise RuntimeError(f"a process with {count} threads cannot be confined: confine it before it starts threads")
 
 
 def limit_resources(limits: Mapping[int, int]) -> None:

@@ -329,6 +329,20 @@ def test_filter_refuses_commands_of_ioctl(command: int) -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.parametrize("means", [Bubblewrap, Landlock])
+def test_process_with_threads_is_not_confined(means: type[Confinement]) -> None:
+    """Restrictions hold for one thread, so that a process with others is refused before it runs anything."""
+    program = (
+        "import threading, time\n"
+        f"from {means.__module__} import {means.__name__}\n"
+        "threading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
+        f"try: {means.__name__}().apply()\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert found.stdout == "a process with 2 threads cannot be confined: confine it before it starts threads\n"
+
+
 def test_machine_that_cannot_confine_says_so() -> None:
     with pytest.raises(InvalidTask, match=r"this machine cannot confine one: .*Landlock is not available: no reason"):
         Executor(confinement=Unavailable)
