@@ -32,6 +32,7 @@ from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest, Span, TaskSpec
 
 SAMPLE_S = 0.1
+FIRST = 0.1  # weight of the recipe that is scored first
 NOTICE_S = 60
 WAIT_S = 90.0
 LITTLE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
@@ -58,11 +59,12 @@ def seen(directory: Path, address: str) -> dict[str, Any]:
     scorer = replace(scorer, deadline_s=WAIT_S, poll_s=0.5)
 
     def chunk(weight: float) -> ScoreRequest:
-        span = Span("x", TaskSpec("anything", "exact_match"), 0, 50)
+        # The first chunk is still being scored when the node is drained, whose command starts for seconds.
+        span = Span("x", TaskSpec("anything", "exact_match"), 0, 150 if weight == FIRST else 50)
         return ScoreRequest("study", arithmetic(family, weight, 0.1), (span,), crashes=0)
 
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(scorer.score, chunk(0.1))
+        first = pool.submit(scorer.score, chunk(FIRST))
         time.sleep(1.5)
         waiting = [pool.submit(scorer.score, chunk(weight)) for weight in (0.2, 0.3)]
         time.sleep(0.5)
@@ -81,7 +83,7 @@ def seen(directory: Path, address: str) -> dict[str, Any]:
             each.kill()
         last = again.result(timeout=WAIT_S)
         later = scorer.score(chunk(0.5))
-    expected = [FakeScorer().score(chunk(weight)).samples for weight in (0.1, 0.2, 0.3, 0.4, 0.5)]
+    expected = [FakeScorer().score(chunk(weight)).samples for weight in (FIRST, 0.2, 0.3, 0.4, 0.5)]
     return {
         "drained": f"fake-{old.pid}",
         "replicas": [result.evidence.replica for result in results],
