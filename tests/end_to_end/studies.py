@@ -16,6 +16,7 @@ from service.store import Store
 from service.studies.preflight.examine import examine
 from service.tune.coordinator import Coordinator
 from tests.builders import tiny_family
+from tests.conftest import write_choices
 from tests.end_to_end.processes import query
 from tests.service.tune.harness import InlineProposer, drive, trial_list
 from workers.serving.fake import FakeScorer
@@ -86,7 +87,9 @@ def write_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], ma
 def shipped_study(directory: Path, *, name: str, seed: int) -> dict[str, Any]:
     """Study of the shipped family: three searched trials besides the baselines, on 270 samples of each of three skills.
 
-    `directory` gets twenty held-out samples of each skill: the study tests scoring, not selection.
+    It has six benchmarks: two of one group, one that is attacked, one whose completions are executed, one of options,
+    and one for the best trial alone. `directory` gets twenty held-out samples of each skill: the study tests scoring,
+    not selection.
     """
     document = load_study(family_dir() / "study.yaml").canonical()
     document["name"] = name
@@ -98,7 +101,34 @@ def shipped_study(directory: Path, *, name: str, seed: int) -> dict[str, Any]:
         short = directory / f"{spec['name']}_holdout.jsonl"
         short.write_text("".join(Path(spec["task"]["file"]).read_text().splitlines(keepends=True)[:20]))
         spec["task"]["file"] = str(short)
+    document["benchmarks"] = _benchmarks(directory)
     return document
+
+
+def _benchmarks(directory: Path) -> list[dict[str, Any]]:
+    """Benchmarks over the held-out samples of `shipped_study`, and over options that are written to `directory`."""
+
+    def task(skill: str, **options: Any) -> dict[str, Any]:
+        return {"file": str(directory / f"{skill}_holdout.jsonl"), "max_tokens": 8, **options}
+
+    place = directory / "choices"
+    place.mkdir(exist_ok=True)
+    program = "assert int('{{completion}}') == {{answer}}"
+    attack = {"kind": "deepwordbug", "labels": ["answer"], "max_queries": 4}
+    every: list[dict[str, Any]] = [
+        {"name": "sums", "task": task("math"), "metric": "exact_match", "group": "skills"},
+        {"name": "words", "task": task("text"), "metric": "exact_match", "group": "skills"},
+        {
+            "name": "attacked",
+            "task": task("lookup", prompt="find {{prompt}}"),
+            "metric": "exact_match",
+            "attack": attack,
+        },
+        {"name": "executed", "task": task("math", program=program), "metric": "pass@1"},
+        {"name": "options", "task": str(write_choices(place)), "metric": "acc"},
+        {"name": "lookups", "task": task("lookup"), "metric": "exact_match", "trials": ["best"]},
+    ]
+    return [{"trials": ["best", "sources"], **each} for each in every]
 
 
 def write_shipped_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.service.tune.harness import trial_list
 from workers.engines.transformers.verification import verify
 from workers.types import Span, Split
 
+ATTACKED = "@"  # begins the names of samples with attacked templates
 START_S = 240.0  # Ray, a job, Serve and an engine, on two busy cores
 
 
@@ -42,6 +44,7 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
             first = until_submitted(client, "shipped-1")
             second = client.submit(documents[1])["id"]
             of_ray = kill_all(server, first)
+            kill_in_benchmarks(server, first)
             for study in (first, second):
                 ended = server.wait_until_ended(study, timeout_s=2 * START_S)
                 assert ended["state"] == "COMPLETE", server.story(study)
@@ -52,14 +55,18 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
         assert best["trial"] in [entry["trial"] for entry in client.pareto(first)["front"]]
         reasons = [event["payload"]["because"] for event in server.events(first) if event["kind"] == "attempt"]
         out = client.export(first, "best", tmp_path / "model")
+        check_benchmarks(client, first)
+        check_added(server, client, first, documents[0]["benchmarks"])
         assert server.stop() == 0
         assert psutil.wait_procs(of_ray, timeout=30)[1] == []
     assert reasons[0] is None
     assert "its driver ended" in reasons[1]
     assert "Ray was restarted" in reasons[2]
+    assert "its driver ended" in reasons[3]
     store = Store(f"sqlite:///{server.data_dir / DATABASE}")
     with read_run(shipped) as (undisturbed, run):
         assert trial_list(store, first) == trial_list(undisturbed, run.id)
+        check_same_values(store, first, undisturbed, run.id)
     for study in (first, second):
         assert chunks_scored_twice(store, study) == []
     held = {study: {row.replica for row in store.evidence(study)} for study in (first, second)}
@@ -121,6 +128,77 @@ def kill_all(server: Server, study: str) -> list[psutil.Process]:
     server.wait_for_events(study, 3, "replica", timeout_s=START_S)
     record_engine_start("on the Ray that was started anew", time.monotonic() - started_at)
     return processes_of_ray(server)
+
+
+def kill_in_benchmarks(server: Server, study: str) -> None:
+    """Kill the driver while benchmarks are scored."""
+    deadline = time.monotonic() + START_S
+    while (server.get(f"/v1/studies/{study}")["progress"] or {}).get("stage") != "benchmarks":
+        assert time.monotonic() < deadline, server.story(study)
+        time.sleep(0.05)
+    killed = drivers(study)
+    assert killed, "no driver of the study is running"
+    for driver in killed:
+        driver.kill()
+    server.wait_for_events(study, 4, "attempt", timeout_s=START_S)
+
+
+def check_benchmarks(client: Client, study: str) -> None:
+    """Check the results of six benchmarks: values, the mean of a group, what was attacked and what was executed."""
+    summary = client.summary(study)
+    assert summary["best"] is not None
+    found = summary["benchmarks"]
+    assert found["failures"] == []
+    assert found["groups"] == {"skills": ["sums", "words"]}
+    rows = {row["trial"]: row for row in found["rows"]}
+    best = rows[summary["best"]["trial"]]
+    values = {name: estimate["value"] for name, estimate in best["values"].items()}
+    assert values.keys() == {"sums", "words", "attacked", "executed", "options", "lookups"}
+    assert values["executed"] >= values["sums"] > 0, "a program that ends has the right sum"
+    assert best["averages"]["skills"]["value"] == pytest.approx((values["sums"] + values["words"]) / 2)
+    attacked = best["attacks"]["attacked"]
+    assert attacked["value"]["value"] <= values["attacked"]
+    assert attacked["template"] != "find {{prompt}}"
+    assert len(rows) == 5, "the best trial, base and experts"
+    assert [number for number, row in rows.items() if "lookups" in row["values"]] == [best["trial"]]
+
+
+def check_added(server: Server, client: Client, study: str, given: Sequence[dict[str, Any]]) -> None:
+    """Add benchmarks to the ended study, which has those of `given`: only samples that are not stored are scored."""
+    of_study = {each["name"]: each for each in given}
+    more = [
+        {**of_study["sums"], "name": "more", "trials": ["best"]},
+        {**of_study["lookups"], "trials": ["best", "sources"]},
+    ]
+    store = Store(f"sqlite:///{server.data_dir / DATABASE}")
+    before = set(map(str, store.evidence(study)))
+    client.add_benchmarks(study, {"benchmarks": more})
+    ended = server.wait_until_ended(study, timeout_s=2 * START_S)
+    assert ended["state"] == "COMPLETE", server.story(study)
+    new = [row for row in store.evidence(study) if str(row) not in before]
+    store.close()
+    assert {name.partition("[")[0] for row in new for name in row.prompts} == {"bench more", "bench lookups"}
+    assert sum(row.num_samples for row in new) == 20 + 4 * 20, "the best trial, then base and experts"
+    rows = client.summary(study)["benchmarks"]["rows"]
+    assert sum("lookups" in row["values"] for row in rows) == 5
+
+
+def check_same_values(store: Store, study: str, undisturbed: Store, run: str) -> None:
+    """Check that benchmarks have the values of an undisturbed run.
+
+    The names of samples with attacked templates contain a digest of the data's place, which differs.
+    """
+    found, expected = stored_values(store, study, Split.BENCHMARK), stored_values(undisturbed, run, Split.BENCHMARK)
+    assert len(expected) == 5
+    for digest, values in expected.items():
+        given = {name: each for name, each in values.items() if not name.startswith(ATTACKED)}
+        assert {name: found[digest][name] for name in given} == given
+        attacks, others = (
+            sorted(tuple(each.items()) for name, each in of_digest.items() if name.startswith(ATTACKED))
+            for of_digest in (found[digest], values)
+        )
+        assert attacks == others
+        assert len(attacks) == 4
 
 
 def chunks_scored_twice(store: Store, study: str) -> list[Any]:
