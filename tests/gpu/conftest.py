@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: families of models, the device, and the figures that are printed at the end.
+"""Fixtures of the tests on a GPU: families of models and tasks, and the figures that are printed at the end.
 
 `tests/conftest.py` is not needed, so that these tests run where vLLM and Ray are not installed (`--confcutdir`).
 """

@@ -1,4 +1,4 @@
-"""What stored documents say of themselves."""
+"""Tests of the stored documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FACTS = BenchmarkFacts(
 
 
 def test_a_changed_benchmark_says_what_changed() -> None:
-    """The stored and the new task are told by size, metric and digest, and subtasks of other sizes by name."""
+    """The message has size, metric and digest of the stored and the new task, and the names of subtasks that differ."""
     assert FACTS.change_since(replace(FACTS, template="another")) == ""
     now = replace(FACTS, task_digest="b" * 64, num_samples=45, subtasks=(("law", 25), ("physics", 20)))
     assert now.change_since(FACTS) == (

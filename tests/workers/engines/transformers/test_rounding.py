@@ -70,7 +70,7 @@ def test_stable_tokens_have_small_bounds(reference: Reference) -> None:
 
 
 def test_other_orders_of_sums_are_within_the_bounds(reference: Reference) -> None:
-    """What another order of sums changes is within the bounds, where rounding errors are amplified by very much."""
+    """Another order of sums changes log-probabilities within the bounds, also where rounding errors are large."""
     within = total = largest = 0.0
     for by in (1.0, 30.0, 300.0):
         model = unstable(reference.model, by=by)
