@@ -33,8 +33,10 @@ def test_run_leaves_its_files_and_the_best_merge(shipped: Path) -> None:
     summary = json.loads((shipped / "summary.json").read_text())
     assert summary["state"] == "COMPLETE"
     assert summary["engine"]["starts"] == 1
-    (kind,) = summary["engine"]["kinds"]
-    assert re.fullmatch(r"vllm, float32, \d+\.\d\d GB of sources in mapped files", kind)
+    plain, confined = sorted(summary["engine"]["kinds"])
+    assert re.fullmatch(r"vllm, float32, \d+\.\d\d GB of sources in mapped files", plain)
+    # One benchmark executes completions.
+    assert re.fullmatch(re.escape(plain) + ", code of tasks confined by .+", confined)
     assert {file.name for file in shipped.iterdir()} >= {"trials.jsonl", "pareto.json", "report.html", DATABASE}
     recipe = json.loads((shipped / "export" / "recipe.json").read_text())
     with read_run(shipped) as (store, study):
