@@ -101,6 +101,7 @@ def test_a_database_that_does_not_answer_is_unavailable(http: httpx.Client, serv
     for name in ("mergesearch.db", "mergesearch.db-wal", "mergesearch.db-shm"):
         (server.data_dir / name).unlink(missing_ok=True)
     database.write_bytes(b"no database at all" * 1000)
+    server.store.close()  # also the connections that the server's regular work has opened to the old file meanwhile
     for path in ("/readyz", "/v1/studies"):
         answer = http.get(path)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
