@@ -48,6 +48,7 @@ def serve(
     allow_dirs: Sequence[Path] = (),
     trust_dirs: Sequence[Path] = (),
     allow_urls: Sequence[str] = (),
+    allow_judges: Sequence[str] = (),
     allow_hosts: Sequence[str] = (),
     prefix: str = "",
     export_days: float = 7.0,
@@ -69,6 +70,7 @@ def serve(
             hub's cache.
         trust_dirs: Further directories whose files jobs may read; task files there may also name Python functions.
         allow_urls: Folders of object stores in which jobs may name models.
+        allow_judges: URLs of endpoints that jobs may name as judges of benchmarks.
         allow_hosts: Names of the server besides the loopback names, `host` and the address that it listens on.
         prefix: Path prefix below which the routes are served too, for a proxy that does not remove the prefix; empty
             for none.
@@ -97,7 +99,9 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     data_dir = data_dir.resolve()
     readable, trusted = _directories("--allow-dir", allow_dirs), _directories("--trust-dir", trust_dirs)
-    access = FileAccess(readable or default_access(data_dir).readable, trusted, _urls(allow_urls))
+    access = FileAccess(
+        readable or default_access(data_dir).readable, trusted, _urls(allow_urls), _judges(allow_judges)
+    )
     if database is not None and has_password(parse_url(database)):
         logger.warning("every user of this machine can read the password in --database; give the URL in %s", VARIABLE)
     stated_machines()
@@ -178,6 +182,19 @@ def _urls(urls: Sequence[str]) -> tuple[str, ...]:
     for url in urls:
         if problem := object_url_problem(url):
             raise Conflict(f"--allow-url {problem}")
+    return tuple(urls)
+
+
+def _judges(urls: Sequence[str]) -> tuple[str, ...]:
+    """Return the values `urls` of the command's option --allow-judge, after checking them.
+
+    Raises Conflict if a value is not the URL of an endpoint.
+    """
+    from search_spaces.study.judge import JudgeSpec
+
+    for url in urls:
+        for _, problem in JudgeSpec(url=url, model="any").problems():
+            raise Conflict(f"--allow-judge {problem}")
     return tuple(urls)
 
 

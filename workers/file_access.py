@@ -1,4 +1,4 @@
-"""Files that a study may name when it is sent over HTTP: files below configured directories and URLs.
+"""Files and judges that a study may name when it is sent over HTTP: those of configured directories and URLs.
 
 This module opens no file. Code that opens a file which a study names calls it first.
 """
@@ -22,16 +22,18 @@ DATABASE_URL = "database.url"
 
 @dataclass(frozen=True)
 class FileAccess:
-    """The directories and object stores from which a study may read files.
+    """The directories and object stores from which a study may read files, and the judges that it may ask.
 
     `readable` and `trusted` are absolute directories. Files below any of them may be read; task files below `trusted`
     may also name Python functions. Symbolic links are resolved before a path is compared with the directories. `urls`
-    are folders in object stores; models and files below these may be read too.
+    are folders in object stores; models and files below these may be read too. `judges` are the URLs of endpoints that
+    may judge completions.
     """
 
     readable: tuple[str, ...]
     trusted: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()
+    judges: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> FileAccess:
@@ -90,6 +92,15 @@ class FileAccess:
         return (
             f"{url}: is not below a URL that studies may read ({', '.join(self.urls) or 'there is none'}); the "
             "server's operator can add its folder with --allow-url"
+        )
+
+    def judge_refusal(self, url: str) -> str | None:
+        """The reason why no request may be sent to the judge at `url`; None if the URL is one of `judges`."""
+        if url.rstrip("/") in [allowed.rstrip("/") for allowed in self.judges]:
+            return None
+        return (
+            f"{url}: is not the URL of a judge that studies may ask ({', '.join(self.judges) or 'there is none'}); the "
+            "server's operator can add it with --allow-judge"
         )
 
     def distrust(self, directory: str | Path) -> str | None:

@@ -7,6 +7,7 @@
 - `objectives`: the sections `objectives` and `holdout`
 - `benchmarks`: the sections `benchmarks` and `contamination`
 - `attacks`: the option `attack` of a benchmark
+- `judge`: the option `judge` of a benchmark
 - `engine`: the section `engine`; the options of one engine
 - `checks`: contradictions between fields
 - `validation`: pydantic's errors as messages for users

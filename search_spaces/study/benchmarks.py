@@ -9,6 +9,7 @@ from pydantic import Field, Tag
 from search_spaces.section import Line, Name, Section, one_of
 from search_spaces.study.attacks import AttackSpec
 from search_spaces.study.engine import Engine
+from search_spaces.study.judge import JudgeSpec
 from search_spaces.study.objectives import ScoredTask
 
 __all__ = ["EVERY_TRIAL", "AddedBenchmarks", "BenchmarkSpec", "Contamination", "TrialChoice"]
@@ -45,6 +46,8 @@ class BenchmarkSpec(ScoredTask):
 
     attack: AttackSpec | None = None
     """An attack on the prompt template, by which the robustness of each scored trial is measured. Default: none."""
+    judge: JudgeSpec | None = None
+    """A judge that compares each completion with the reference answer. The metric is then `win_rate`. Default: none."""
 
     def is_same_task(self, other: BenchmarkSpec) -> bool:
         """Whether both are scored on the same samples by the same metric, so that stored samples hold for both.

@@ -18,6 +18,7 @@ from search_spaces.section import LINE, NAME
 from search_spaces.spaces import SPACES
 from search_spaces.study.benchmarks import BenchmarkSpec, Contamination
 from search_spaces.study.fidelity import Fidelity
+from search_spaces.study.judge import WIN_RATE
 from search_spaces.study.models import AnotherStudy, Models
 from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import MAX_PREFERENCES, Search, SearchSpaceSpec
@@ -100,6 +101,7 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
     }
     for section, specs in sections.items():
         yield from _task_contradictions(section, specs)
+    yield from _judge_contradictions(parts.benchmarks)
     yield from _contamination_contradictions(parts)
     yield from _cost_contradictions(parts)
     costs = frozenset(spec.name for spec in parts.costs.values())
@@ -328,6 +330,28 @@ def _contamination_contradictions(parts: ValidParts) -> Iterator[Problem]:
         if name not in known:
             names = f"; give {', '.join(dict.fromkeys(known[:MAX_NAMES]))}" if known else ", and the study has none"
             yield Problem(f"contamination.allowed.{index}", f"{name} is no holdout entry or benchmark{names}")
+
+
+def _judge_contradictions(benchmarks: Mapping[int, BenchmarkSpec]) -> Iterator[Problem]:
+    for index, spec in benchmarks.items():
+        place = f"benchmarks.{index}"
+        if spec.judge is None:
+            if spec.metric == WIN_RATE:
+                yield Problem(
+                    f"{place}.judge", f"is missing; the metric {WIN_RATE} needs one: {{url: URL, model: NAME}}"
+                )
+            continue
+        for option, message in spec.judge.problems():
+            yield Problem(f"{place}.judge.{option}", message)
+        if spec.metric != WIN_RATE:
+            yield Problem(f"{place}.metric", f"{spec.metric} is not what a judge gives; give {WIN_RATE}")
+        if spec.attack is not None:
+            yield Problem(f"{place}.attack", "prompts of a benchmark with a judge cannot be attacked; leave one out")
+        if isinstance(spec.task, InlineTask) and spec.task.program is not None:
+            yield Problem(f"{place}.judge", "a task with a program is judged by its execution; leave one of them out")
+        if spec.direction == "minimize" or spec.range not in (None, (0.0, 1.0)):
+            field = "direction" if spec.direction == "minimize" else "range"
+            yield Problem(f"{place}.{field}", f"{WIN_RATE} is from 0 to 1, and more is better; leave it out")
 
 
 def _task_contradictions(section: str, specs: Mapping[int, ScoredTask]) -> Iterator[Problem]:

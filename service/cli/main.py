@@ -157,6 +157,13 @@ def _parser() -> argparse.ArgumentParser:
         help="jobs may read models, task files and data below s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; repeatable",
     )
     command.add_argument(
+        "--allow-judge",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="benchmarks of jobs may name the endpoint URL as a judge; repeatable (default: no judge)",
+    )
+    command.add_argument(
         "--allow-host",
         action="append",
         default=[],

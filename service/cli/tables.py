@@ -45,6 +45,7 @@ __all__ = [
     "id_digits",
     "job_table",
     "jobs_table",
+    "judged_table",
     "local_time",
     "pareto_table",
     "search_line",
@@ -185,6 +186,35 @@ def attacks_table(document: BenchmarksDocument) -> Table:
                     style="bold" if row["trial"] == document["reference"] else None,
                 )
     text = "drop rate: share of the value that is lost, with its 95 % bootstrap interval; less is more robust"
+    table.caption = Text(text, style="table.caption")
+    return table
+
+
+def judged_table(document: BenchmarksDocument) -> Table:
+    """Table of benchmarks with a judge: win rates, how consistent the judge was, and lengths of completions."""
+    table = titled("Judged completions")
+    table.add_column("trial", justify="right")
+    table.add_column("label", overflow="fold")
+    table.add_column("benchmark")
+    for name in ("win rate", "both orders agree", "first preferred", "mean length", "no verdict"):
+        table.add_column(name, justify="right")
+    judges = {column["name"]: column["judge"] for column in document["benchmarks"] if column.get("judge")}
+    for name in judges:
+        for row in document["rows"]:
+            if (found := row["judged"].get(name)) is not None:
+                table.add_row(
+                    str(row["trial"]),
+                    _label(row["label"], row["origin"]),
+                    f"{name} ({', '.join(found['models'])})",
+                    _interval_text(row["values"][name]),
+                    f"{found['agreement']:.0%}",
+                    f"{found['first']:.0%}",
+                    f"{found['length']:,.0f}",
+                    f"{found['without_verdict']:,}",
+                    style="bold" if row["trial"] == document["reference"] else None,
+                )
+    lengths = "; ".join(f"{name} {judge['reference_length']:,.0f}" for name, judge in judges.items() if judge)
+    text = f"plain win rate against the reference answers, whose mean length in characters is: {lengths}"
     table.caption = Text(text, style="table.caption")
     return table
 

@@ -74,12 +74,14 @@ def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
 
 
 def print_benchmarks(document: BenchmarksDocument) -> None:
-    """Print the results of a study on benchmarks, and with attacked prompts if there are any."""
-    from service.cli.tables import attacks_table, benchmarks_table
+    """Print the results of a study on benchmarks, with attacked prompts and judgments if there are any."""
+    from service.cli.tables import attacks_table, benchmarks_table, judged_table
 
     console().print(benchmarks_table(document))
     if any(row["attacks"] for row in document["rows"]):
         console().print(attacks_table(document))
+    if any(row.get("judged") for row in document["rows"]):  # servers of earlier versions send none
+        console().print(judged_table(document))
 
 
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:

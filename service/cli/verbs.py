@@ -136,6 +136,7 @@ def serve(options: argparse.Namespace) -> int:
         allow_dirs=options.allow_dir,
         trust_dirs=options.trust_dir,
         allow_urls=options.allow_url,
+        allow_judges=options.allow_judge,
         allow_hosts=options.allow_host,
         prefix=options.prefix or "",
         export_days=options.export_days,

@@ -10,6 +10,7 @@
 - `feasibility`: violations of a study's constraints
 - `holdout`: the held-out stage: rows, selection bias, hypervolume
 - `robustness`: the performance drop under attacks on prompts
+- `judgments`: win rates from the judgments of a benchmark's judge
 - `benchmarks`: the tables of the benchmark stage: values, averages of groups, comparisons
 - `comparison`: rows of the held-out table
 - `finding`: tests of whether a merge is better than the best source model and the best published recipe

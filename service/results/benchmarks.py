@@ -16,13 +16,23 @@ from numpy.typing import NDArray
 from search_spaces.objectives import Objective
 from service.results.finding import RIVALS
 from service.results.holdout import Samples, sample_bounds
+from service.results.judgments import Judged, judged_recipes
 from service.results.robustness import performance_drop
 from service.results.statistics import LEVEL, Bounds, correlations, estimate, mean_of, paired_difference
+from service.store import JudgmentRecord
 from service.store.documents import AttackResult, BenchmarkFacts
 from service.types import Estimate, Origin, TrialResult
 from workers.evaluation.built_tasks import permutation
 
-__all__ = ["AttackedValue", "BenchmarkColumn", "BenchmarkRow", "BenchmarkTable", "BenchmarkTest", "benchmark_table"]
+__all__ = [
+    "AttackedValue",
+    "BenchmarkColumn",
+    "BenchmarkRow",
+    "BenchmarkTable",
+    "BenchmarkTest",
+    "JudgedValue",
+    "benchmark_table",
+]
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,19 @@ class AttackedValue:
 
 
 @dataclass(frozen=True)
+class JudgedValue:
+    """What a judge said about the completions of one trial on a benchmark.
+
+    Attributes:
+        judged: The judgments.
+        length: Mean number of characters of the completions.
+    """
+
+    judged: Judged
+    length: float
+
+
+@dataclass(frozen=True)
 class BenchmarkRow:
     """Values of one trial on the benchmarks on which it was scored completely.
 
@@ -67,6 +90,7 @@ class BenchmarkRow:
         differences: This row minus the reference, paired by sample, by benchmark; only where both were scored.
         average_differences: The same of the averages, by group.
         attacks: Results with attacked prompts, by benchmark; only of benchmarks of which the attack has ended.
+        judged: Judgments of completions, by benchmark; only of benchmarks with a judge.
     """
 
     trial: int
@@ -78,6 +102,7 @@ class BenchmarkRow:
     differences: Mapping[str, Estimate] = field(default_factory=dict)
     average_differences: Mapping[str, Estimate] = field(default_factory=dict)
     attacks: Mapping[str, AttackedValue] = field(default_factory=dict)
+    judged: Mapping[str, JudgedValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,6 +161,7 @@ def benchmark_table(
     reference: int | None,
     failures: Iterable[tuple[int, str, str]] = (),
     attacks: Iterable[AttackResult] = (),
+    judgments: Iterable[JudgmentRecord] = (),
 ) -> BenchmarkTable:
     """Compute the results of the benchmark stage.
 
@@ -147,8 +173,12 @@ def benchmark_table(
         reference: Number of the trial that differences are relative to; None for no differences.
         failures: Trials that could not be scored, as (trial number, benchmark, reason).
         attacks: What the attacks on recipes found; the samples with these templates are in `samples` too.
+        judgments: Judgments of completions. `samples` has the lengths of completions in the place of values that a
+            judge gives.
     """
     facts = {column.facts.name: column.facts for column in columns}
+    judged = _judged(facts.values(), samples, judgments)
+    samples = {digest: _with_judged(of_recipe, facts, judged.get(digest, {})) for digest, of_recipe in samples.items()}
     scored: dict[int, dict[str, NDArray[np.float64]]] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
         of_recipe = samples.get(trial.recipe.digest, {})
@@ -165,7 +195,10 @@ def benchmark_table(
         digest = by_number[number].recipe.digest
         row = _row(by_number[number], own, None if reference is None else scored[reference], columns, bounds)
         ended = {name: found[digest, name] for name in own if (digest, name) in found}
-        rows.append(replace(row, attacks=_attacks(ended, samples[digest], own, facts, bounds)))
+        attacked = _attacks(ended, samples[digest], own, facts, bounds)
+        rows.append(
+            replace(row, attacks=attacked, judged={n: j for n, j in judged.get(digest, {}).items() if n in own})
+        )
     failed = tuple(
         (number, name, reason)
         for number, name, reason in failures
@@ -179,6 +212,32 @@ def benchmark_table(
         tests=_tests(by_number, scored, columns, bounds),
         failures=tuple(dict.fromkeys(failed)),
     )
+
+
+def _judged(
+    facts: Iterable[BenchmarkFacts], samples: Mapping[str, Samples], judgments: Iterable[JudgmentRecord]
+) -> dict[str, dict[str, JudgedValue]]:
+    """The recipes of which a judge has judged all completions, by recipe digest and benchmark."""
+    by_benchmark: dict[str, list[JudgmentRecord]] = {}
+    for judgment in judgments:
+        by_benchmark.setdefault(judgment.benchmark, []).append(judgment)
+    found: dict[str, dict[str, JudgedValue]] = {}
+    for each in facts:
+        recipes = judged_recipes(by_benchmark.get(each.name, ()), num_samples=each.num_samples)
+        for digest, judged in recipes.items():
+            if each.judge is not None and each.name in samples.get(digest, {}):
+                value = JudgedValue(judged, float(np.mean(samples[digest][each.name])))
+                found.setdefault(digest, {})[each.name] = value
+    return found
+
+
+def _with_judged(of_recipe: Samples, facts: Mapping[str, BenchmarkFacts], judged: Mapping[str, JudgedValue]) -> Samples:
+    """The samples of one recipe, with a judge's preferences in the place of the lengths of completions.
+
+    The samples of a benchmark are left out as long as judgments are missing, or have too few verdicts.
+    """
+    values = {n: array for n, array in of_recipe.items() if n not in facts or facts[n].judge is None}
+    return values | {name: each.judged.values for name, each in judged.items() if each.judged.problem is None}
 
 
 def _lacks_attack(

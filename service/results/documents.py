@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from search_spaces.directions import direction_of
 from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
 from search_spaces.spaces import SPACES
-from service.results.benchmarks import AttackedValue, BenchmarkColumn, BenchmarkRow, BenchmarkTable, BenchmarkTest
+from service.results.benchmarks import (
+    AttackedValue,
+    BenchmarkColumn,
+    BenchmarkRow,
+    BenchmarkTable,
+    BenchmarkTest,
+    JudgedValue,
+)
 from service.results.feasibility import Values, violations
 from service.results.holdout import FrontVolume
 from service.results.record import RunRecord
@@ -20,6 +27,7 @@ from service.schemas.files import (
     BenchmarkTestDocument,
     EstimateDocument,
     HoldoutDocument,
+    JudgedDocument,
     ObjectiveDocument,
     OverlapDocument,
     ParetoDocument,
@@ -199,6 +207,7 @@ def _column_document(column: BenchmarkColumn) -> BenchmarkColumnDocument:
         "subtasks": dict(facts.subtasks),
         "categories": {name: list(members) for name, members in facts.categories.items()},
         "attack": None if facts.attack is None else {**facts.attack, "template": facts.template},
+        "judge": None if facts.judge is None else {**facts.judge, "reference_length": facts.reference_length},
     }
 
 
@@ -213,6 +222,7 @@ def _row_document(row: BenchmarkRow) -> BenchmarkRowDocument:
         "differences": estimate_documents(row.differences),
         "average_differences": estimate_documents(row.average_differences),
         "attacks": {name: _attack_document(attacked) for name, attacked in row.attacks.items()},
+        "judged": {name: _judged_document(judged) for name, judged in row.judged.items()},
     }
 
 
@@ -223,6 +233,17 @@ def _attack_document(attacked: AttackedValue) -> AttackDocument:
         "template": attacked.found.template,
         "queries": attacked.found.num_queries,
         "is_cut": attacked.found.is_cut,
+    }
+
+
+def _judged_document(value: JudgedValue) -> JudgedDocument:
+    judged = value.judged
+    return {
+        "models": list(judged.models),
+        "length": value.length,
+        "agreement": judged.agreement,
+        "first": judged.first,
+        "without_verdict": judged.num_without_verdict,
     }
 
 

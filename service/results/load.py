@@ -327,6 +327,7 @@ def _benchmark_table(
         reference=None if best is None else best.number,
         failures=[(e.payload["trial"], e.payload["benchmark"], e.payload["reason"]) for e in failures],
         attacks=attacks,
+        judgments=store.judgments(study_id) if any(each.judge is not None for each in facts) else (),
     )
 
 

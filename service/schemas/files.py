@@ -280,6 +280,13 @@ class BenchmarkColumnDocument(TypedDict):
         dict[str, Any] | None,
         Field(description="The attack on the prompts as in the study file, and the `template` that is attacked."),
     ]
+    judge: Annotated[
+        dict[str, Any] | None,
+        Field(
+            description="The judge as in the study file, and `reference_length`: mean number of characters of the "
+            "reference answers."
+        ),
+    ]
 
 
 class AttackDocument(TypedDict):
@@ -296,6 +303,21 @@ class AttackDocument(TypedDict):
     template: str
     queries: Annotated[int, Field(ge=0, description="Templates that were scored on all samples to find this one.")]
     is_cut: Annotated[bool, Field(description="Whether `max_queries` ended the attack.")]
+
+
+class JudgedDocument(TypedDict):
+    """Judgments of one trial's completions, each judged as the first answer and as the second one."""
+
+    models: Annotated[list[str], Field(description="Models that judged, as the endpoint named them.")]
+    length: Annotated[float, Field(description="Mean number of characters of the completions.")]
+    agreement: Annotated[
+        float, Field(description="Share of the samples on which both orders of the answers gave the same preference.")
+    ]
+    first: Annotated[
+        float,
+        Field(description="Share of the verdicts for one of the two answers that preferred the first; 0.5 is no bias."),
+    ]
+    without_verdict: Annotated[int, Field(ge=0, description="Answers of the judge without a verdict, counted as ties.")]
 
 
 class BenchmarkRowDocument(TypedDict):
@@ -318,6 +340,7 @@ class BenchmarkRowDocument(TypedDict):
     ]
     average_differences: Annotated[dict[str, EstimateDocument], Field(description="The same of the averages.")]
     attacks: Annotated[dict[str, AttackDocument], Field(description="Results with attacked prompts, by benchmark.")]
+    judged: Annotated[dict[str, JudgedDocument], Field(description="Judgments of completions, by benchmark.")]
 
 
 class BenchmarkTestDocument(TypedDict):

@@ -24,6 +24,7 @@ from service.store.records import (
     EngineFaultRecord,
     EventRecord,
     EvidenceRecord,
+    JudgmentRecord,
 )
 from service.store.samples import VoidSample
 from service.store.sql import Store
@@ -34,6 +35,7 @@ __all__ = [
     "EventRecord",
     "EvidenceRecord",
     "JobWriter",
+    "JudgmentRecord",
     "Store",
     "VoidSample",
 ]

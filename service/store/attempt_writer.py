@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
@@ -13,7 +14,7 @@ from service.errors import StaleAttempt
 from service.store import schema
 from service.store.availability import Outage, availability_of, is_waiting, repeated
 from service.store.connection import clock, transaction
-from service.store.records import BracketRecord
+from service.store.records import BracketRecord, JudgmentRecord
 from service.store.samples import (
     delete_texts,
     holdings,
@@ -305,6 +306,12 @@ class JobWriter:
         ]
         with self._transaction() as connection:
             connection.execute(insert(connection, schema.prompt_templates).on_conflict_do_nothing(), rows)
+
+    def add_judgments(self, judgments: Iterable[JudgmentRecord]) -> None:
+        """Store judgments of completions; stored ones are kept."""
+        rows = [{"study": self.job_id, **asdict(judgment)} for judgment in judgments]
+        with self._transaction() as connection:
+            connection.execute(insert(connection, schema.judgments).on_conflict_do_nothing(), rows)
 
     def set_document_named(self, name: str, document: Any) -> None:
         """Store a document of the job under `name`, such as the report of a verification.

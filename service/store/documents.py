@@ -67,6 +67,8 @@ class BenchmarkFacts:
         seed: Seed of the order of the samples (`workers.evaluation.built_tasks.permutation`).
         attack: The option `attack` of the study file; None if the benchmark is not attacked.
         template: The prompt template that is attacked.
+        judge: The option `judge` of the study file; None if the benchmark has no judge.
+        reference_length: Mean number of characters of the reference answers that a judge compares with; 0 without one.
     """
 
     name: str
@@ -80,6 +82,8 @@ class BenchmarkFacts:
     seed: int = 0
     attack: Mapping[str, Any] | None = None
     template: str = ""
+    judge: Mapping[str, Any] | None = None
+    reference_length: float = 0.0
 
     def change_since(self, stored: BenchmarkFacts) -> str:
         """How the task differs from that of stored samples, in words; "" if their samples are comparable."""

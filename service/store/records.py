@@ -87,6 +87,32 @@ class EvidenceRecord:
 
 
 @dataclass(frozen=True)
+class JudgmentRecord:
+    """Judgment of one completion by the judge of a benchmark.
+
+    Attributes:
+        benchmark: Name of the benchmark.
+        recipe_digest: Digest of the recipe whose completion was judged.
+        position: Position of the sample in the order of scoring.
+        is_swapped: Whether the completion was the second answer in the prompt, after the reference answer.
+        preference: 1 if the completion is better than the reference answer, 0 if it is worse, 0.5 for a tie; None if
+            the judge's answer has no verdict.
+        model: Name of the judge's model, as the endpoint reported it.
+        prompt_digest: The sha256 of the judge's prompt.
+        answer: The judge's whole answer.
+    """
+
+    benchmark: str
+    recipe_digest: str
+    position: int
+    is_swapped: bool
+    preference: float | None
+    model: str
+    prompt_digest: str
+    answer: str
+
+
+@dataclass(frozen=True)
 class EngineFaultRecord:
     """First failed check of the engine of the replica `replica`, after it had passed `canaries` canaries.
 

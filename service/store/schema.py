@@ -35,6 +35,7 @@ __all__ = [
     "events",
     "evidence",
     "exports",
+    "judgments",
     "metadata",
     "prompt_templates",
     "rungs",
@@ -49,7 +50,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0013"
+REVISION = "0014"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -264,6 +265,25 @@ prompt_templates = Table(
     Column("name", string(64), primary_key=True),
     Column("benchmark", string(64), nullable=False),
     Column("template", LosslessText, nullable=False),
+    _in_study(),
+)
+
+# Judgments of completions by the judge of a benchmark. Each completion is judged twice: as the first answer in the
+# prompt, and as the second one (`is_swapped`).
+judgments = Table(
+    "judgments",
+    metadata,
+    Column("study", string(64), primary_key=True),
+    Column("benchmark", string(64), primary_key=True),
+    Column("recipe_digest", string(64), primary_key=True),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    Column("is_swapped", Boolean, primary_key=True),
+    # From 0 (the reference answer is better) to 1; NULL for an answer without a verdict.
+    Column("preference", Float),
+    # The judge's model as the endpoint reports it, the sha256 of the prompt, and the whole answer.
+    Column("model", LosslessText, nullable=False),
+    Column("prompt_digest", string(64), nullable=False),
+    Column("answer", LosslessText, nullable=False),
     _in_study(),
 )
 

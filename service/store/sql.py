@@ -34,6 +34,7 @@ from service.store.records import (
     EngineFaultRecord,
     EventRecord,
     EvidenceRecord,
+    JudgmentRecord,
     job_record,
     trial_record,
     trial_result,
@@ -774,6 +775,23 @@ class Store:
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.name))
             return {row.name: (row.benchmark, row.template) for row in rows}
+
+    def judgments(
+        self, study_id: str, *, benchmark: str | None = None, recipe_digest: str | None = None
+    ) -> tuple[JudgmentRecord, ...]:
+        """Judgments of a study's completions, ordered by benchmark, recipe, position and order of the answers.
+
+        Only those of one benchmark or recipe are read, if its name or digest is given.
+        """
+        table = schema.judgments
+        query = sa.select(*(column for column in table.c if column.name != "study")).where(table.c.study == study_id)
+        if benchmark is not None:
+            query = query.where(table.c.benchmark == benchmark)
+        if recipe_digest is not None:
+            query = query.where(table.c.recipe_digest == recipe_digest)
+        with self._reads.connect() as connection:
+            rows = connection.execute(query.order_by(*table.primary_key))
+            return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
         """Number of samples, in total, that the steps of a study's searcher count as towards the limit of samples."""

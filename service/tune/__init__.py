@@ -12,6 +12,8 @@
 - `holdout_stage`: after the search, finalists and baselines on the holdout data
 - `benchmark_stage`: after that, chosen trials on the benchmarks
 - `attacks`: attacks on the prompts of benchmarks
+- `judging`: judgments of completions by the judges of benchmarks
+- `judge_client`: requests to a judge over HTTP
 - `trials`: the trials of one study, in memory and in the store
 - `crashes`: counts engine crashes by chunk of samples, and decides whether the merge is the cause
 - `feasibility`: whether trials satisfy the constraints, rung by rung

@@ -5,11 +5,13 @@ from __future__ import annotations
 from service.results.selection import chosen_trials
 from service.store import JobWriter, Store
 from service.tune.attacks import Attacks
+from service.tune.judge_client import JudgeFailed
+from service.tune.judging import Judging
 from service.tune.plan import Plan
 from service.tune.samples.sample_cache import SampleCache
 from service.tune.trials import Trials
 from service.types import EventKind
-from workers.errors import InvalidModel
+from workers.errors import InvalidModel, InvalidTask
 from workers.types import Split
 
 __all__ = ["BenchmarkStage"]
@@ -18,7 +20,8 @@ __all__ = ["BenchmarkStage"]
 class BenchmarkStage:
     """The benchmark stage: the pairs of trial and benchmark that are still to be scored.
 
-    A trial is attacked on a benchmark after its samples with the original prompts are stored (`attacks`). Only samples
+    A trial is attacked on a benchmark after its samples with the original prompts are stored (`attacks`). A judge reads
+    the completions once all are stored, while other trials are scored (`judging`). Only samples
     that are not stored are scored, so benchmarks that are added to a study that has ended cost nothing for
     what was scored before. In a study without benchmarks, the stage is finished at once.
     """
@@ -30,11 +33,18 @@ class BenchmarkStage:
         self._samples = samples
         self._writer = writer
         self._attacks = Attacks(plan, store=store, writer=writer, samples=samples)
+        self._judging = Judging(plan, store=store, writer=writer)
+        self._judged: list[tuple[int, int]] = []
         self._left: list[tuple[int, int]] = []
 
     @property
     def is_finished(self) -> bool:
-        return not self._plan.benchmarks or (self.is_started and not self._left)
+        return not self._plan.benchmarks or (self.is_started and not self._left and not self._judged)
+
+    @property
+    def awaited_judges(self) -> tuple[str, ...]:
+        """The URLs of the judges whose judgments are being waited for."""
+        return self._judging.urls
 
     @property
     def left(self) -> tuple[tuple[int, int], ...]:
@@ -56,6 +66,7 @@ class BenchmarkStage:
             for trial in chosen_trials(benchmark.trials, trials, self._plan.objectives)
             if self._samples.missing(trial.recipe.digest, index, Split.BENCHMARK)
             or not self._attacks.is_ended(trial.recipe.digest, index)
+            or not self._judging.is_ended(trial.recipe.digest, index)
         )
         if self._left:
             left = [{"trial": number, "benchmark": self._plan.benchmarks[index].name} for number, index in self._left]
@@ -64,17 +75,42 @@ class BenchmarkStage:
     def finish(self, number: int, index: int) -> None:
         """Record that all samples of trial `number` on the benchmark at position `index` are stored.
 
-        If the benchmark is attacked, the attack continues, and the evaluation is left until it has ended.
+        If the benchmark is attacked, the attack continues, and the evaluation is left until it has ended. If it has a
+        judge, the judgments are requested; the evaluation needs no engine from then on.
         """
         digest = self._trials[number].recipe.digest
         try:
             if self._attacks.advance(digest, index):
                 return
-        except InvalidModel as error:
+            if self._judging.begin(digest, index):
+                self._left.remove((number, index))
+                self._judged.append((number, index))
+                return
+        except (InvalidModel, InvalidTask, JudgeFailed) as error:
             self.fail(number, index, str(error))
             return
         self._left.remove((number, index))
         self._writer.add_event(EventKind.BENCHMARK_SCORED, self._payload(number, index))
+
+    def take_judgments(self, *, timeout_s: float = 0.0) -> None:
+        """Store the judgments that have arrived, and finish the evaluations of which all completions are judged.
+
+        If judgments are pending and none has arrived, the method waits up to `timeout_s` seconds for one.
+        """
+        for digest, index, problem in self._judging.take(timeout_s=timeout_s):
+            for number, _ in [each for each in self._judged if each[1] == index]:
+                if self._trials[number].recipe.digest != digest:
+                    continue
+                self._judged.remove((number, index))
+                if problem is None:
+                    self._writer.add_event(EventKind.BENCHMARK_SCORED, self._payload(number, index))
+                else:
+                    payload = {**self._payload(number, index), "reason": problem}
+                    self._writer.add_event(EventKind.BENCHMARK_FAILED, payload)
+
+    def close(self) -> None:
+        """Request no further judgments."""
+        self._judging.close()
 
     def fail(self, number: int, index: int, reason: str) -> None:
         """Record that trial `number` cannot be scored on the benchmark at position `index`.

@@ -153,6 +153,11 @@ class Coordinator:
         return self._ask_and_tell.num_steps + self._refinement.num_steps
 
     @property
+    def awaited_judges(self) -> tuple[str, ...]:
+        """The URLs of the judges of benchmarks whose judgments are being waited for."""
+        return self._benchmarks.awaited_judges
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
@@ -168,10 +173,11 @@ class Coordinator:
     def next_evaluation(self, *, timeout_s: float = 0.0) -> Evaluation | None:
         """The next evaluation to run, or None if no evaluation can start before a running evaluation has finished.
 
-        The method waits up to `timeout_s` seconds for the searcher if there is nothing else to do. If an engine failed
-        a check, its samples are scored again first; no other evaluation starts before that.
+        The method waits up to `timeout_s` seconds for the searcher, or for a judge, if there is nothing else to do. If
+        an engine failed a check, its samples are scored again first; no other evaluation starts before that.
         """
         self.look_for_faults(at_once=False)
+        self._benchmarks.take_judgments()
         if self._chunks.is_rescoring:
             found = self._chunks.next_rescoring(self._in_flight.values())
             return None if found is None else self._started(found)
@@ -210,6 +216,8 @@ class Coordinator:
         return len(self._trials) > num_before
 
     def _ask(self, *, timeout_s: float) -> bool:
+        if self._benchmarks.is_started:
+            self._benchmarks.take_judgments(timeout_s=timeout_s)
         if self._holdout.is_started or self._benchmarks.is_started:
             return False
         stage = self._refinement if self._refinement.is_started else self._ask_and_tell
@@ -242,6 +250,10 @@ class Coordinator:
     def _started(self, evaluation: Evaluation) -> Evaluation:
         self._in_flight[evaluation.trial] = evaluation
         return evaluation
+
+    def close(self) -> None:
+        """Stop the requests of the benchmarks' judges. The driver calls the method when it stops running the study."""
+        self._benchmarks.close()
 
     # -- what comes back -------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from search_spaces.fidelity import OPEN_BRACKETS, Bracket, Scheduler
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
 from search_spaces.study.benchmarks import TrialChoice
+from search_spaces.study.judge import JudgeSpec
 from search_spaces.study.search import RefinementOptions
 from service.store.documents import BenchmarkFacts
 from service.store.steps import GradientRequest, LossesRequest
@@ -34,13 +35,14 @@ It has an origin, a label and the recipe.
 class Benchmark:
     """A benchmark of a study: what is stored about it, the task from which replicas build it, and the chosen trials.
 
-    `attack` is the attack on its prompts; None for no attack.
+    `attack` is the attack on its prompts, and `judge` the judge of its completions; None for no attack or judge.
     """
 
     facts: BenchmarkFacts
     task: TaskSpec
     trials: tuple[TrialChoice, ...]
     attack: PromptAttack | None = None
+    judge: JudgeSpec | None = None
 
     @property
     def name(self) -> str:

@@ -177,13 +177,13 @@ def test_pages_show_both_kinds_of_yaml() -> None:
         "README.md": 1,
         "docs/explanation/budgets.md": 1,
         "docs/hm3.md": 1,
-        "docs/how-to/benchmarks.md": 3,
+        "docs/how-to/benchmarks.md": 4,
         "docs/how-to/chains.md": 1,
         "docs/how-to/constraints.md": 1,
         "docs/how-to/layer-paths.md": 4,
         "docs/how-to/preferences.md": 1,
         "docs/how-to/warm-start.md": 1,
-        "docs/reference/study-file.md": 4,
+        "docs/reference/study-file.md": 5,
         "docs/tutorial.md": 1,
     }
     blocks = page_of("docs/how-to/merge.md").blocks_in("yaml")
@@ -233,6 +233,7 @@ def test_study_options_are_in_tables() -> None:
     sections, lists = text.split("\n## Tasks\n")[0].split("\n## Objectives and holdout\n")
     objectives, benchmarks = lists.split("\n## Benchmarks\n")
     benchmarks, attacks = benchmarks.split("\n## Attacks\n")
+    attacks, judges = attacks.split("\n## Judges\n")
     expected = [options_of(name, value, schema["$defs"]) for name, value in schema["properties"].items()]
     assert options_in(sections) == set().union(*expected)
     specs = (schema["$defs"][kind]["properties"] for kind in ("ObjectiveSpec", "CostSpec"))
@@ -241,6 +242,7 @@ def test_study_options_are_in_tables() -> None:
     assert options_in(benchmarks) == own
     kinds = (schema["$defs"][kind]["properties"] for kind in ("StressAttack", "DeepWordBugAttack", "BertAttack"))
     assert options_in(attacks) == set().union(*kinds)
+    assert options_in(judges) == set(schema["$defs"]["JudgeSpec"]["properties"])
 
 
 @pytest.mark.parametrize("searcher", ["gradient", "smac", "hm3", "refinement"])

@@ -23,6 +23,7 @@ from tests.conftest import record_engine_start
 from tests.end_to_end.processes import mergesearch
 from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
 from tests.end_to_end.studies import SHIPPED_SAMPLES, shipped_study
+from tests.judge_server import JudgeServer, judge_server
 from tests.service.stored_values import stored_values
 from tests.service.tune.harness import trial_list
 from workers.engines.transformers.verification import verify
@@ -38,7 +39,11 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
     documents = [shipped_study(tmp_path, name=f"shipped-{seed}", seed=seed) for seed in (1, 2)]
     file = tmp_path / "first.json"
     file.write_text(json.dumps(documents[0]))
-    with serving(["service.cli.main", "serve"], tmp_path / "data") as server, Client(server.url) as client:
+    with (
+        judge_server() as judge,
+        serving(["service.cli.main", "serve", "--allow-judge", judge.url], tmp_path / "data") as server,
+        Client(server.url) as client,
+    ):
         command = [str(argument) for argument in mergesearch("submit", file, "--watch", "--server", server.url)]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as watcher:
             first = until_submitted(client, "shipped-1")
@@ -56,7 +61,7 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
         reasons = [event["payload"]["because"] for event in server.events(first) if event["kind"] == "attempt"]
         out = client.export(first, "best", tmp_path / "model")
         check_benchmarks(client, first)
-        check_added(server, client, first, documents[0]["benchmarks"])
+        check_added(server, client, first, documents[0]["benchmarks"], judge)
         assert server.stop() == 0
         assert psutil.wait_procs(of_ray, timeout=30)[1] == []
     assert reasons[0] is None
@@ -163,12 +168,24 @@ def check_benchmarks(client: Client, study: str) -> None:
     assert [number for number, row in rows.items() if "lookups" in row["values"]] == [best["trial"]]
 
 
-def check_added(server: Server, client: Client, study: str, given: Sequence[dict[str, Any]]) -> None:
-    """Add benchmarks to the ended study, which has those of `given`: only samples that are not stored are scored."""
+def check_added(
+    server: Server, client: Client, study: str, given: Sequence[dict[str, Any]], judge: JudgeServer
+) -> None:
+    """Add benchmarks to the ended study, which has those of `given`: only samples that are not stored are scored.
+
+    One of the added benchmarks has a judge, which compares completions of the best trial.
+    """
     of_study = {each["name"]: each for each in given}
     more = [
         {**of_study["sums"], "name": "more", "trials": ["best"]},
         {**of_study["lookups"], "trials": ["best", "sources"]},
+        {
+            **of_study["words"],
+            "name": "judged",
+            "metric": "win_rate",
+            "trials": ["best"],
+            "judge": {"url": judge.url, "model": "longest"},
+        },
     ]
     store = Store(f"sqlite:///{server.data_dir / DATABASE}")
     before = set(map(str, store.evidence(study)))
@@ -177,9 +194,20 @@ def check_added(server: Server, client: Client, study: str, given: Sequence[dict
     assert ended["state"] == "COMPLETE", server.story(study)
     new = [row for row in store.evidence(study) if str(row) not in before]
     store.close()
-    assert {name.partition("[")[0] for row in new for name in row.prompts} == {"bench more", "bench lookups"}
-    assert sum(row.num_samples for row in new) == 20 + 4 * 20, "the best trial, then base and experts"
-    rows = client.summary(study)["benchmarks"]["rows"]
+    assert {name.partition("[")[0] for row in new for name in row.prompts} == {
+        "bench more",
+        "bench lookups",
+        "bench judged",
+    }
+    assert sum(row.num_samples for row in new) == 2 * 20 + 4 * 20, "twice the best trial, then base and experts"
+    found = client.summary(study)["benchmarks"]
+    assert found["failures"] == []
+    rows = found["rows"]
+    (judged,) = [row for row in rows if "judged" in row["values"]]
+    assert judged["judged"]["judged"]["models"] == ["longest-0613"]
+    assert judged["judged"]["judged"]["agreement"] == 1
+    assert judged["values"]["judged"]["samples"] == 20
+    assert len(judge.requests) == 2 * 20
     assert sum("lookups" in row["values"] for row in rows) == 5
 
 

@@ -28,6 +28,7 @@
 - `right_answers`: the right answers of a task's documents
 - `references`: the right answers of a task's samples, as tokens to read
 - `overlap`: items that two tasks have in common
+- `judging`: what a judge reads about a task's samples, and the verdicts in its answers
 - `lengths`: how many tokens a task's samples have
 - `lm_eval`: score a task's samples: ask a backend, compute the values
 """

@@ -21,7 +21,7 @@ from workers.errors import InvalidTask
 from workers.evaluation.built_tasks import Answers, BuiltTask, Subtask, permutation
 from workers.evaluation.inline_files import InlineRow, read_inline
 from workers.evaluation.metrics import results_of
-from workers.evaluation.sample_metrics import ACCURACY, METRICS, PER_SAMPLE_FORMS, names_for
+from workers.evaluation.sample_metrics import ACCURACY, LENGTH, METRICS, PER_SAMPLE_FORMS, names_for
 from workers.evaluation.task_index import (
     IndexNeeded,
     PlainIndex,
@@ -208,8 +208,8 @@ def inline_template(spec: TaskSpec) -> str:
 
 def _check_metric_of_inline_task(spec: TaskSpec, task: Mapping[str, Any], label: str) -> None:
     if task.get("program") is None:
-        if spec.metric != EXACT_MATCH:
-            message = f"task {label}: unknown metric {spec.metric!r}; an inline task has {EXACT_MATCH}"
+        if spec.metric not in (EXACT_MATCH, LENGTH):
+            message = f"task {label}: unknown metric {spec.metric!r}; an inline task has {EXACT_MATCH} and {LENGTH}"
             raise InvalidTask(message, "metric")
         for key in ("repeats", "temperature", "top_p"):
             if task.get(key) is not None:
@@ -255,7 +255,8 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
     columns = {"prompt": [row.prompt for row in rows], "answer": [row.answer for row in rows]}
 
     def exact_match(doc: Mapping[str, str], results: Sequence[str]) -> dict[str, float]:
-        return {"exact_match": float(results[0].strip() == doc["answer"].strip())}
+        answer = results[0].strip()
+        return {EXACT_MATCH: float(answer == doc["answer"].strip()), LENGTH: float(len(answer))}
 
     # Functions, because lm-eval would evaluate a template's answer that looks like a list.
     return ConfigurableTask(

@@ -1,13 +1,14 @@
 """Metrics of single answers, for tasks whose own metric is computed from all answers at once, or that have none.
 
 A part of the samples estimates only a mean over samples. So corpus metrics such as BLEU, chrF, F1 and Matthews'
-correlation cannot be searched; these are the forms that papers report per sample, as values from 0 to 1:
+correlation cannot be searched; these are the forms that papers report per sample, as values from 0 to 1, and `length`:
 
 - `sentence_chrf`: chrF of one sentence (Popović, 2015), by sacrebleu
 - `rouge_l`: ROUGE-L, the F-measure of the longest common subsequence (Lin, 2004), by rouge-score
 - `sari`: SARI (Xu et al., "Optimizing Statistical Machine Translation for Text Simplification", 2016)
 - `contains`: whether the answer contains a right answer, as LiveBench judges corrected typing errors
 - `edit_similarity`: similarity of lines of code, as CodeXGLUE judges py150
+- `length`: number of characters of the answer, which no limit bounds
 - `acc`: accuracy of a multiple choice, for tasks that list only F1 or the correlation
 """
 
@@ -21,12 +22,13 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ACCURACY", "METRICS", "PER_SAMPLE_FORMS", "SampleMetric", "names_for", "sari"]
+__all__ = ["ACCURACY", "LENGTH", "METRICS", "PER_SAMPLE_FORMS", "SampleMetric", "names_for", "sari"]
 
 # A metric's value for (prompt, right answers, answer).
 SampleMetric = Callable[[str, Sequence[str], str], float]
 
 ACCURACY = "acc"
+LENGTH = "length"
 MAX_NGRAM = 4  # of SARI
 
 # lm-eval's metrics of all answers at once, and what to use instead.
@@ -142,6 +144,10 @@ def _edit_similarity(_: str, references: Sequence[str], answer: str) -> float:
     return max(round(100 * SequenceMatcher(None, text, _without_marks(each)).ratio()) for each in references) / 100
 
 
+def _length(_: str, __: Sequence[str], answer: str) -> float:
+    return float(len(answer.strip()))
+
+
 def _without_marks(code: str) -> str:
     code = code.replace("<NUM_LIT>", "0").replace("<STR_LIT>", "").replace("<CHAR_LIT>", "")
     return re.sub(r"<(?:STR|NUM|CHAR)_LIT:(.*?)>", r"\1", code, flags=re.DOTALL)
@@ -154,5 +160,6 @@ METRICS: Mapping[str, SampleMetric] = MappingProxyType(
         "sari": sari,
         "contains": _contains,
         "edit_similarity": _edit_similarity,
+        LENGTH: _length,
     }
 )

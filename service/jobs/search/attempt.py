@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ def execute(
         refined = 0 if plan.refinement is None else plan.refinement.options.paths * sum(plan.rung_samples[-1].values())
         planned = preflight.within_limit(expected.search + refined) + expected.holdout + expected.benchmarks
         snapshots = _Snapshots(coordinator, preflight, planned, _planned_steps(algorithm, setting))
-        watch = _EngineWatch(scorer, writer, heartbeat)
+        watch = _WaitWatch(scorer, lambda: coordinator.awaited_judges, writer, heartbeat)
 
         def show(snapshot: ProgressSnapshot) -> None:
             heartbeat.progress = snapshot.to_json()
@@ -237,20 +237,21 @@ def execute(
             _check_engines(store, writer, scorer)
             not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)
 
-        show(snapshots.now())
-        is_closed = False
-        while not is_closed:
-            run_evaluations(
-                coordinator,
-                scorer,
-                name=f"study-{study_id}",
-                storage_dir=work_dir,
-                concurrency=preflight.concurrency,
-                tick=tick,
-                note=view.note,
-            )
+        with closing(coordinator):
             show(snapshots.now())
-            is_closed = _is_closed(coordinator, close)
+            is_closed = False
+            while not is_closed:
+                run_evaluations(
+                    coordinator,
+                    scorer,
+                    name=f"study-{study_id}",
+                    storage_dir=work_dir,
+                    concurrency=preflight.concurrency,
+                    tick=tick,
+                    note=view.note,
+                )
+                show(snapshots.now())
+                is_closed = _is_closed(coordinator, close)
         heartbeat.send()
         if not preflight.study.limits.keep_responses:
             trials, objectives = coordinator.trials, preflight.tasks.objectives
@@ -340,14 +341,19 @@ def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
     return refined
 
 
-class _EngineWatch:
-    """Reports to the driver's heartbeat that the driver waits for an engine, while the engine starts.
+class _WaitWatch:
+    """Reports to the driver's heartbeat that the driver waits for an engine that starts, or for a judge.
 
-    A starting engine counts as progress. Without these reports, the driver would be replaced during a long start.
+    Both count as progress. Without these reports, the driver would be replaced during a long start of an engine, or
+    while a judge does not answer, which `judge.wait_s` limits. `judges` returns the URLs of the judges that are being
+    waited for.
     """
 
-    def __init__(self, scorer: Scorer, writer: JobWriter, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, scorer: Scorer, judges: Callable[[], Sequence[str]], writer: JobWriter, heartbeat: Heartbeat
+    ) -> None:
         self._scorer = scorer
+        self._judges = judges
         self._writer = writer
         self._heartbeat = heartbeat
         self._began_at = self._looked_at = time.monotonic()
@@ -360,10 +366,10 @@ class _EngineWatch:
             self._heartbeat.wait_for(None)
         elif now - self._looked_at >= ENGINE_CHECK_S:
             self._looked_at = now
-            is_starting = self._scorer.is_starting()
-            if is_starting:
+            is_starting, judges = self._scorer.is_starting(), self._judges()
+            if is_starting or judges:
                 self._heartbeat.progressed()
-            self._heartbeat.wait_for(ENGINE if is_starting else None)
+            self._heartbeat.wait_for(ENGINE if is_starting else f"the judge at {judges[0]}" if judges else None)
 
 
 class _Snapshots:

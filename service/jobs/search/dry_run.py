@@ -52,6 +52,7 @@ class CheckedPlan:
     - `hours`, `most_hours`: rough estimates of the running time for these two numbers of tokens
     - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available; the bytes available are left out for
       machines whose memory is not known
+    - `judgments`: the largest number of requests to judges of benchmarks
     - `overlaps`: for each holdout entry and benchmark, how much of it is in the search data
     - `absent_models`: models whose weights must be downloaded first
     """
@@ -80,6 +81,7 @@ class CheckedPlan:
     absent_models: tuple[str, ...]
     engine_remark: str
     overlaps: tuple[Overlap, ...] = ()
+    judgments: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,6 +105,7 @@ class CheckedPlan:
                 + " held out"
                 + (f", about {self.samples.benchmarks:,} on benchmarks" if self.samples.benchmarks else "")
                 + (f", gradients charged as up to {self.step_samples:,}" if self.step_samples else ""),
+                *([f"judges    about {self.judgments:,} requests to judges of benchmarks"] if self.judgments else []),
                 *self._overlap(),
                 *self._limit(),
                 f"time      very roughly {_range(_duration(self.hours), _duration(self.most_hours))}, by "
@@ -257,6 +260,11 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
         absent_models=tuple(sorted({named(place) for place in places if is_metadata_only(Path(place))})),
         engine_remark=preflight.models.engine_note,
         overlaps=overlaps_of(study, preflight.tasks.search, preflight.tasks.unsearched),
+        judgments=sum(
+            2 * preflight.num_scored_on(benchmark) * benchmark.facts.num_samples
+            for benchmark in preflight.tasks.benchmarks
+            if benchmark.judge is not None
+        ),
     )
 
 

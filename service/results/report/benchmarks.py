@@ -1,4 +1,4 @@
-"""The section on benchmarks: forest plots of averages and benchmarks, the table, attacks, comparisons, and subtasks."""
+"""The section on benchmarks: forest plots, the table of values, attacks, judges, comparisons and subtasks."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def benchmarks_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | 
             *(_chart(rows, name, "values", name, column, best) for name, column in columns.items()),
         ],
         "attacks": [_attacked(rows, column, best) for column in columns.values() if column["attack"] is not None],
+        "judged": [_judged(rows, column, best) for column in columns.values() if column["judge"] is not None],
         "comparisons": [comparison_text(test) for test in document["tests"]],
         "subtasks": [_subtasks(document, column) for column in columns.values() if len(column["subtasks"]) > 1],
         "failures": document["failures"],
@@ -93,6 +94,24 @@ def _attacked(
         "rows": [
             {"name": row_name(row), "is_best": row["trial"] == best, "clean": row["values"][name], **attacked}
             for row, attacked in found
+        ],
+    }
+
+
+def _judged(rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocument, best: int | None) -> dict[str, Any]:
+    """The table of a benchmark whose completions are judged, with the best trial first."""
+    name, judge = column["name"], column["judge"] or {}
+    found = [(row, row["judged"][name]) for row in rows if name in row["judged"]]
+    found.sort(key=lambda each: each[0]["values"][name]["value"], reverse=True)
+    return {
+        "name": name,
+        "models": sorted({model for _, judged in found for model in judged["models"]}) or [judge["model"]],
+        "url": judge["url"],
+        "prompt": judge["prompt"],
+        "reference_length": judge["reference_length"],
+        "rows": [
+            {"name": row_name(row), "is_best": row["trial"] == best, "win_rate": row["values"][name], **judged}
+            for row, judged in found
         ],
     }
 

@@ -37,10 +37,10 @@ class FilesRefused(InvalidStudy):
 
 
 def check_files(study: Study, access: FileAccess | None, *, section: str = "") -> None:
-    """Check that a study, or one `section` of its file, names only files and models that `access` allows.
+    """Check that a study, or one `section` of its file, names only files, models and judges that `access` allows.
 
-    If `access` is None, all files are allowed. Raises FilesRefused with each file, directory and hub model that is not
-    allowed. Files that task files refer to, such as included files, are checked when they are read
+    If `access` is None, all files are allowed. Raises FilesRefused with each file, directory, hub model and judge
+    that is not allowed. Files that task files refer to, such as included files, are checked when they are read
     (`workers.evaluation`).
     """
     found = () if access is None else _problems(study, access)
@@ -55,6 +55,9 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
     for place, model in attack_models(study):
         if reason := model_refusal(model, access):
             yield Problem(place, reason)
+    for index, benchmark in enumerate(study.benchmarks):
+        if benchmark.judge is not None and (reason := access.judge_refusal(benchmark.judge.url)):
+            yield Problem(f"benchmarks.{index}.judge.url", reason)
     for place, file in _recipe_files(study):
         if reason := access.refusal(file):
             yield Problem(place, reason)

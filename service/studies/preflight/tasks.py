@@ -19,8 +19,10 @@ from service.tune.plan import Benchmark
 from workers.errors import InvalidTask
 from workers.evaluation.attacks.checks import prepared_attack
 from workers.evaluation.attacks.search import PromptAttack
+from workers.evaluation.judging import judged_items
 from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
+from workers.evaluation.sample_metrics import LENGTH
 from workers.evaluation.tasks import check_task
 from workers.file_access import FileAccess
 from workers.models.tokenizers import check_tokenizer
@@ -55,14 +57,18 @@ def check_tasks(
                 message = f"is missing; task {spec.task} has several: give one of {', '.join(filters)}"
                 problems.append(Problem(f"{section}.{index}.filter", message))
         except InvalidTask as error:
-            problems.append(Problem(f"{section}.{index}.{error.field}", str(error)))
+            field, message = error.field, str(error)
+            if field == "metric" and tasks[spec.name].metric != spec.metric:  # it was chosen here, for a judge
+                field, message = "judge", f"compares generated text, and the task generates none: {error}"
+            problems.append(Problem(f"{section}.{index}.{field}", message))
     return tasks, infos
 
 
 def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> TaskSpec:
     """The task of an entry of the study file, in the form from which replicas build it, with all that its prompts are.
 
-    `seed` fixes the order of its samples. Raises InvalidTask if its file cannot be read.
+    `seed` fixes the order of its samples. For a benchmark with a judge, engines report the lengths of completions;
+    the judge reads the completions later. Raises InvalidTask if its file cannot be read.
     """
     content = None
     task: str | dict[str, Any]
@@ -75,7 +81,7 @@ def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> Task
             content = content_hash(task)
     return TaskSpec(
         task=task,
-        metric=spec.metric,
+        metric=LENGTH if isinstance(spec, BenchmarkSpec) and spec.judge is not None else spec.metric,
         filter=spec.filter,
         split=spec.split,
         num_fewshot=spec.num_fewshot,
@@ -102,6 +108,7 @@ def benchmarks_of(
             continue
         info, task = infos[spec.name], tasks[spec.name]
         attack = _attack(spec, info, f"benchmarks.{index}", problems)
+        reference_length = _reference_length(spec, task, f"benchmarks.{index}", problems)
         facts = BenchmarkFacts(
             name=spec.name,
             metric=spec.metric,
@@ -114,13 +121,15 @@ def benchmarks_of(
             seed=study.search.seed,
             attack=None if spec.attack is None else spec.attack.model_dump(mode="json"),
             template="" if spec.attack is None else info.template,
+            judge=None if spec.judge is None else spec.judge.model_dump(mode="json"),
+            reference_length=reference_length,
         )
         try:
             objective = facts.objective
         except InvalidStudy as error:
             problems.extend(Problem(f"benchmarks.{index}", problem.message) for problem in error.problems)
             continue
-        found.append(Benchmark(facts, task, spec.trials, attack))
+        found.append(Benchmark(facts, task, spec.trials, attack, spec.judge))
         if spec.group is None:
             continue
         first = groups.setdefault(spec.group, objective)
@@ -149,6 +158,21 @@ def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Prob
     except InvalidTask as error:
         problems.append(Problem(f"{place}.{error.field}", f"benchmark {spec.name}: {error}"))
         return None
+
+
+def _reference_length(spec: BenchmarkSpec, task: TaskSpec, place: str, problems: list[Problem]) -> float:
+    """The mean number of characters of the reference answers that a benchmark's judge compares with.
+
+    The result is 0 for a benchmark without a judge, or with a task that cannot be judged, which is added to `problems`.
+    """
+    if spec.judge is None:
+        return 0.0
+    try:
+        items = judged_items(task)
+    except InvalidTask as error:
+        problems.append(Problem(f"{place}.{error.field}", f"benchmark {spec.name}: {error}"))
+        return 0.0
+    return sum(len(item.reference) for item in items) / len(items)
 
 
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:

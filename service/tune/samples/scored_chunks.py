@@ -107,7 +107,7 @@ class ScoredChunks:
 
     def _objectives(self, split: Split) -> tuple[Objective, ...]:
         if split is Split.BENCHMARK:
-            return tuple(benchmark.objective for benchmark in self._plan.benchmarks)
+            return tuple(b.objective for b in self._plan.benchmarks if b.judge is None)  # else the values are lengths
         return self._plan.objectives
 
     def are_complete(self, evaluation: Evaluation) -> bool:

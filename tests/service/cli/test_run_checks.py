@@ -259,7 +259,7 @@ def test_an_unknown_metric_of_an_inline_task(place: Workplace) -> None:
     message = place.refused_study(objectives__0__metric="exact_mach", holdout=[])
     assert message == (
         f"objectives.0.metric: task {place.directory}/search.jsonl: unknown metric 'exact_mach'; "
-        "an inline task has exact_match"
+        "an inline task has exact_match and length"
     )
 
 

@@ -110,7 +110,7 @@ def test_driver_reports_waiting_for_engine(store: Store, writer: JobWriter, monk
     monkeypatch.setattr(attempt, "ENGINE_CHECK_S", 0.05)
     scorer = Starting()
     heartbeat = Heartbeat(writer, 0.0)
-    watch = attempt._EngineWatch(scorer, writer, heartbeat)
+    watch = attempt._WaitWatch(scorer, lambda: (), writer, heartbeat)
     assert waits_for() is None
     for _ in range(3):
         time.sleep(0.1)
@@ -121,6 +121,23 @@ def test_driver_reports_waiting_for_engine(store: Store, writer: JobWriter, monk
     scorer.is_up = True
     time.sleep(0.1)
     assert waits_for() is None
+    assert heartbeat.idle_s >= 0.1
+
+
+def test_driver_reports_waiting_for_judge(store: Store, writer: JobWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that waits for a judge says so, and is not replaced meanwhile."""
+    monkeypatch.setattr(attempt, "ENGINE_CHECK_S", 0.05)
+    judges = ["http://judge/v1"]
+    heartbeat = Heartbeat(writer, 0.0)
+    watch = attempt._WaitWatch(FakeScorer(), lambda: judges, writer, heartbeat)
+    time.sleep(0.1)
+    watch.look()
+    assert store.jobs()[0].waiting_for == "the judge at http://judge/v1"
+    assert heartbeat.idle_s < 0.1
+    judges.clear()
+    time.sleep(0.1)
+    watch.look()
+    assert store.jobs()[0].waiting_for is None
     assert heartbeat.idle_s >= 0.1
 
 

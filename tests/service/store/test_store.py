@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.resolved_study import ResolvedStudy
-from service.store import BracketRecord, JobWriter, Store, schema
+from service.store import BracketRecord, JobWriter, JudgmentRecord, Store, schema
 from service.store.steps import LossesRequest, LossesResult, LossesStep
 from service.types import EventKind, ExportRecord, ExportState, JobState, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
@@ -423,6 +423,23 @@ def test_a_named_document_is_replaced_and_absent_until_written(store: Store, wri
     assert store.document(writer.job_id, "verification") == {"reports": [1]}
 
 
+def test_judgments_are_stored_once(store: Store, writer: JobWriter) -> None:
+    """Judgments are found by benchmark and recipe; a stored one is kept."""
+    judgments = [
+        JudgmentRecord(name, digest, position, is_swapped, 0.5 if position else None, "m\u00e9", "p", "\ud83d [[tie]]")
+        for name in ("chats", "mails")
+        for digest in ("d1", "d2")
+        for position in (0, 1)
+        for is_swapped in (False, True)
+    ]
+    writer.add_judgments(reversed(judgments))
+    writer.add_judgments([replace(judgments[0], preference=1.0, answer="other")])
+    assert store.judgments(writer.job_id) == tuple(judgments)
+    assert store.judgments(writer.job_id, benchmark="mails", recipe_digest="d2") == tuple(judgments[-4:])
+    assert store.judgments(writer.job_id, recipe_digest="d1") == (*judgments[:4], *judgments[8:12])
+    assert not store.judgments("another")
+
+
 def test_prompt_templates_are_stored_once(store: Store, writer: JobWriter) -> None:
     """Templates of a study are found by the name of their samples; a name keeps its first template."""
     writer.add_prompt_templates("sst2", {"@a": "Clasify {{x}}\n", "@b": "\u00e9\ud83d {{x}}"})
@@ -499,6 +516,7 @@ WRITES: dict[str, Callable[[JobWriter], None]] = {
     "add_event": lambda w: w.add_event("x", {}),
     "add_step": lambda w: w.add_step(losses_step(0)),
     "add_prompt_templates": lambda w: w.add_prompt_templates("x", {"@x": "{{x}}"}),
+    "add_judgments": lambda w: w.add_judgments([JudgmentRecord("x", "d", 0, False, None, "m", "p", "a")]),
 }
 
 

@@ -74,7 +74,8 @@ def test_added_benchmarks_are_built_and_compared(stored: JobRecord, tmp_path: Pa
     long = {**good, "task": {**good["task"], "max_tokens": 64}}
     assert problems(stored, long)[0].startswith("benchmarks.0.task.max_tokens: 64 leaves no room for a prompt")
     assert problems(stored, {**good, "metric": "acc"}) == [
-        f"benchmarks.0.metric: task {tmp_path}/good.jsonl: unknown metric 'acc'; an inline task has exact_match"
+        f"benchmarks.0.metric: task {tmp_path}/good.jsonl: unknown metric 'acc'; an inline task has exact_match and "
+        "length"
     ]
 
 

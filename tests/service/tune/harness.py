@@ -192,14 +192,17 @@ def coordinator_of(
 def drive(
     coordinator: Coordinator, scorer: Scorer, *, concurrency: int = 3, order_seed: int = 0, asks_ahead: bool = True
 ) -> None:
-    """Run to the end; which of the evaluations in flight finishes its next chunk first is drawn at random."""
+    """Run to the end, or until only judgments are left.
+
+    Which of the evaluations in flight finishes its next chunk first is drawn at random.
+    """
     draw = random.Random(order_seed)
     in_flight: list[tuple[Evaluation, int]] = []
     while True:
         while len(in_flight) < concurrency and (evaluation := coordinator.next_evaluation()) is not None:
             in_flight.append((evaluation, 0))
         if not in_flight:
-            assert coordinator.is_finished
+            assert coordinator.is_finished or coordinator.awaited_judges
             return
         if asks_ahead and len(in_flight) == concurrency:
             coordinator.ask_ahead()

@@ -1,0 +1,86 @@
+"""Win rates from the judgments of a benchmark's judge.
+
+A completion is judged twice, as the first answer and as the second one, because judges prefer a position (Zheng et al.,
+2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena"). The value of a sample is the mean of both preferences,
+and the win rate is the mean over samples. Answers of the judge without a verdict count as ties. It is the plain win
+rate of AlpacaEval, not the length-controlled one: mean lengths are shown beside it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.store import JudgmentRecord
+
+__all__ = ["Judged", "judged_recipes"]
+
+# Largest share of the judge's answers without a verdict.
+MAX_WITHOUT_VERDICT = 0.1
+
+# Characters of a judge's answer that a message quotes.
+QUOTED = 200
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The judgments of one recipe's completions, each judged in both orders.
+
+    Attributes:
+        values: Preference for the completion of each sample, in [0, 1], as an array [num_samples].
+        agreement: Share of the samples on which both orders gave the same preference.
+        first: Share of the verdicts for one of the two answers that preferred the first one; 0.5 without such verdicts.
+        num_without_verdict: Number of the judge's answers without a verdict.
+        models: Names of the models that judged, as the endpoint reported them.
+        problem: Reason why the values are not reported; None if they are.
+    """
+
+    values: NDArray[np.float64]
+    agreement: float
+    first: float
+    num_without_verdict: int
+    models: tuple[str, ...]
+    problem: str | None
+
+
+def judged_recipes(judgments: Iterable[JudgmentRecord], *, num_samples: int) -> Mapping[str, Judged]:
+    """Compute the values of recipes from the judgments of one benchmark, by recipe digest.
+
+    Recipes of which a judgment is missing are left out. The benchmark has `num_samples` samples.
+    """
+    by_recipe: dict[str, list[JudgmentRecord]] = defaultdict(list)
+    for judgment in judgments:
+        by_recipe[judgment.recipe_digest].append(judgment)
+    return {digest: _judged(found, num_samples) for digest, found in by_recipe.items() if len(found) == 2 * num_samples}
+
+
+def _judged(judgments: list[JudgmentRecord], num_samples: int) -> Judged:
+    preferences = np.full((num_samples, 2), np.nan)
+    for judgment in judgments:
+        if judgment.preference is not None:
+            preferences[judgment.position, int(judgment.is_swapped)] = judgment.preference
+    without = [judgment for judgment in judgments if judgment.preference is None]
+    verdicts = preferences[~np.isnan(preferences)]
+    prefers_first = np.where([True, False], preferences == 1, preferences == 0)
+    return Judged(
+        values=np.where(np.isnan(preferences), 0.5, preferences).mean(axis=1),
+        agreement=float(np.mean(preferences[:, 0] == preferences[:, 1])),
+        first=float(prefers_first.sum() / (verdicts != 0.5).sum()) if np.any(verdicts != 0.5) else 0.5,
+        num_without_verdict=len(without),
+        models=tuple(sorted({judgment.model for judgment in judgments})),
+        problem=_problem(without, len(judgments)),
+    )
+
+
+def _problem(without: list[JudgmentRecord], count: int) -> str | None:
+    if len(without) <= MAX_WITHOUT_VERDICT * count:
+        return None
+    first = without[0]
+    return (
+        f"{len(without)} of {count} answers of the judge {first.model} have no verdict [[1]], [[2]] or [[tie]], such "
+        f"as {first.answer[:QUOTED]!r}; use another judge, prompt or max_tokens, in a benchmark of another name"
+    )

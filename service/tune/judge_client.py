@@ -1,0 +1,117 @@
+"""Requests to the judge of a benchmark, by OpenAI's chat completions over HTTP."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from search_spaces.study.judge import JudgeSpec
+
+__all__ = ["KEY_VARIABLE", "JudgeAnswer", "JudgeClient", "JudgeFailed"]
+
+# Environment variable of the driver with the key that is sent to judges.
+KEY_VARIABLE = "MERGESEARCH_JUDGE_KEY"
+
+# Statuses after which the same request may succeed later; so may one after any status from 500.
+LATER = frozenset({408, 409, 425, 429})
+
+# Seconds between two tries of a request: the first pause, and the longest one unless the judge asks for more.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+# Characters of a refusal that a message quotes.
+QUOTED = 300
+
+
+class JudgeFailed(Exception):
+    """Raised if a judge refuses a request, gives no chat completion, or answers nothing for `wait_s` seconds."""
+
+
+@dataclass(frozen=True)
+class JudgeAnswer:
+    """A judge's answer, and the name of the model that the endpoint reported."""
+
+    model: str
+    text: str
+
+
+class JudgeClient:
+    """A client of one judge. Threads may share it: an answer to any of them shows that the judge is there."""
+
+    def __init__(self, judge: JudgeSpec) -> None:
+        key = os.environ.get(KEY_VARIABLE)
+        self.judge = judge
+        self._url = f"{judge.url.rstrip('/')}/chat/completions"
+        self._answered_at = float("-inf")
+        self._given_up: str | None = None
+        self._http = httpx.Client(
+            timeout=judge.timeout_s,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            limits=httpx.Limits(max_connections=judge.concurrency),
+        )
+
+    def ask(self, prompt: str, *, is_cancelled: threading.Event) -> JudgeAnswer | None:
+        """Send a prompt until the judge answers it. Returns None once `is_cancelled` is set.
+
+        Raises JudgeFailed if the judge refuses the request, or if it has answered nothing for `wait_s` seconds. After
+        that, further prompts raise the same error at once.
+        """
+        began_at, pause_s = time.monotonic(), FIRST_PAUSE_S
+        while not is_cancelled.is_set():
+            if self._given_up is not None:
+                raise JudgeFailed(self._given_up)
+            try:
+                response = self._http.post(self._url, json=self._request(prompt))
+            except httpx.TransportError as error:
+                problem, asked_s = f"{type(error).__name__}: {error}", 0.0
+            else:
+                if response.is_success:
+                    answer = self._answer(response)
+                    self._answered_at = time.monotonic()
+                    return answer
+                problem, asked_s = f"status {response.status_code}: {response.text[:QUOTED]}", _retry_after(response)
+                if response.status_code not in LATER and response.status_code < 500:
+                    raise JudgeFailed(f"the judge at {self.judge.url} refused a request with {problem}")
+            away_s = time.monotonic() - max(began_at, self._answered_at)
+            if away_s >= self.judge.wait_s:
+                self._given_up = (
+                    f"the judge at {self.judge.url} has answered nothing for {away_s:.0f} s (judge.wait_s is "
+                    f"{self.judge.wait_s:g}); its last problem: {problem}"
+                )
+                continue
+            left_s = self.judge.wait_s - away_s
+            is_cancelled.wait(min(left_s, max(asked_s, pause_s * random.uniform(0.8, 1.2))))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return None
+
+    def close(self) -> None:
+        """Close the connections. A request of another thread that is not answered yet fails."""
+        self._http.close()
+
+    def _request(self, prompt: str) -> dict[str, Any]:
+        text = prompt.encode("utf-8", "replace").decode()  # a completion may have half of a surrogate pair
+        return {
+            "model": self.judge.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "max_tokens": self.judge.max_tokens,
+        }
+
+    def _answer(self, response: httpx.Response) -> JudgeAnswer:
+        try:
+            document = response.json()
+            text = document["choices"][0]["message"]["content"]
+            return JudgeAnswer(str(document.get("model", self.judge.model)), "" if text is None else str(text))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise JudgeFailed(f"{self._url} gave no chat completion: {response.text[:QUOTED]!r}") from error
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds that a refusal asks to wait; 0 without such a request, or with a date."""
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isascii() and value.isdecimal() else 0.0

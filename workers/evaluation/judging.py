@@ -1,0 +1,86 @@
+"""What a judge reads about the samples of a task, and the verdicts in its answers.
+
+A judge is a model that compares a completion with the reference answer (`search_spaces.study.judge`). This module asks
+no judge: the driver of a study does (`service.tune.judging`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from search_spaces.study.judge import PLACEHOLDER
+from workers.errors import InvalidTask
+from workers.evaluation.built_tasks import BuiltTask, Document, PromptSettings, documents_of
+from workers.evaluation.tasks import build_task
+from workers.types import TaskSpec
+
+__all__ = ["JudgedItem", "judge_prompt", "judged_items", "preference_of", "prompt_digest"]
+
+VERDICT = re.compile(r"\[\[\s*(1|2|tie)\s*\]\]", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class JudgedItem:
+    """The question of one sample, and the reference answer that completions are compared with."""
+
+    question: str
+    reference: str
+
+
+def judged_items(spec: TaskSpec) -> tuple[JudgedItem, ...]:
+    """The question and the reference answer of each sample of a task, in the order in which samples are scored.
+
+    A question is the prompt without few-shot examples. If a sample has several right answers, the first one is the
+    reference answer. Raises InvalidTask if the task cannot be built, does not generate text, draws several completions
+    of a prompt, or has a sample without a reference answer.
+    """
+    with build_task(replace(spec, num_fewshot=0)) as task:
+        if task.output_type != "generate_until":
+            message = f"task {spec.task}: has the output type {task.output_type}; a judge compares generated text"
+            raise InvalidTask(message, "judge")
+        documents = documents_of(task, PromptSettings(None, None, ""))
+        return tuple(_item(task, documents[subtask][index], subtask, index) for subtask, index in task.order)
+
+
+def _item(task: BuiltTask, document: Document, subtask: int, index: int) -> JudgedItem:
+    where = f"task {task.subtasks[subtask].name}, document {index}"
+    instance = document.instances[0]
+    if (instance.repeats or 1) > 1:
+        raise InvalidTask(f"{where}: draws {instance.repeats} completions of a prompt; a judge compares one", "judge")
+    right = document.right()
+    if right.lack is not None:
+        raise InvalidTask(f"{where}: has no reference answer that a judge could compare with: {right.lack}", "judge")
+    return JudgedItem(str(instance.args[0]).strip(), right.texts[0].strip())
+
+
+def judge_prompt(template: str, item: JudgedItem, completion: str, *, is_swapped: bool) -> str:
+    """The prompt with which a judge compares a completion with the reference answer of an item.
+
+    The completion is the first answer, or the second one if `is_swapped`.
+    """
+    answers = (completion.strip(), item.reference)
+    first, second = reversed(answers) if is_swapped else answers
+    texts: Mapping[str, str] = {"question": item.question, "first": first, "second": second}
+    return PLACEHOLDER.sub(lambda found: texts[found.group(1)], template)  # a text may itself have a placeholder
+
+
+def prompt_digest(prompt: str) -> str:
+    """The sha256 (hex) of a judge's prompt in UTF-8."""
+    return hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()
+
+
+def preference_of(answer: str, *, is_swapped: bool) -> float | None:
+    """How far a judge prefers the completion: 1 if it is better than the reference, 0 if worse, 0.5 for a tie.
+
+    `is_swapped` says whether the completion was the second answer. The last verdict in the judge's answer counts; the
+    result is None for an answer without a verdict.
+    """
+    verdicts = VERDICT.findall(answer)
+    if not verdicts:
+        return None
+    if verdicts[-1].lower() == "tie":
+        return 0.5
+    return float((verdicts[-1] == "2") == is_swapped)
