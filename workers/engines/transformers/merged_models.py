@@ -1,4 +1,4 @@
-"""A merge as a transformers model."""
+"""Construction of a merge as a transformers model."""
 
 from __future__ import annotations
 
