@@ -183,11 +183,10 @@ class BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """All (group, index) pairs in a random order in which every prefix is stratified by group.
+    """All (group, index) pairs in a random order in which every prefix has the groups in proportion to their sizes.
 
-    `sizes` maps a group's name to its number of samples. In every prefix the groups are in proportion to their sizes;
-    groups of equal size differ by at most one sample. The order depends on names, sizes and seed only, not on the
-    version of a random generator.
+    `sizes` maps a group's name to its number of samples. In every prefix, groups of equal size differ by at most one
+    sample. The order depends on names, sizes and seed only, not on the version of a random generator.
     """
 
     def draw(name: str, index: int) -> bytes:

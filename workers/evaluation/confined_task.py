@@ -1,4 +1,4 @@
-"""A task with Python functions of its own, which a confined process runs to build the task and compute its metric.
+"""A task with Python functions of its own, built and scored in a confined process.
 
 The process reads the task's files, the packages and the libraries of the system, and the data that this process has
 loaded for it. It writes below a temporary directory of its own only. `confinement` says what else it must not do. What
@@ -44,7 +44,7 @@ PASSED_ON = ("LANG", "LC_ALL", "NLTK_DATA", "PATH", "TZ")
 
 @dataclass(frozen=True)
 class _Request:
-    """A request with the attributes of lm-eval's `Instance` that are needed to answer it."""
+    """A request with those attributes of lm-eval's `Instance` that backends need."""
 
     request_type: str
     args: tuple[Any, ...]

@@ -163,7 +163,7 @@ def lack_of_references(spec: TaskSpec) -> str | None:
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """The factor on the log-likelihood of each option of a multiple choice with which `metric` compares options.
+    """The factors that multiply the log-likelihoods of a multiple choice's options when `metric` compares them.
 
     For a metric that divides by lengths (acc_norm, acc_bytes) it is the mean length of the options divided by the
     option's length; for any other metric it is 1.

@@ -427,7 +427,7 @@ class Bank:
         }
 
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
-        """For each source, the rank of each magnitude |source - base| within its row of the tensor.
+        """The rank of each magnitude |source - base| within its row of the tensor, for each source.
 
         Rank 0 is the rank of the smallest magnitude. Tensors are given as (alias, name). Ranks are computed at every
         call unless `keep_ranks` was called before.
@@ -444,7 +444,7 @@ class Bank:
         return tuple(known)
 
     def keep_ranks(self) -> None:
-        """From now on, cache the magnitude ranks that the method `ranks` computes, in host memory.
+        """Enable caching, in host memory, of the magnitude ranks that the method `ranks` computes.
 
         Ranks take two bytes for each element of a source, or four bytes in rows longer than 65536.
         """

@@ -1,4 +1,4 @@
-"""Description of one tensor of the merged model before it is computed."""
+"""Descriptions of the merged model's tensors before they are computed."""
 
 from __future__ import annotations
 

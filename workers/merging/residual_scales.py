@@ -79,7 +79,7 @@ UNSCALED = BranchFactors()
 
 
 def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[BranchFactors, ...]:
-    """For each layer, the factors on its attention and MLP outputs that fold layer scales into weights.
+    """The factors on each layer's attention and MLP outputs that fold layer scales into weights.
 
     A layer's scale multiplies the residual stream after the layer. It divides the last weights of the branches of all
     later layers. A layer's MLP scale multiplies the last weights of its own MLP. Raises InvalidRecipe, with the layer,

@@ -151,7 +151,7 @@ class CoefficientGradients:
         *,
         by_scales: bool,
     ) -> GradientResult:
-        """The same result as `loss_and_gradient`, with `seconds` 0."""
+        """The result of `loss_and_gradient`, with `seconds` 0."""
         plan = plan_as_stated(recipe, self.bank)
         self._fit(recipe)
         reducers = {}

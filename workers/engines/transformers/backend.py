@@ -129,7 +129,7 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """For each token of `completion`, the largest log-probability at its position minus the token's own."""
+    """The largest log-probability at the position of each token of `completion`, minus the token's own."""
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
     return [float(gap) for gap in scores.amax(-1) - chosen]

@@ -44,7 +44,7 @@ def outline(model: str) -> str:
     if is_adapter(directory) or is_metadata_only(directory) or any(directory.glob("*.safetensors")):
         return model
     if not (directory / CONFIG).is_file():
-        raise InvalidModel((f"{model}: no {CONFIG}, from which its size would follow",))
+        raise InvalidModel((f"{model}: no {CONFIG}, which determines its size",))
     header = json.dumps(_tensors(directory, model)).encode()
     header = len(header).to_bytes(8, "little") + header
     size = len(header) + max(end for _, end in (each["data_offsets"] for each in json.loads(header[8:]).values()))

@@ -33,7 +33,7 @@ MOST_SHARE = 0.02
 
 
 def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
-    """For each token, the largest difference of its log-probability that float32 rounding explains, at most `MOST`.
+    """The largest difference of each token's log-probability that float32 rounding explains, at most `MOST`.
 
     The result has a bound for each token except the first. `model` is a transformers model in float32. The random
     errors are the same at every call.

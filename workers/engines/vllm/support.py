@@ -1,4 +1,4 @@
-"""Checks from a model's configuration whether vLLM can run it, before weights are downloaded or an engine starts.
+"""Checks whether vLLM can run a model, by the model's configuration, before weights are downloaded or an engine starts.
 
 The installed vLLM decides in a separate process (`capabilities`), in parallel with the other checks. Importing vLLM
 takes seconds, so answers are cached by version and configuration. Without vLLM the answer is a note that support is

@@ -124,7 +124,7 @@ class MergeExtension:
         return self._mergesearch_scratch[bank.device].tensor
 
     def mergesearch_sources(self) -> str:
-        """Description for users of the size and placement of the source weights."""
+        """Human-readable size and placement of the source weights."""
         bank = self._mergesearch_bank
         return f"{bank.num_bytes / 1e9:.2f} GB of sources {IN_WORDS[bank.placement]}"
 
@@ -200,7 +200,7 @@ class MergeExtension:
         return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
-        """The numbers of rows of logits since the last call that contained NaN, and that were infinite.
+        """The numbers of logit rows that contained NaN and that were infinite, since the last call.
 
         If the numbers are not both 0, all cached keys and values are set to zero, because NaN in a block of the cache
         spreads to other texts that reuse the block, even where the block is masked.

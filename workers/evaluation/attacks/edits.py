@@ -47,7 +47,7 @@ def changed_words(word: str, *, seed: int, index: int) -> tuple[str, ...]:
 
 
 def distance(text: str, other: str) -> int:
-    """The Levenshtein distance: how many characters must be inserted, deleted or replaced."""
+    """The Levenshtein distance of two texts: the number of characters to insert, delete or replace."""
     row = list(range(len(other) + 1))
     for i, character in enumerate(text, 1):
         before, row[0] = row[0], i

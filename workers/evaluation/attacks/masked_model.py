@@ -45,9 +45,9 @@ def check_masked_model(model: str, *, is_encoder: bool = False) -> Path:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidModel((f"{directory}: has no config.json that names a model_type: {error}",)) from error
     if not any(directory.glob("*.safetensors")):
-        raise InvalidModel((f"{directory}: has no *.safetensors file; weights are read from these alone",))
+        raise InvalidModel((f"{directory}: has no *.safetensors file; weights are read only from these",))
     if not (directory / "tokenizer.json").is_file():
-        raise InvalidModel((f"{directory}: has no tokenizer.json, which tells the tokens of each word",))
+        raise InvalidModel((f"{directory}: has no tokenizer.json, which maps words to tokens",))
     if is_encoder:
         return directory
     names = tuple(map(str, config.get("architectures") or ()))

@@ -30,7 +30,7 @@ _READ_AS = "{content}"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a template. `is_fixed` marks a word that no attack may change."""
+    """A part of a template; `is_fixed` marks a word that no attack may change."""
 
     text: str
     kind: Literal["word", "placeholder", "other"]

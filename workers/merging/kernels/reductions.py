@@ -124,7 +124,7 @@ def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrd
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """For each source, how many elements it changes by more than epsilon, and how many of them no other source changes.
+    """The number of elements that each source changes by more than epsilon, and how many of them only it changes.
 
     A change is the magnitude of the difference from `base`; `tensors` are the sources.
     """

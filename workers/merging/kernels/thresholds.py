@@ -63,11 +63,12 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
-    """SOME (1) if element i of source s, of magnitude `size`, may be strictly between two thresholds, else NONE (0).
+    """Flag SOME (1) if element i of source s may be strictly between two thresholds, else NONE (0).
 
-    Each threshold, `low` and `high`, is (magnitude, tie-breaking mark). `factor` determines the element's mark. `by`
-    says how the element is compared with the thresholds: `ByMark` compares magnitude and mark. `ByMagnitude` compares
-    the magnitude alone; an element for which this is not sufficient counts as between. Callable only in compiled code.
+    `size` is the element's magnitude. Each threshold, `low` and `high`, is (magnitude, tie-breaking mark). `factor`
+    determines the element's mark. `by` says how the element is compared with the thresholds: `ByMark` compares
+    magnitude and mark. `ByMagnitude` compares the magnitude alone; an element for which this is not sufficient counts
+    as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -92,8 +93,8 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 def most_undecided(rule: Any) -> int:
     """The largest number of a tensor's elements that the bounds of a rule's thresholds can leave undecided.
 
-    Whether the rule keeps an element between the two bounds of a threshold is undecided. There are at most `MOST_LEFT`
-    for each threshold of the rule, and none for a rule without thresholds.
+    An element is undecided if it is between the two bounds of a threshold. There are at most `MOST_LEFT` of these
+    elements for each threshold of the rule, and none for a rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):

@@ -112,7 +112,7 @@ class PlainMethod:
         *,
         given: Mapping[str, Sequence[torch.Tensor] | torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute the merge `merge` of `operands` by this method's function, with the coefficients of the merge.
+        """Compute `merge` from `operands` by this method's function, with the coefficients of the merge.
 
         `given` may have tensors without dimensions, by name, that replace coefficients; the result then has gradients
         with respect to these. Raises InvalidRecipe if the method does not have one of the coefficients.

@@ -71,7 +71,7 @@ def trimmed_breadcrumbs(
 
 
 def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
-    """For each source, the ranks of the magnitudes that a merge's method uses as thresholds.
+    """The ranks of the magnitudes that a merge's method uses as thresholds, for each source.
 
     Rank 1 is the largest of `num_elements` magnitudes. TIES has one threshold; Model Breadcrumbs has two, or none if it
     keeps all or nothing. The method must be one that trims (`MergeMethod.trims`).

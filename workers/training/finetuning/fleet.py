@@ -166,7 +166,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
         if not isinstance(shared.get(key, {}), Mapping) and not (shared[key] is None and key in OPTIONAL_SECTIONS):
             problems.append(Problem(key, f"{shared[key]!r:.60} is no mapping; give the options that experts share"))
     if not isinstance(given, Mapping) or not given:
-        raise InvalidStudy((Problem(EXPERTS, "expected a mapping of aliases to what is different for each expert"),))
+        raise InvalidStudy((Problem(EXPERTS, "expected a mapping of aliases to the options of each expert"),))
     for alias, own in given.items():
         field = f"{EXPERTS}.{alias}"
         if not re.fullmatch(NAME, alias) or alias == "base":

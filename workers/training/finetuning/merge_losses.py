@@ -272,7 +272,7 @@ def lack_of_losses(
     """
     for alias, spec in experts.items() if len(experts) > 1 else ():
         if spec.evaluation is None:
-            yield alias, "has no evaluation; losses of merges are those of its reference answers"
+            yield alias, "has no evaluation; losses of merges need its reference answers"
             continue
         for each in spec.evaluation.objectives:
             try:
@@ -282,7 +282,7 @@ def lack_of_losses(
             if lack is not None:
                 yield (
                     alias,
-                    f"objective {each.name!r} has no reference answers, to measure merges by: {lack}",
+                    f"objective {each.name!r} has no reference answers to measure merges on: {lack}",
                 )
 
 
@@ -305,7 +305,7 @@ def losses_of_experts(
     tasks = {}
     for alias, spec in experts.items():
         if spec.evaluation is None:
-            raise InvalidTask(f"{alias}: has no evaluation; losses of merges are those of its reference answers")
+            raise InvalidTask(f"{alias}: has no evaluation; losses of merges need its reference answers")
         tasks[alias] = [task_of(each, seed=spec.seed, access=access) for each in spec.evaluation.objectives]
     first = next(iter(experts.values()))
     longest = max(spec.data.max_length for spec in experts.values())

@@ -86,7 +86,7 @@ def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedM
 
 @torch.no_grad()
 def check_packing(model: Any) -> None:
-    """Check that packed documents are independent: that none changes the model's outputs for the next one in its row.
+    """Check that packed documents are independent: none changes the model's outputs for the next document in its row.
 
     In `model`, a transformers model in float32, the positions restrict attention to one document, but layers with a
     state (recurrent or convolutional) keep it from one document to the next. The check compares two rows whose first
@@ -107,8 +107,8 @@ def check_packing(model: Any) -> None:
         raise InvalidModel(
             (
                 f"data.packing: true; in models of type {model.config.model_type!r} a document of a row changes the "
-                f"outputs for the next one (by {difference:.2g} in a logit), because layers carry a state on; expected "
-                "data.packing: false",
+                f"outputs for the next one (by {difference:.2g} in a logit), because layers keep a state across "
+                "documents; expected data.packing: false",
             )
         )
 

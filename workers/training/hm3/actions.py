@@ -45,7 +45,7 @@ class Action(StrEnum):
 
 
 def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tensor:
-    """The logits [..., A] of all steps of a layer path; steps that are not allowed get a very low logit.
+    """The logits [..., A] of all possible steps of a layer path; steps that are not allowed get a very low logit.
 
     `protos` [..., D] are the outputs of the policy network. `allowed` [..., A] says which steps are allowed.
     """
@@ -68,17 +68,17 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """The proto-actions [B, D] of episodes that follow a given layer path, whose steps have the embeddings `taken_BE`.
+    """The continuous actions (proto-actions) [B, D] of episodes that follow a given layer path.
 
-    `places_B` has, for each episode, the place of the given layer scale in the range of scales. If it is NaN, the place
-    in `proto_BD` is kept. Without scales D = E.
+    `taken_BE` are the embeddings of the path's steps. `places_B` has, for each episode, the place of the given layer
+    scale in the range of scales. If it is NaN, the place in `proto_BD` is kept. Without scales D = E.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)
 
 
 def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: int) -> Tensor:
-    """The places [B, length] of given layer scales in the range of scales, for B paths, by step.
+    """Given layer scales of B layer paths, as places in the range of scales, by step: [B, length].
 
     The step is the one before which the scale is applied; its place is NaN if no scale is applied there. The scale of
     the first layer is applied before the second step. `scales` has the scales of each path. If `scales` is empty, the

@@ -165,7 +165,7 @@ class BaseLearner:
         return buffer.getvalue()
 
     def restore(self, content: bytes, *, remembers: bool = True) -> None:
-        """Restore the state that `to_bytes` of a learner with networks of the same shapes returned.
+        """Restore a state that `to_bytes` returned for networks of the same shapes.
 
         With `remembers` false the remembered episodes are left out, because they are those of another search. Raises
         ValueError if the networks have other shapes or draw other actions, and TrainingFailed if they have numbers that

@@ -110,7 +110,7 @@ class Networks(nn.Module):
         return states
 
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """The mean [..., D] of the proto-action's distribution that the policy network gives for each state [..., H].
+        """The mean [..., D] of the policy's continuous action (proto-action) in each state [..., H].
 
         A proto-action is a point in the D-dimensional space of the steps' embeddings; a state has H numbers. If layers
         have scales, one more number follows: the place in the range of scales of the last layer of the path so far.

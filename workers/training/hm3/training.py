@@ -137,7 +137,7 @@ class PolicyTraining:
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """The number of earlier iterations with the same policy as the iteration `iteration`."""
+        """The number of earlier iterations that had the same policy as `iteration`."""
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:

@@ -226,7 +226,7 @@ class MergOPT(OptimizerWrapper):
             with torch.enable_grad(), self.offset():
                 loss = closure()
         if not self._has_gradient:
-            raise RuntimeError("mergopt: step() without gradients from within offset(); they would be those of theta")
+            raise RuntimeError("mergopt: step() without gradients from within offset(); others have no offset")
         self.optimizer.step()
         self._step += 1
         self._has_gradient = False

@@ -1,4 +1,4 @@
-"""Options and memory sizes of an engine for layer paths, for the process that starts vLLM.
+"""Options and memory sizes of an engine for layer paths (merges of any depth), for the process that starts vLLM.
 
 The engine holds a pool of layers, and attention's keys and values for the longest path.
 """

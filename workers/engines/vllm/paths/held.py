@@ -275,7 +275,7 @@ def _outside(recipe: Recipe) -> Hashable:
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """The settings of a recipe on which all of its merged tensors depend: base, `keeps_equal` and `trim`."""
+    """The settings of a recipe that affect all of its merged tensors: base, `keeps_equal` and `trim`."""
     return recipe.base, recipe.keeps_equal, recipe.trim
 
 
