@@ -1,4 +1,4 @@
-"""Alignments of HM3: maps of the residual stream between layers that do not follow each other in one model.
+"""Alignments of HM3: maps of the residual stream between layers of different models in one merged model.
 
 In a layer path, a layer may follow a layer of another model. It then receives activations of another distribution than
 in its own model. An alignment between the two layers corrects this shift.
@@ -7,19 +7,19 @@ Alignments and their files:
 
 - `alignment`: the tensors of one alignment, and the function that they define
 - `files`: alignments as safetensors files that are named by their digests
-- `recipes`: which layers of a recipe have an alignment before them
+- `recipes`: the alignments before the layers of a recipe
 
 Learning of alignments:
 
-- `samples`: the search samples that are read, and their prompts
-- `activations`: the inputs of each layer of a model while it reads these prompts
+- `samples`: the search samples from which alignments are learned, and their prompts
+- `activations`: the inputs of each layer of a model for these prompts
 - `fitting`: the map from one layer's activations to another's, by moments or a light network
 - `pairs`: the alignment of a pair of layers, learned once and kept in the cache
 
 Computation and export of merges with alignments:
 
 - `hooks`: alignments before the layers of a transformers model
-- `export`: the tensors, configuration and model class that the checkpoint of such a merge has
+- `export`: the tensors, configuration and model class in the checkpoint of a merge with alignments
 - `modeling_aligned`: the model class itself, which is copied to the checkpoint
 
 Two parts are in other packages because of what they import. `workers.engines.vllm.paths` computes paths with alignments

@@ -1,8 +1,8 @@
-"""The input of each layer of a model, recorded while the model reads prompts.
+"""Recording of the input of each layer of a model on given prompts.
 
 The activations of the first token of each text are stored separately. In trained models they are larger than all others
-by orders of magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so they would dominate the
-alignment.
+by orders of magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so they would dominate an
+alignment that is fitted to them.
 
 Axes: L layers, N tokens, D channels of the residual stream.
 """
@@ -30,7 +30,7 @@ MAX_ROWS, MAX_TOKENS = 4096, 16_384
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations of a model with L layers: the residual stream before each layer and after the last, in float32.
+    """Activations of a model with L layers, in float32: the residual stream before each layer and after the last.
 
     `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer, without the
     first token of each text. `first` [L + 1, texts, D] has the activations of these first tokens. `is_held_out` [N] is
@@ -43,12 +43,12 @@ class Activations:
     is_held_out: Tensor
 
     def after(self, layer: int) -> Tensor:
-        """The output [tokens, channels] of layer number `layer`."""
+        """The residual stream [tokens, channels] after layer number `layer`."""
         return self.before[layer + 1]
 
 
 def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activations:
-    """Run a transformers model on prompts, and return the activations of its layers.
+    """Run a transformers model on prompts, and return the inputs and outputs of its layers.
 
     `prompts` are lists of token ids. Besides the first token of each prompt, at most about MAX_ROWS tokens are used,
     spread evenly over all prompts. Every fifth prompt is held out. Raises InvalidModel if the model has no list of
@@ -80,10 +80,10 @@ def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activation
 
 
 def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield batches of prompts of similar length; a batch is a list of indices of prompts.
+    """Yield batches of prompts of similar length, each as a list of indices of prompts.
 
-    Only the prompts with the indices `texts` are used. A batch has at most MAX_TOKENS tokens after all its prompts are
-    padded to the longest one. A prompt that is longer than MAX_TOKENS is the only one in its batch.
+    Only the prompts with the indices `texts` are used. A batch has at most MAX_TOKENS tokens with padding to its
+    longest prompt. A prompt that is longer than MAX_TOKENS is the only one in its batch.
     """
     batch: list[int] = []
     for index in sorted(texts, key=lambda each: (len(prompts[each]), each)):
@@ -96,7 +96,7 @@ def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator
 
 
 class _Recorder:
-    """Context manager that records the input of every layer, and the output of the last one, in each forward pass."""
+    """Context manager that records, in each forward pass, the input of every layer and the output of the last one."""
 
     def __init__(self, layers: Any) -> None:
         self._layers = layers
@@ -121,7 +121,7 @@ class _Recorder:
             hook.remove()
 
     def take(self) -> Tensor:
-        """Return the activations that were recorded in the last forward pass, in float32, and clear the record.
+        """Return the activations recorded in the last forward pass, in float32, and clear the record.
 
         Axes: [layers + 1, texts, tokens, channels].
         """

@@ -1,4 +1,4 @@
-"""The tensors of one alignment, and the function that they define.
+"""An alignment of HM3: a map from the output of one layer to the input of the next, and its tensors.
 
 The output of layer t, h, is mapped to the input of layer t + 1:
 
@@ -27,7 +27,7 @@ __all__ = ["Alignment"]
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """Map of the residual stream between two layers: a linear map or a scale for each channel, and optionally a shift.
+    """Map of the residual stream between two layers: a matrix or a scale for each channel, and optionally a shift.
 
     An alignment has either a `projection` [hidden, hidden] or a `scale` [hidden]; the `shift` [hidden] is optional.
     Raises ValueError if the tensors or shapes differ from this, or if values are NaN or infinite.
@@ -55,7 +55,7 @@ class Alignment:
         return of.shape[-1] if of.ndim else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The alignment's tensors by name ("projection", "scale", "shift"), without those that it does not have."""
+        """The alignment's own tensors by name: "projection" or "scale", and "shift" if it has one."""
         named = {"projection": self.projection, "scale": self.scale, "shift": self.shift}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -1,6 +1,6 @@
-"""The tensors, configuration and model class that the checkpoint of a merge with alignments has.
+"""The tensors, configuration and model class with which a merge with alignments is exported as a checkpoint.
 
-transformers cannot load such a checkpoint without the model class, `modeling_aligned.py`.
+transformers cannot load this checkpoint without the model class, `modeling_aligned.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLASSES = {"llama": "AlignedLlama", "mistral": "AlignedMistral", "qwen2": "Align
 
 
 class AlignedParts:
-    """Additional parts of an export with alignments: the tensors of the alignments, and entries in config.json.
+    """Additional parts of an export with alignments: the alignments' tensors, and entries in config.json.
 
     `placed` has the alignments, in the dtype of the export, by the index of the layer that follows each of them.
     `model_type` is the base model's type in transformers, such as "llama".
@@ -37,7 +37,7 @@ class AlignedParts:
         self._model_type = model_type
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of all alignments, by the names that they have in the checkpoint."""
+        """The tensors of all alignments, by their names in the checkpoint."""
         return {
             f"model.layers.{index}.alignment.{name}": tensor
             for index, each in self._placed.items()
@@ -45,10 +45,10 @@ class AlignedParts:
         }
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of the export with alignments, made from `config`, the same model's without alignments.
+        """The config.json of an export with alignments, made from `config`, that of the model without alignments.
 
         The result has other values of `architectures` and `model_type`, and the additional keys `auto_map` and
-        `alignments`. The model class with alignments needs these.
+        `alignments`. The model class with alignments needs these entries.
         """
         name = CLASSES[self._model_type]
         module = MODELING_FILE.stem
@@ -68,7 +68,7 @@ class AlignedParts:
 
 
 def aligned_parts(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> AlignedParts | None:
-    """The tensors and configuration that a recipe's alignments add to a checkpoint; None if it has no alignments.
+    """The tensors and config.json entries that a recipe's alignments add to a checkpoint; None without alignments.
 
     The alignments are read from the bank's directory of alignments and rounded to `dtype`. Raises InvalidRecipe if an
     alignment does not fit the models, if its file is missing, or if merges of this model type cannot be exported with

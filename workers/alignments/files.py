@@ -1,6 +1,6 @@
 """Alignments as safetensors files that are named by their digests.
 
-A layer of a recipe names the alignment behind it by the sha256 of its file, `DIGEST.safetensors` in
+A layer of a recipe names the alignment after it by the sha256 of its file, `DIGEST.safetensors` in
 `Family.alignments_dir`. Therefore a recipe's digest covers the alignment's numbers too. If `Family.alignments_dir` is
 the URL of an object store, the file is among the store's artifacts, and each machine downloads it once.
 """
@@ -23,7 +23,7 @@ DIGEST = re.compile(r"^[0-9a-f]{64}$")
 
 
 def write_alignment(directory: str | Path, alignment: Alignment) -> str:
-    """Write an alignment to `directory`, in float32, and return its digest.
+    """Write an alignment to `directory` as a float32 safetensors file, and return the file's digest.
 
     The digest is the sha256 of the file, and the file's name.
     """
@@ -36,7 +36,7 @@ def write_alignment(directory: str | Path, alignment: Alignment) -> str:
 
 
 def store_alignment(directory: str | Path, content: bytes) -> str:
-    """Write the content of an alignment's safetensors file to `directory`, and return the sha256 digest of the content.
+    """Write `content`, an alignment's safetensors file, to `directory`, and return its sha256 digest.
 
     The file's name is the digest. If the file exists with this content, it is kept; if its content is damaged, it is
     replaced.
@@ -48,7 +48,7 @@ def store_alignment(directory: str | Path, content: bytes) -> str:
 
 
 def is_stored(directory: str | Path, digest: str) -> bool:
-    """Whether the directory has the file of the alignment `digest`, and the sha256 of its content is this digest."""
+    """Whether the directory has an undamaged file of the alignment `digest`, by the sha256 of its content."""
     try:
         return hashlib.sha256(_file(directory, digest).read_bytes()).hexdigest() == digest
     except OSError:
@@ -56,7 +56,7 @@ def is_stored(directory: str | Path, digest: str) -> bool:
 
 
 def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_size: int) -> Alignment:
-    """Read the alignment with the digest `digest` from a directory or object store, in float32.
+    """Read the alignment `digest` from a directory or object store, in float32.
 
     `directory` may be the URL of an object store. `layer` is the index of the layer that names the alignment, for
     messages. Raises InvalidRecipe, with the layer and the file, if the file is missing, its content has another digest,
@@ -94,7 +94,7 @@ def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
 
 
 def _downloaded(url: str, digest: str) -> Path:
-    """The path of an alignment's file in this machine's cache.
+    """The path of an alignment's file in this machine's cache, downloaded first if necessary.
 
     If the file is missing there, or damaged, it is downloaded from the artifacts of the object store at `url`.
     """

@@ -1,4 +1,4 @@
-"""The alignment of a pair of layers, fitted to their activations.
+"""Fitting of the alignment between two layers to the layers' activations.
 
 A pair is (the layer before the alignment, the layer after it). X [N, D] is the output of the first in its own model, Y
 [N, D] the input of the second in its own model, over the same texts. The map gives X the distribution of Y; activations
@@ -59,7 +59,7 @@ OUTLIER = 20.0
 
 @dataclass(frozen=True)
 class FittedAlignment:
-    """An alignment, and how well it matches the activations of held-out texts.
+    """An alignment, with how well it matches the activations of held-out texts.
 
     - `before`, `moments`, `after`: the `discrepancy` on held-out rows of activations without an alignment, with an
       alignment of kind `moments`, and with this alignment, respectively; 0 is best
@@ -73,7 +73,7 @@ class FittedAlignment:
     epochs: int = 0
 
     def to_bytes(self) -> bytes:
-        """Content of a safetensors file with the alignment and the numbers that describe its fit.
+        """Serialise the alignment and its quality of fit as a safetensors file.
 
         Equal objects give equal bytes.
         """
@@ -85,7 +85,7 @@ class FittedAlignment:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> FittedAlignment:
-        """Read the content of a file made by `to_bytes`. Raises ValueError for other content."""
+        """Read the content of a safetensors file made by `to_bytes`. Raises ValueError for other content."""
         try:
             found = safetensors.torch.load(content)
             size = int.from_bytes(content[:8], "little")
@@ -97,7 +97,7 @@ class FittedAlignment:
 
 @dataclass(frozen=True)
 class MlpOptions:
-    """Options for training the network that computes an alignment of kind `mlp`.
+    """Options for training the network that computes an alignment of the kind `mlp`.
 
     The alignment's projection is diagonal plus a part of rank `rank`. `hidden_size` is the width of the network's two
     hidden layers, and `learning_rate` is Adam's learning rate. An epoch uses all rows of activations once, `batch` rows
@@ -128,12 +128,12 @@ def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
 
 
 def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | None = None) -> Alignment:
-    """Fit an alignment that gives each channel of rows x the mean and the variance of this channel in rows y.
+    """Fit an alignment that gives each channel of activations x the mean and variance of the channel in activations y.
 
-    Rows are tokens, columns are the channels of the residual stream. A channel of x that is nearly constant is only
-    shifted. `first` has the first tokens of texts, [texts, channels] in x and in y, which are not among the rows. In a
-    channel in which the first tokens are outliers in both x and y, the slope maps their mean in x to their mean in y,
-    and the variance may differ.
+    Rows of x and y are tokens, columns are the channels of the residual stream. A channel of x that is nearly constant
+    is only shifted. `first` has the first tokens of texts, [texts, channels] in x and in y, which are not among the
+    rows. In a channel in which the first tokens are outliers in both x and y, the slope maps their mean in x to their
+    mean in y, and the variance may differ.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
@@ -156,7 +156,7 @@ def fit_alignment(
     first: tuple[Tensor, Tensor] | None = None,
     options: MlpOptions | None = None,
 ) -> FittedAlignment:
-    """Fit an alignment of kind `kind` from the output of one layer, rows x, to the input of another layer, rows y.
+    """Fit an alignment of kind `kind` from activations x, one layer's output, to activations y, another layer's input.
 
     Rows are tokens, columns are channels; row n of x and of y is the same token. `is_held_out` [N] is true for the rows
     of held-out texts, which are not used for fitting, only to measure the `discrepancy` and, for the kind `mlp`, to
@@ -179,7 +179,7 @@ def fit_mlp(
     first: tuple[Tensor, Tensor] | None = None,
     options: MlpOptions | None = None,
 ) -> FittedAlignment:
-    """Train a small network that maps rows x to the distribution of rows y, and return the alignment that it computes.
+    """Train a small network that maps activations x to the distribution of y, and return the alignment it computes.
 
     `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
     and the input of the layer that follows the alignment. `first` has the texts' first tokens as in `fit_moments`; in
@@ -264,7 +264,7 @@ class _Projection(nn.Module):
 
 @torch.no_grad()
 def _statistics(x: Tensor, y: Tensor, rank: int) -> Tensor:
-    """Statistics of each of D channels in rows x and in rows y, [D, F], standardised over the channels.
+    """Statistics [D, F] of each of D channels in activations x and y, standardised over the channels.
 
     Rows are tokens. The statistics of a channel are its mean, the logarithm of its standard deviation, its skewness,
     the logarithm of one plus its kurtosis, and its components in the `rank` directions of largest variance: first those
@@ -282,7 +282,7 @@ def _of_channels(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _directions(rows: Tensor, rank: int) -> Tensor:
-    """The `rank` directions of largest variance of `rows` [tokens, channels], as columns of [channels, rank].
+    """The `rank` principal directions (largest variance) of `rows` [tokens, channels], as columns of [channels, rank].
 
     If there are fewer than `rank` tokens or channels, the last columns are 0.
     """
@@ -293,13 +293,16 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
 
 
 def _are_outliers(first_TD: Tensor, rows_ND: Tensor) -> Tensor:
-    """Whether the mean of T first tokens is over OUTLIER standard deviations from the mean of other rows: [D]."""
+    """The channels, bool [D], in which T first tokens are outliers: their mean is far from that of other rows.
+
+    Far means over OUTLIER standard deviations.
+    """
     beyond = (first_TD.float().mean(dim=0) - rows_ND.mean(dim=0)).abs()
     return beyond > OUTLIER * rows_ND.std(dim=0)
 
 
 def _batches(num: int, size: int, order: torch.Generator) -> list[Tensor]:
-    """Shuffle the indices of `num` rows with the generator `order`, and split them into batches of about equal size.
+    """Shuffle the indices of `num` rows with the generator `order`, and split them into batches of similar size.
 
     A batch has at most `size` rows, or at most two if `size` is below two.
     """

@@ -1,4 +1,4 @@
-"""Applies alignments before the layers of a transformers model, by forward hooks."""
+"""Alignments before the layers of a transformers model, applied by forward hooks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ __all__ = ["add_alignments"]
 
 
 def add_alignments(model: Any, placed: Mapping[int, PlacedAlignment]) -> None:
-    """Make a transformers model apply alignments to the inputs of its layers, in float32.
+    """Register hooks with which a transformers model applies alignments to the inputs of its layers, in float32.
 
-    `placed` has the alignments by the index of the layer before which each is applied. The model is changed in place,
-    by hooks.
+    `placed` has the alignments by the index of the layer before which each is applied. The model is changed in place.
     """
     computed = {each.digest: each.alignment.to(dtype=torch.float32) for each in placed.values()}
     layers = model.get_decoder().layers

@@ -1,6 +1,7 @@
-"""Models with alignments between their layers, for transformers.
+"""Models with alignments (maps of the residual stream) between their layers, for transformers.
 
-Exports of such merges have this file beside the weights. It needs only torch and transformers. Load a checkpoint with
+Exports of merges with alignments have this file beside the weights. It needs only torch and transformers. Load a
+checkpoint with
 
     AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
@@ -68,7 +69,7 @@ class LayerAlignment(nn.Module):
 
 
 class _Aligned:
-    """Base class of the models with alignments: applies each alignment to the input of the layer that follows it."""
+    """Base class of models with alignments, which applies each alignment to the input of the layer after it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""The alignment of a pair of layers, learned once and kept in the cache.
+"""Cache of the alignments of pairs of layers, each of which is learned once.
 
 An alignment is a function of the two layers' weights, the texts and the kind. Therefore all studies and paths that need
 the alignment of a pair use the same one. Recipes name it by the sha256 of its file.
@@ -31,7 +31,7 @@ PROMPT_OPTIONS = ("add_bos_token", "chat_template", "max_model_len")
 
 @dataclass(frozen=True)
 class AlignmentInputs:
-    """Inputs from which alignments are learned: models, texts, and the kind of alignment.
+    """The inputs from which alignments are learned: models, texts, and the kind of alignment.
 
     - `family`: the models that are merged
     - `pool`: the recipe of each model that a pair of layers may name, by the name used there; all are merges of
@@ -49,7 +49,7 @@ class AlignmentInputs:
     kind: Kind
 
     def key(self, pair: LayerPair) -> str:
-        """Key in the cache for the digest of a pair's alignment.
+        """The cache key under which the digest of a layer pair's alignment is stored.
 
         `pair` is (layer before the alignment, layer after it), each as (name of a model in `pool`, index). The key
         depends on the models' weights, the texts and the kind, but not on the names of the models.
@@ -76,9 +76,9 @@ def _directory() -> Path:
 
 
 def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, FittedAlignment] | None:
-    """The digest and the alignment of a pair of layers from the cache, if it was learned before from equal inputs.
+    """The digest and the alignment of a pair of layers from the cache; None if it is missing or damaged.
 
-    Returns None if the cache does not have the alignment, or its file is damaged.
+    The alignment was learned before from equal inputs.
     """
     digest = cached(inputs.key(pair))
     if digest is None:
@@ -91,7 +91,7 @@ def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, Fitte
 
 
 def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> str:
-    """Store the alignment of a pair of layers in the cache, and return its digest, by which recipes name it.
+    """Store the alignment of a pair of layers in the cache, and return the digest by which recipes name it.
 
     `inputs` and `pair` determine the key under which `find_alignment` finds it. `content` is the result of
     `FittedAlignment.to_bytes`. Raises OSError if the cache cannot be written.

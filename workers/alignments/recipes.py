@@ -1,4 +1,4 @@
-"""Which layers of a recipe have an alignment before them."""
+"""The alignments in a recipe: the layers before which they are applied, and their tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["PlacedAlignment", "alignments_before", "read_alignments", "unaligned
 
 @dataclass(frozen=True, eq=False)
 class PlacedAlignment:
-    """An alignment that is applied before a certain layer of a merged model, with the digest that names it.
+    """An alignment at its place before a certain layer of a merged model, with the digest that names it.
 
     `factor` multiplies the alignment's shift. It is one over the product of the scales of all layers before the
     alignment.
@@ -34,7 +34,7 @@ class PlacedAlignment:
 
 
 def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
-    """For each layer of a recipe, the digest of the alignment before it, or None if there is no alignment before it.
+    """The digest of the alignment before each layer of a recipe; None for a layer without an alignment before it.
 
     A recipe stores the digest with the layer that precedes the alignment. Raises InvalidRecipe, with the layer's index,
     for an alignment after the last layer, and for one between two layers that follow each other in their own models.
@@ -54,10 +54,10 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 
 
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
-    """Whether two layers of a recipe follow each other in the models that they are merged from.
+    """Whether two layers of a recipe also follow each other in the models from which they are merged.
 
-    This is the case if `after` has the same merges as `layer`, except that each source and base is the next layer of
-    its model.
+    It is True if `after` has the same merges as `layer`, except that each source and base is the next layer of its
+    model.
     """
 
     def next_to(source: Source) -> Source:
@@ -76,14 +76,14 @@ def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
 
 
 def unaligned(recipe: Recipe) -> Recipe:
-    """A copy of the recipe without alignments."""
+    """A copy of the recipe without its alignments."""
     if all(layer.alignment is None for layer in recipe.layers):
         return recipe
     return replace(recipe, layers=tuple(replace(layer, alignment=None) for layer in recipe.layers))
 
 
 def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[int, PlacedAlignment]:
-    """Read the alignments of a recipe, rounded to `dtype`, by the index of the layer after each of them.
+    """Read the alignments of a recipe, rounded to `dtype`, by the index of the layer after each alignment.
 
     The files are in the bank's directory of alignments (`Family.alignments_dir`). Raises InvalidRecipe if the recipe
     has an alignment at a place where none is allowed, if an alignment's file is missing, damaged or of another size,

@@ -22,7 +22,7 @@ MIN_SAMPLES = 10
 
 
 def positions_of(num_samples: Mapping[str, int]) -> dict[str, range]:
-    """The positions of the search samples from which alignments are learned, by objective: the first tenth.
+    """The positions, by objective, of the search samples from which alignments are learned: the first tenth.
 
     `num_samples` is each objective's number of search samples.
     """
@@ -30,7 +30,7 @@ def positions_of(num_samples: Mapping[str, int]) -> dict[str, range]:
 
 
 def lack_of_samples(num_samples: Mapping[str, int]) -> str | None:
-    """The reason why a study has too few search samples to learn alignments from; None if it has enough.
+    """Reason why a study has too few search samples for learning alignments; None if it has enough.
 
     `num_samples` is each objective's number of search samples. Alignments are learned from a tenth of them, which must
     be at least MIN_SAMPLES over all objectives.
@@ -49,7 +49,7 @@ def lack_of_samples(num_samples: Mapping[str, int]) -> str | None:
 def prompts_of(
     family_dir: str, options: EngineOptions, tasks: Mapping[str, TaskSpec], positions: Mapping[str, Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The token ids of one prompt for each sample of every objective.
+    """The token ids of one prompt for each sample of every objective, for learning alignments.
 
     `tasks` has the task of each objective, and `positions` the positions of its samples. `family_dir` is the directory
     with the tokenizer, `options` has the settings that prompts depend on, such as the chat template. For multiple

@@ -1,4 +1,4 @@
-"""Backends that compute with merged weights.
+"""Backends that generate and score with merged weights: vLLM, and transformers as a reference.
 
 - `vllm`: scores one merge after another in an engine that does not restart
 - `transformers`: checks the scores of vLLM

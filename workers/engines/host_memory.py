@@ -1,4 +1,4 @@
-"""Host memory of this machine or container, for all engines."""
+"""Free and total host memory of this machine or container, for all engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_bytes(cgroup: Path = CGROUP) -> int:
-    """Bytes of host memory that are free now, within the limit of this process's container.
+    """Bytes of free host memory within the limit of this process's container.
 
     `cgroup` is the directory of the container's control group (cgroup v2).
     """
@@ -21,7 +21,7 @@ def free_host_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def total_host_bytes(cgroup: Path = CGROUP) -> int:
-    """Bytes of host memory of this machine, or of this process's container if that has a lower limit.
+    """Bytes of host memory of this machine, or of this process's container if its limit is lower.
 
     `cgroup` is the directory of the container's control groups (cgroup v2, or v1 with the controller `memory`).
     """

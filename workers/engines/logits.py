@@ -26,7 +26,7 @@ def bad_rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def in_words(counts: Sequence[int], *, num_prompts: int) -> str:
-    """Describe the two `counts` of `bad_rows` (NaN, infinite) as text; a count of 0 is left out.
+    """Describe the two `counts` of `bad_rows` (NaN, infinite) as text, without counts of 0.
 
     `num_prompts` is the number of prompts that the rows belong to.
     """

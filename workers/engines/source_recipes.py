@@ -1,4 +1,4 @@
-"""Recipes whose merge is a source model itself."""
+"""Recipes whose merge is one source model, unchanged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["base_recipe", "source_recipe"]
 
 
 def base_recipe(family: Family) -> Recipe:
-    """The recipe whose merge is the base model, unchanged."""
+    """The recipe whose merge is the unchanged base model."""
     num_layers = int(read_config(family.base.directory)["num_hidden_layers"])
     return source_recipe(family, family.base.alias, num_layers=num_layers)
 
 
 def source_recipe(family: Family, alias: str, *, num_layers: int) -> Recipe:
-    """The recipe whose merge is the source model with the alias `alias`, unchanged."""
+    """The recipe whose merge is the unchanged source model with the alias `alias`."""
     return Recipe.of_model(
         alias,
         models=family.fingerprints,

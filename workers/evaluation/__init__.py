@@ -1,10 +1,10 @@
-"""Scoring with lm-eval's tasks, filters and metrics, independent of the backend that answers.
+"""Scoring of models with lm-eval's tasks, filters and metrics, on any backend (vLLM or plain transformers).
 
 - `tasks`: the task of a specification, built in this process or in a confined one
 - `built_tasks`: a task that has been built: its subtasks, the order of its samples, its documents
 - `lm_eval_tasks`: tasks as lm-eval builds them, from a name, a YAML file or a JSONL file
 - `inline_files`: the samples of a JSONL file
-- `data_sets`: from where the data of tasks come
+- `data_sets`: where the data of tasks are loaded from
 - `task_index`: the tasks that have a name, indexed once
 - `task_loading`: what lm-eval may read and run while it builds a task
 - `prompts`: tokenization, and the requests that a backend answers
@@ -17,18 +17,18 @@
 - `confinement`: what a confined process may use: its files and its limits
 - `bubblewrap`: confinement in namespaces, by the program bwrap
 - `landlock`: confinement by Landlock, which needs no namespaces
-- `available_confinement`: which of the two this machine offers
+- `available_confinement`: the choice between `bubblewrap` and `landlock` on this machine
 - `system_calls`: the filter of system calls that applies under both
-- `task_server`: what runs in these processes
+- `task_server`: the main function of the processes that build tasks and compute metrics
 - `execution`: programs that a model wrote, each executed in a confined process of its own
-- `execution_server`: what runs in the process that starts these
-- `program_process`: what runs in the process of one program
-- `channel`: messages between this process and these processes
-- `attacks`: attacks on prompt templates, by which robustness is measured
+- `execution_server`: the main function of the process that starts the programs
+- `program_process`: the code that runs in the process of one program
+- `channel`: messages between two processes over a socket
+- `attacks`: attacks on prompt templates, which measure robustness
 - `right_answers`: the right answers of a task's documents
 - `references`: the right answers of a task's samples, as tokens to read
 - `overlap`: items that two tasks have in common
 - `judging`: what a judge reads about a task's samples, and the verdicts in its answers
 - `lengths`: how many tokens a task's samples have
-- `lm_eval`: score a task's samples: ask a backend, compute the values
+- `lm_eval`: scoring of samples: a backend answers, metrics give the values
 """

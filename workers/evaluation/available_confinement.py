@@ -1,4 +1,4 @@
-"""Choice of the means that confine processes on this machine: bubblewrap where it works, else Landlock."""
+"""Choice of the sandbox for processes on this machine: bubblewrap where it works, else Landlock."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ except ConfinementUnavailable as error:
 
 @lru_cache(maxsize=1)
 def available_confinement() -> type[Confinement]:
-    """The first of MEANS that works on this machine.
+    """The first sandbox class of MEANS (bubblewrap, then Landlock) that works on this machine.
 
-    Each is tried once per process. Raises ConfinementUnavailable, with what each of them lacks.
+    Each is tried once per process. Raises ConfinementUnavailable, with the reason why each of them does not work.
     """
     lacks = []
     for means in MEANS:
@@ -55,7 +55,7 @@ def without_packages(code: str) -> list[str]:
 
 
 def lack_of(confinement: Confinement) -> str | None:
-    """Reason why `confinement` cannot confine a process on this machine, in words; None if it can."""
+    """Reason why `confinement` cannot confine a process on this machine; None if it can."""
     try:
         command, environment = confinement.command(without_packages(PROBE), {})
         found = subprocess.run(

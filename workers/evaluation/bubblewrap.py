@@ -1,4 +1,4 @@
-"""Confinement by bubblewrap: a process in namespaces of its own, which has no other files, processes and networks.
+"""Confinement by bubblewrap: a process runs in namespaces of its own, without other files, processes and networks.
 
 The program `bwrap` must be installed (Debian: the package bubblewrap), version 0.8 or newer, and the system must let
 users create namespaces. Within the namespaces, the filter of system calls and the limits of `confinement` apply too.
@@ -59,7 +59,7 @@ def _version(program: str) -> str:
 
 @dataclass(frozen=True)
 class Bubblewrap(Confinement):
-    """Confinement of a process in namespaces of its own.
+    """Confinement of a process by the program bwrap, in namespaces of its own.
 
     The namespaces are those of users, processes, network, mounts, IPC, host name and control groups. The process finds
     its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap,
@@ -74,17 +74,17 @@ class Bubblewrap(Confinement):
     filters_system_calls: ClassVar[bool] = True  # but in tests of what bwrap alone prevents
 
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """Command and environment of bwrap, which starts the process `command` with `environment`.
+        """Command line and environment of bwrap, which starts the process `command` with `environment`.
 
-        bwrap itself gets an empty environment, because programs may read that of the first process of a namespace.
-        Raises ConfinementUnavailable if bwrap is not installed.
+        bwrap itself gets an empty environment, because programs may read that of the namespace's first process. Raises
+        ConfinementUnavailable if bwrap is not installed.
         """
         if not self.program:
             raise ConfinementUnavailable("there is no program bwrap (Debian: the package bubblewrap)")
         return [self.program, *self.arguments(environment), "--", *command], {}
 
     def arguments(self, environment: Mapping[str, str]) -> list[str]:
-        """Arguments of bwrap: namespaces, files, devices, and the `environment` of the process."""
+        """Arguments of bwrap that set the namespaces, the files, the devices, and the process's `environment`."""
         readable = _outermost([*self.readable, *OWN])
         folders = {str(above) for place in (*readable, *self.writable) for above in Path(place).parents}
         places = [
@@ -102,7 +102,7 @@ class Bubblewrap(Confinement):
         return [*ALWAYS, *namespaces, *places, *READ_ONLY, *variables, "--chdir", "/"]
 
     def exit_code(self, code: int) -> int:
-        """See `Confinement`. bwrap reports a signal as shells do, by 128 and its number."""
+        """Exit code of the confined process, negative for a signal, which bwrap reports as 128 plus its number."""
         return 128 - code if code - 128 in signal.valid_signals() else code
 
     def of_program(self, number: int) -> Self:
@@ -113,7 +113,7 @@ class Bubblewrap(Confinement):
         return super().apply()
 
     def limits(self) -> dict[int, int]:
-        """See `Confinement`. Programs, which have a limit of processor time, also have one of threads."""
+        """Limits of the process by resource, as in `Confinement`; a limit of processor time adds one of threads."""
         return {**super().limits(), **({} if self.cpu_s is None else {resource.RLIMIT_NPROC: MAX_THREADS})}
 
     def _restrict_files(self) -> str:
@@ -125,7 +125,7 @@ def _bind(place: str) -> tuple[str, str, str]:
 
 
 def _outermost(places: Iterable[str]) -> list[str]:
-    """Those of the paths `places` that are not below another one."""
+    """The paths in `places` that are not below another one of them."""
     found: list[str] = []
     for place in sorted(set(places)):
         if not any(place.startswith(above.rstrip(os.sep) + os.sep) for above in found):

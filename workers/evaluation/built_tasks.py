@@ -1,4 +1,4 @@
-"""A task that has been built: its subtasks, the order of its samples, and its documents."""
+"""A task that is ready to be scored: its subtasks, the order of its samples, and its documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subtask:
-    """One lm-eval task of the several that a task may consist of.
+    """One lm-eval task; a task may consist of several.
 
     `task` is lm-eval's object, or None if it is in a confined process. `categories` are the names of the groups within
     the whole task that it belongs to, such as `mmlu_stem`. `filter` is the name of the lm-eval filter whose results are
@@ -52,7 +52,7 @@ class Subtask:
     categories: tuple[str, ...] = ()
 
     def delimiter_before_answer(self, *, has_template: bool) -> str:
-        """The text that lm-eval puts between a prompt and its answer: the delimiter, or "" after a chat template.
+        """The text that lm-eval puts between prompt and answer: the task's delimiter, or "" after a chat template.
 
         `has_template` says whether the prompt is rendered by a chat template. The delimiter is also used after a chat
         template if the task itself begins the answer with a text that does not end in white space.
@@ -64,7 +64,7 @@ class Subtask:
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a task: its requests (lm-eval's `Instance` objects, in order), and its right answers."""
+    """One document of a task with its requests (lm-eval's `Instance` objects, in order) and its right answers."""
 
     instances: tuple[Any, ...]
     right: Callable[[], RightAnswer]
@@ -98,11 +98,11 @@ class PromptSettings:
 
 
 class TaskCode(Protocol):
-    """Interface of tasks that need a confined process: with Python functions, or with completions to execute."""
+    """Interface to the confined process of a task that has Python functions of its own or completions to execute."""
 
     @property
     def enforced(self) -> str:
-        """The means that confine the process, in words, for example "Landlock 7, seccomp"."""
+        """Names of the mechanisms that confine the process, for example "Landlock 7, seccomp"."""
         ...
 
     def documents(self, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]: ...
@@ -110,18 +110,18 @@ class TaskCode(Protocol):
     def lack_of_references(self, num_documents: int) -> str | None: ...
 
     def begin(self, answers: Answers) -> None:
-        """Begin to compute the value of a sample; `values` returns it later.
+        """Begin to compute the metric of one sample; `values` returns it later.
 
         The method returns at once and raises nothing.
         """
         ...
 
     def forget(self) -> None:
-        """Drop the values that `begin` has begun and `values` was not asked for."""
+        """Drop the computations that `begin` has started and whose results `values` has not returned."""
         ...
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
-        """The values of the task's metric for samples, in the order of `answers`; all are finite."""
+        """The task's metric for each of several samples, in the order of `answers`; all values are finite."""
         ...
 
     def close(self) -> None: ...
@@ -129,7 +129,7 @@ class TaskCode(Protocol):
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task that is ready to be scored, with the order of its samples.
+    """A task that is ready to be scored, with the order in which its samples are scored.
 
     `order[position]` is the sample at `position`, as (index of the subtask, index of the document), both from 0.
     `code` computes the values by means of a confined process; None if the task needs none.
@@ -149,12 +149,12 @@ class BuiltTask:
         self.close()
 
     def close(self) -> None:
-        """End the confined process, if there is one."""
+        """End the task's confined process, if it has one."""
         if self.code is not None:
             self.code.close()
 
     def document(self, position: int) -> str:
-        """A name of the sample at `position` of the order.
+        """The name of the sample at `position` of the order.
 
         It is the sample's index in the task's data, after the name of its subtask if there are several.
         """
@@ -183,10 +183,10 @@ class BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """All (group, index) pairs in one random order in which every prefix has the groups in proportion to their sizes.
+    """All (group, index) pairs in a random order in which every prefix has the groups in proportion to their sizes.
 
-    `sizes` maps a group's name to its number of samples. Groups of equal size differ by at most one sample in any
-    prefix. The order depends on names, sizes and seed only, not on the version of a random generator.
+    `sizes` maps a group's name to its number of samples. In every prefix, groups of equal size differ by at most one
+    sample. The order depends on names, sizes and seed only, not on the version of a random generator.
     """
 
     def draw(name: str, index: int) -> bytes:
@@ -201,26 +201,26 @@ def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int]
 
 
 def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
-    """The documents of each subtask of a task, in document order, with their requests."""
+    """The documents of each subtask of a task with their requests, in document order."""
     if task.code is not None:
         return task.code.documents(settings)
     return documents_here(task, settings)
 
 
 def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
-    """The documents of a task whose lm-eval objects are in this process."""
+    """The documents of a task whose lm-eval objects exist in this process, by subtask."""
     return tuple(_documents(subtask.task, settings) for subtask in task.subtasks)
 
 
 def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
-    """The reason why one of the first documents of a subtask has no right answer that a model could read, or None."""
+    """Reason why one of a subtask's first documents has no right answer for computing a loss; None if all have one."""
     if task.code is not None:
         return task.code.lack_of_references(num_documents)
     return lack_here(task, num_documents)
 
 
 def lack_here(task: BuiltTask, num_documents: int) -> str | None:
-    """`lack_of_references` for a task whose lm-eval objects are in this process."""
+    """Like `lack_of_references`, for a task whose lm-eval objects exist in this process."""
     for subtask in task.subtasks:
         for index in range(min(num_documents, subtask.num_samples)):
             if lack := right_answer(subtask.task, subtask.task.eval_docs[index]).lack:

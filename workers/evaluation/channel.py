@@ -20,7 +20,10 @@ LENGTH = struct.Struct("!Q")
 
 
 class Channel:
-    """One end of a connection. `limit_s` of its methods is a time limit in seconds, None for no limit."""
+    """One end of a connection that carries messages.
+
+    `limit_s` of the methods is a time limit in seconds, None for no limit.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

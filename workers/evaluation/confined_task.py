@@ -1,4 +1,4 @@
-"""A task that runs Python functions of its own, in a confined process that builds it and computes its metric.
+"""A task with Python functions of its own, built and scored in a confined process.
 
 The process reads the task's files, the packages and the libraries of the system, and the data that this process has
 loaded for it. It writes below a temporary directory of its own only. `confinement` says what else it must not do. What
@@ -44,7 +44,7 @@ PASSED_ON = ("LANG", "LC_ALL", "NLTK_DATA", "PATH", "TZ")
 
 @dataclass(frozen=True)
 class _Request:
-    """A request with those attributes of lm-eval's `Instance` that are needed to answer it."""
+    """A request with those attributes of lm-eval's `Instance` that backends need."""
 
     request_type: str
     args: tuple[Any, ...]
@@ -54,10 +54,10 @@ class _Request:
 
 
 class ConfinedTask(TaskProcess):
-    """The confined process of one task (`built_tasks.TaskCode`); `built` is the task.
+    """The confined process of one task with Python functions of its own (`built_tasks.TaskCode`); `built` is the task.
 
-    `confinement` is for tests: whether the process is confined can otherwise not be chosen. Raises InvalidTask if the
-    task cannot be built, and if this machine cannot confine it.
+    `confinement` is for tests; otherwise the process is always confined. Raises InvalidTask if the task cannot be
+    built, and if this machine cannot confine it.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class ConfinedTask(TaskProcess):
         return None if lack is None else str(lack)
 
     def begin(self, answers: Answers) -> None:
-        """Do nothing: the process computes the values of samples one after the other, when it is asked."""
+        """Do nothing, because this process computes the metric of a sample only when `values` requests it."""
 
     def forget(self) -> None:
-        """Do nothing: nothing was begun."""
+        """Do nothing, because `begin` starts no computations."""
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
-        """The values of the task's metric for samples, in the order of `answers`; all are finite.
+        """The task's metric for each of several samples, in the order of `answers`; all values are finite.
 
-        The documents must have been asked for. Raises MetricFailed if the metric fails, and EngineUnavailable if the
+        `documents` must have been called before. Raises MetricFailed if the metric fails, and EngineUnavailable if the
         process ends or hangs twice while it builds the task.
         """
         found = self._values(self._spec.digest, self.built, answers)
@@ -139,7 +139,7 @@ class ConfinedTask(TaskProcess):
         self._remove()
 
     def _begin(self) -> Any:
-        """Start the process, and return the facts that it sends about the subtasks."""
+        """Start the process, and return the facts about the subtasks that it sends."""
         place = str(self._directory)
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{place}/huggingface"}
@@ -165,7 +165,7 @@ class ConfinedTask(TaskProcess):
             raise EngineUnavailable(f"building task {self._spec.task!r} again {self._how(error)}") from error
 
     def _ask(self, message: object, key: str) -> Any:
-        """Send a request, and return what the reply has at `key`. Raises InvalidTask if the process does not reply."""
+        """Send a request, and return the field `key` of the reply. Raises InvalidTask if the process does not reply."""
         try:
             self._send(message)
             return self._receive(key, self._task_limit_s)
@@ -175,7 +175,7 @@ class ConfinedTask(TaskProcess):
             raise InvalidTask(f"task {self._spec.task!r}: building its prompts {how}") from error
 
     def _how(self, error: Exception) -> str:
-        """Description of how the process failed to reply: what ended it, or the time limit."""
+        """The reason why the process did not reply: its end or the time limit."""
         return str(error) if isinstance(error, TimeoutError) else f"ended its process{self._last_words()}"
 
     def _question(self) -> tuple[object, ...]:
@@ -202,7 +202,7 @@ class ConfinedTask(TaskProcess):
         )
 
     def _answer(self, question: Mapping[str, Any]) -> object:
-        """Render chat messages for the process, which has no tokenizer, and have programs executed."""
+        """Answer a question of the process, which has no tokenizer: render chat messages, or execute programs."""
         if "execute" in question:
             return self._execute([_text(program) for program in question["execute"]])
         if "render" not in question:
@@ -243,7 +243,7 @@ class ConfinedTask(TaskProcess):
 
 
 def _streams(data: Any) -> dict[str | None, int]:
-    """Write `data` as Arrow streams, and return their file descriptors by split.
+    """Write a data set as Arrow streams, and return their file descriptors by split.
 
     `data` is what `datasets.load_dataset` returned.
 

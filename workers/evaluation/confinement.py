@@ -1,8 +1,8 @@
-"""What a confined process may use, and the interface of the means that confine it.
+"""Interface of the sandboxes for processes, with the files and resources that a confined process may use.
 
-There are two means, `bubblewrap` and `landlock`, which differ in how they limit files. Under both the same filter
-limits the system calls (`system_calls`), so that a program does the same under both. What is refused once cannot be
-allowed again.
+There are two sandboxes, `bubblewrap` and `landlock`, which differ in how they limit files. Under both the same filter
+limits the system calls (`system_calls`), so that a program does the same under both. A restriction cannot be lifted
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEVICES = ("/dev/null",)  # may be written too
 
 
 def system_paths() -> tuple[str, ...]:
-    """The directories and files that a Python process reads: interpreter, packages, and libraries of the system.
+    """The directories and files that every Python process reads: interpreter, installed packages, system libraries.
 
     The working directory and other places of `sys.path` that hold no installed packages are left out.
     """
@@ -37,7 +37,7 @@ def system_paths() -> tuple[str, ...]:
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words: its exit code, or the signal for a negative `code`."""
+    """Description of how a process ended: its exit code, or the signal if `code` is negative."""
     if code >= 0:
         return f"exit code {code}"
     # Most real-time signals have no name.
@@ -46,7 +46,7 @@ def ending(code: int) -> str:
 
 @dataclass(frozen=True)
 class Confinement(ABC):
-    """Interface of the means that confine a process (`Bubblewrap`, `Landlock`), with what the process may use.
+    """Interface of a sandbox for one process (`Bubblewrap`, `Landlock`), with the files and resources it may use.
 
     `readable` and `writable` are absolute paths of directories (with all that is below them) and files. Of directories
     that are only `listable`, the names of what is below them can be read; with bubblewrap, only readable files have
@@ -63,22 +63,22 @@ class Confinement(ABC):
 
     @abstractmethod
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """Command and environment that start the process `command` with `environment` in confinement.
+        """Command line and environment that start the process `command` with `environment` in confinement.
 
-        The process must call `apply` before it runs what is to be confined.
+        The process must call `apply` before it runs untrusted code.
         """
         ...
 
     def exit_code(self, code: int) -> int:
-        """Exit code of a confined process, negative for a signal; `code` is that of the process `command` started."""
+        """Exit code of the confined process, negative for a signal; `code` is that of the process `command` started."""
         return code
 
     def of_program(self, number: int) -> Self:
-        """Confinement of one program; `number` counts the programs that the calling process has started."""
+        """The confinement of one program; `number` counts the programs that the calling process has started."""
         return self
 
     def apply(self) -> str:
-        """Confine this process for the rest of its life, and return what enforces it, in words.
+        """Confine the calling process for the rest of its life, and return the names of the mechanisms used.
 
         From then on the process
 
@@ -89,7 +89,7 @@ class Confinement(ABC):
         - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace.
 
         Raises ConfinementUnavailable if the system does not offer what is needed, and RuntimeError if the process has
-        several threads; then the process must not go on.
+        several threads; then the process must not continue.
         """
         refuse_threads()
         limit_resources(self.limits())
@@ -99,7 +99,7 @@ class Confinement(ABC):
         return f"{enforced}, seccomp"
 
     def limits(self) -> dict[int, int]:
-        """Limits of the process, by the number of the resource (`resource.RLIMIT_*`)."""
+        """Resource limits of the process, by the number of the resource (`resource.RLIMIT_*`)."""
         limits = {
             resource.RLIMIT_AS: self.memory_bytes,
             resource.RLIMIT_FSIZE: self.file_bytes,
@@ -110,5 +110,5 @@ class Confinement(ABC):
 
     @abstractmethod
     def _restrict_files(self) -> str:
-        """Restrict this process to its files, unless that is done already, and return what enforces it, in words."""
+        """Restrict the calling process to its files, if not done already, and return the mechanism's name."""
         ...

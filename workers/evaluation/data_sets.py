@@ -1,6 +1,6 @@
-"""From where the data of tasks come: a directory of the user's, the hub or a mirror, or what was downloaded before.
+"""Where the data of tasks are loaded from: the user's directory, the hub or a mirror, or earlier downloads.
 
-A task names its data as `owner/name`. They are looked for, in this order, in
+A task names its data as `owner/name`. They are searched, in this order, in
 
 1. the directory `$MERGESEARCH_DATA/owner/name`, with data files or what `hf download --local-dir` wrote;
 2. the hub, or the mirror in `HF_ENDPOINT`, if it answers; else the cache of the package `datasets`;
@@ -33,13 +33,13 @@ ELSEWHERE = {"TRACE": "the archive that the README of https://github.com/Beyonde
 
 
 def data_dir() -> Path | None:
-    """The directory of the user's own copies of data; None if there is none."""
+    """The directory of the user's own copies of data sets; None if none is configured."""
     given = os.environ.get(DATA_VARIABLE)
     return Path(given).expanduser().absolute() if given else None
 
 
 def local_copy(path: str) -> Path | None:
-    """The user's own copy of the data `path` (owner/name); None if there is none."""
+    """The user's own copy of the data set `path` (owner/name); None if there is none."""
     root = data_dir()
     if root is None or os.path.isabs(path) or ".." in Path(path).parts:
         return None
@@ -47,7 +47,7 @@ def local_copy(path: str) -> Path | None:
 
 
 def snapshot_of(path: str) -> Path | None:
-    """The newest snapshot of `path` in the hub client's cache that has files of data; None if there is none."""
+    """The newest snapshot with data files of the data set `path` in the hub client's cache; None if there is none."""
     if not is_on_hub(path):
         return None
     folder = hub_cache() / f"datasets--{path.replace('/', '--')}"
@@ -58,17 +58,17 @@ def snapshot_of(path: str) -> Path | None:
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether `path` can be the name of a data set on the hub: `name` or `owner/name`, and no path."""
+    """Whether `path` can be the name of a data set on the hub: `name` or `owner/name`, not a file path."""
     return not os.path.isabs(path) and path.count("/") <= 1 and not path.startswith(".")
 
 
 def place_of(path: str) -> Path | None:
-    """The directory on this machine that has the data `path`; None if there is none. Nothing is loaded or asked for."""
+    """The local directory that has the data set `path`, found without loading or network; None if there is none."""
     return local_copy(path) or _prepared(path) or snapshot_of(path)
 
 
 def load(load_dataset: Callable[..., Any], path: str, name: str | None, options: Mapping[str, Any]) -> Any:
-    """Load data by `load_dataset`, from the place that the module's docstring says.
+    """Load a data set with `load_dataset` from the first place that has it, in the order of the module's docstring.
 
     Raises InvalidTask if they are in none of these places, with the reason and how to get them; and what `load_dataset`
     raises for data that are there and cannot be read.
@@ -119,7 +119,7 @@ def _has_data(place: Path) -> bool:
 
 
 def _prepared(path: str) -> Path | None:
-    """The directory in the cache of the package `datasets` with data that were loaded before; None if there is none."""
+    """The directory of a data set that `datasets` has in its cache from an earlier load; None if there is none."""
     from datasets import config
     from datasets.naming import camelcase_to_snakecase
 

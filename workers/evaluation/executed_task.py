@@ -1,6 +1,6 @@
-"""Inline tasks whose completions are code: each is executed with the tests of its sample, in a sandbox.
+"""Inline tasks whose completions are code, which is executed with each sample's tests in a sandbox.
 
-HumanEval, MBPP and other data of their form are such tasks: a line of the file has the tests.
+HumanEval and MBPP are tasks of this kind: each line of the JSONL file has the tests of its sample.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["ExecutedTask"]
 
 
 class ExecutedTask:
-    """An inline task with a program for each sample (`built_tasks.TaskCode`); `built` is the task.
+    """An inline task (JSONL file) that executes completions, one program for each (`built_tasks.TaskCode`).
 
-    `task` is the task as lm-eval builds it, `rows` are its samples. Raises InvalidTask if this machine cannot confine
-    programs.
+    `built` is the task, `task` its lm-eval object, `rows` are its samples. Raises InvalidTask if this machine cannot
+    confine programs.
     """
 
     def __init__(self, task: BuiltTask, rows: Sequence[InlineRow]) -> None:
@@ -52,7 +52,7 @@ class ExecutedTask:
         return lack_here(self._here, num_documents)
 
     def begin(self, answers: Answers) -> None:
-        """Begin to execute the programs of a sample."""
+        """Begin to execute the completions of one sample."""
         with contextlib.suppress(InvalidTask):  # `values` raises it
             self._begin(answers)
 
@@ -63,7 +63,7 @@ class ExecutedTask:
         self._judged.clear()
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
-        """Estimates of pass@k, the probability that one of k completions passes, one for each sample.
+        """The estimate of pass@k for each sample: the probability that one of k completions passes its tests.
 
         A completion passes if its program runs to its end. Raises EngineUnavailable if the process that executes
         programs ends twice.

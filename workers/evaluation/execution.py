@@ -1,7 +1,7 @@
 """Execution of programs that a model wrote, each in a confined process of its own.
 
-A program passes if it runs to its end without an error. It can make that up for itself, as in the published harnesses,
-which run tests and answers in one process too; it cannot change the outcome of another program.
+A program passes if it runs to its end without an error. A program can fake its own success, as in the published
+harnesses, which also run tests and answers in one process; it cannot change the outcome of another program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROGRAM = f"from {serve.__module__} import serve; serve()"
 
 
 class Executor:
-    """A process that executes programs in Python, several at a time, each confined.
+    """Client of a separate process that executes Python programs, several at a time, each confined.
 
     A program reads the packages that are installed and the libraries of the system, and writes no file. `enforced` says
     what confines it. `confinement` is for tests; by default it is what this machine offers. Only one thread may use the
@@ -57,16 +57,16 @@ class Executor:
         return self._process.pid
 
     def submit(self, programs: Sequence[str]) -> None:
-        """Begin to execute programs, and return at once."""
+        """Submit programs for execution, and return at once."""
         self._submitted += programs
         with contextlib.suppress(OSError):  # the process has ended, which `outcomes` finds out
             self._channel.send(pickle.dumps(list(programs)), limit_s=START_S)
 
     def outcomes(self) -> list[str | None]:
-        """Wait for all programs that were submitted since the last call.
+        """Wait for all programs submitted since the last call, and return the outcome of each.
 
-        For each, in the order in which they were submitted, None if it ran to its end, or the reason why it did not, in
-        words. Raises EngineUnavailable if the process that starts them ends twice.
+        An outcome is None if the program ran to its end, else the reason why it did not. They are in the order of
+        submission. Raises EngineUnavailable if the process that starts them ends twice.
         """
         programs, self._submitted = self._submitted, []
         limit_s = START_S + WALL_FACTOR * CPU_S * len(programs)
@@ -93,24 +93,27 @@ class Executor:
         raise AssertionError
 
     def run(self, programs: Sequence[str]) -> list[str | None]:
-        """Execute programs, and wait for them: `submit` and `outcomes`."""
+        """Execute programs, wait for them, and return their outcomes (`submit`, then `outcomes`)."""
         self.submit(programs)
         return self.outcomes()
 
     def drop(self) -> None:
-        """End all programs that were submitted, whose outcomes are not wanted."""
+        """Kill all submitted programs, and discard their outcomes."""
         self._submitted = []
         self.close()
         with contextlib.suppress(EngineUnavailable, InvalidTask):  # `outcomes` tries again
             self._begin()
 
     def close(self) -> None:
-        """End the process and all programs. May be called twice."""
+        """Kill the separate process and all programs. May be called twice."""
         if "_end" in self.__dict__:
             self._end()
 
     def _begin(self) -> None:
-        """Start the process. Raises EngineUnavailable if it does not start, InvalidTask if it can confine nothing."""
+        """Start the process that executes programs.
+
+        Raises EngineUnavailable if it does not start, InvalidTask if it cannot confine programs.
+        """
         try:
             self._start_process()
         except (EOFError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The main function of the process that executes programs: it starts a confined process for each of them.
+"""The main function of the process that executes programs, each in a confined child process.
 
 This process runs no program itself and imports no large package, so that forking takes a millisecond. Programs see
 neither it nor each other.
@@ -39,7 +39,7 @@ MAX_SAID = 4096  # bytes that a program's process may send; one that sends more 
 
 @dataclass(frozen=True)
 class ExecutionStart:
-    """First message to the process: what confines each program, and how many run at a time."""
+    """First message to the process that executes programs: their confinement, and how many run at a time."""
 
     confinement: Confinement
     num_parallel: int
@@ -55,17 +55,17 @@ class _Running:
 
 
 class NotConfinedError(RuntimeError):
-    """A process ended before it was confined and its program began. The message says why."""
+    """A child process ended before it was confined and its program began; the message has the reason."""
 
 
 def serve() -> None:
-    """Run until the other end of the connection closes, whose file descriptor is the only argument.
+    """Execute programs on request until the other end of the connection closes.
 
-    The first message is an ExecutionStart. The reply says what confines a program, or why none can be confined
-    ("error"). Each further message is a list of programs (text), which are started at once as far as there are
-    processors, or None. The reply to None comes when all programs have ended, and has for each since the last reply
-    null if it ran to its end, or the reason why it did not. If a program could not be confined, this process says why
-    ("failed"), and ends.
+    The only command line argument is the connection's file descriptor. The first message is an ExecutionStart. The
+    reply says what confines a program, or why none can be confined ("error"). Each further message is a list of
+    programs (text), which are started at once as far as there are processors, or None. The reply to None comes when all
+    programs have ended, and has for each since the last reply null if it ran to its end, or the reason why it did not.
+    If a program could not be confined, this process says why ("failed"), and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -98,7 +98,7 @@ def serve() -> None:
 
 
 class _Programs:
-    """Programs that wait for a processor, run, or have ended."""
+    """Programs that wait for a processor, are running, or have ended."""
 
     def __init__(self, start: ExecutionStart) -> None:
         self._confinement = start.confinement
@@ -137,7 +137,7 @@ class _Programs:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def wait(self) -> bool:
-        """Wait until a program ends or a message arrives; returns whether a message has arrived."""
+        """Wait until a program ends or a message arrives; return whether a message has arrived."""
         running = [key.data for key in self._selector.get_map().values() if key.data]
         limit = min((each.deadline for each in running), default=None)
         ready = {key.fd for key, _ in self._selector.select(limit and max(0.0, limit - time.monotonic()))}
@@ -166,7 +166,7 @@ class _Programs:
             self._num_running += 1
 
     def _outcome(self, running: _Running, *, is_late: bool) -> str | None:
-        """End a program's process; returns the reason why it did not run to its end, or None.
+        """Kill a program's process, and return the reason why it did not run to its end; None if it did.
 
         Raises NotConfinedError if the process ended before the program began.
         """
@@ -191,7 +191,7 @@ class _Programs:
 
 
 def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
-    """Start the process of a program; returns a pipe with its outcome, its id, and the outcome that means success."""
+    """Start the process of a program; return its output pipe, its process id, and the token it writes on success."""
     read, write = os.pipe()
     token = secrets.token_bytes(16)
     if isinstance(confinement, Bubblewrap):
@@ -203,7 +203,7 @@ def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
 
 
 def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> int:
-    """Start the process of a program in namespaces of its own, with the output `pipe`, and return its id."""
+    """Start the process of a program under bwrap, with the output `pipe`, and return its process id."""
     command, environment = confinement.command(
         without_packages(f"from {run_confined.__module__} import run_confined; run_confined()"),
         os.environ,  # it has no secrets
@@ -225,7 +225,7 @@ def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> in
 
 
 def _enforced(confinement: Confinement) -> str:
-    """Name of what confines programs, as a process reports it that confines itself."""
+    """Names of the mechanisms that confine programs, as reported by a trial process that confines itself."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         with contextlib.suppress(ConfinementUnavailable):

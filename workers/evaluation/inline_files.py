@@ -1,4 +1,4 @@
-"""Inline tasks: samples in a JSONL file, with templates for the prompt, the answer, and a program that tests it."""
+"""Inline tasks: samples in a JSONL file, with templates for the prompt, the answer, and the program that tests it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INLINE_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class InlineRow:
-    """One sample of an inline task: the prompt, and the answer that a model's completion must equal as a whole.
+    """One sample of an inline task: the prompt, and the answer that the whole completion must equal.
 
     `fields` is the JSON object of its line.
     """
@@ -65,7 +65,7 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
 
 
 def program_of(task: Mapping[str, Any], row: InlineRow, completion: str) -> str:
-    """The program that tests a completion of a sample, from the template `program` of an inline task.
+    """The program that tests a completion of one sample, rendered from the template `program` of an inline task.
 
     Raises InvalidTask if it cannot be rendered.
     """
@@ -93,7 +93,7 @@ def _rendered(template: jinja2.Template, row: InlineRow, completion: str, *, whe
 
 
 class RowTemplates:
-    """Jinja templates that make the prompt and the answer from the fields of a JSONL line.
+    """Jinja templates that render the prompt and the answer from the fields of a JSONL line.
 
     A null field is written as None, or refused if `refuse_null` is true. `where` begins error messages, and
     `answer_name` is what they call the answer. Raises InvalidTask for an invalid template.
@@ -115,7 +115,7 @@ class RowTemplates:
                 raise InvalidTask(f"{where}: {self._of(key)} is not valid: {error.message}") from error
 
     def row(self, fields: Mapping[str, Any], *, where: str) -> InlineRow:
-        """Make the prompt and the answer from `fields`, the JSON object of one line.
+        """Render the prompt and the answer from `fields`, the JSON object of one line.
 
         Raises InvalidTask, with a message that begins with `where`, if a template cannot be rendered or the prompt is
         empty.
@@ -148,7 +148,7 @@ class RowTemplates:
 
 
 class _NullError(ValueError):
-    """Raised when a template uses a field whose value is null, where null is refused."""
+    """Raised when a template that refuses nulls uses a field whose value is null."""
 
 
 def _not_null(value: Any) -> Any:
@@ -162,7 +162,7 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """Describe which names `template` uses although `fields`, the JSON object of a line, do not have them.
+    """Describe a name that `template` uses and that `fields`, the JSON object of a line, does not have.
 
     The text does not quote values of the line, because a template could show any value.
     """

@@ -31,7 +31,7 @@ WRITE = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAK
 
 
 class Landlock(Confinement):
-    """Confinement of a process by Landlock, which limits its files, and by the filter of system calls.
+    """Confinement of a process by Landlock, which limits files, and seccomp, which filters system calls.
 
     The process can still find out whether a path exists, and the size of the file there.
     """
@@ -46,7 +46,7 @@ class Landlock(Confinement):
 
 
 def _restrict_files(readable: Iterable[str], writable: Iterable[str], listable: Iterable[str]) -> int:
-    """Restrict this process to these files, and return the version of Landlock's interface."""
+    """Restrict the calling process to the given files, and return the version of Landlock's interface."""
     try:
         version = call("syscall", LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
     except OSError as error:

@@ -33,7 +33,7 @@ class Lengths:
 
 
 def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-    """Measure the mean numbers of tokens of a task's samples, on the first documents of each subtask.
+    """Measure the mean numbers of tokens of a task's samples on the first documents of each subtask.
 
     The results for inline tasks, whose content is known, are cached, because importing the tokenizer takes seconds;
     `cache` is the directory of the cache, or None for the default one. Raises InvalidTask if the task cannot be built

@@ -37,9 +37,9 @@ KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored samples in the order of the requested spans, and the hash of each objective's prompts.
+    """Scored samples in the order of the requested spans, with a hash of the prompts of each objective.
 
-    `prompts` maps an objective's name to this hash, the sha256 (hex) of the tokens of all prompts that were scored.
+    `prompts` maps an objective's name to the sha256 (hex) of the tokens of all prompts that were scored.
     """
 
     samples: tuple[SampleResult, ...]
@@ -48,7 +48,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Request:
-    """A request as a backend reads it (`tokenized`), with the request of lm-eval (`instance`) that it was made from.
+    """A tokenized request for a backend, with the lm-eval request (`instance`) from which it was made.
 
     `is_truncated` says that the beginning of its prompt was cut to the model's maximum length. `instance` is never
     modified.
@@ -61,7 +61,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A task with its documents, and the tokenized requests of each: `requests[subtask][document]`.
+    """A built task with its documents and their tokenized requests, `requests[subtask][document]`.
 
     `subtask` and `document` are indices from 0.
     """
@@ -91,10 +91,10 @@ class _Prepared:
 
 
 class _Asked:
-    """A sample whose requests the backend is asked to answer.
+    """A sample with its requests to the backend and the answers received so far.
 
-    `answers[i]` is the answer to the i-th request, None until it is there. That to a generation is a `Completion`, that
-    to a continuation (log-likelihood, whether it is greedy).
+    `answers[i]` is the answer to the i-th request, None until it arrives. The answer to a generation is a `Completion`,
+    the answer to a continuation is (log-likelihood, whether it is greedy).
     """
 
     def __init__(self, task: BuiltTask, position: int, requests: tuple[_Request, ...]) -> None:
@@ -105,7 +105,7 @@ class _Asked:
 
     @property
     def in_order(self) -> Answers:
-        """The answers, grouped by lm-eval's requests; a request that lm-eval repeats has several."""
+        """The answers grouped by lm-eval's requests; a request that lm-eval repeats has several answers."""
         by_instance: dict[int, list[Any]] = {}
         for request, answer in zip(self.requests, self.answers, strict=True):
             by_instance.setdefault(id(request.instance), []).append(
@@ -116,7 +116,7 @@ class _Asked:
 
 
 class BackendLM(TemplateLM):  # type: ignore[misc]
-    """Adapter that makes a backend a language model of lm-eval, so that lm-eval's own evaluator can use it too.
+    """Adapter that gives a backend the interface of an lm-eval model, so that lm-eval's own evaluator can also use it.
 
     `backend` is None if requests are only tokenized.
     """
@@ -139,7 +139,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that precedes an option of a task without a prompt.
+        """The token that precedes an option of a task without a prompt: BOS, or end of text without a BOS token.
 
         It is BOS, or end of text if the tokenizer has no BOS.
         """
@@ -179,16 +179,16 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return str(text)
 
     def documents(self, task: BuiltTask, *, limit: int | None = None) -> tuple[tuple[Document, ...], ...]:
-        """The documents of each subtask of a task, with prompts as this model reads them; the first `limit`, or all."""
+        """The documents of each subtask of a task, with prompts rendered for this model; the first `limit`, or all."""
         options = self.prompts.options
         render = self.apply_chat_template if options.chat_template else None
         return documents_of(task, PromptSettings(options.system_prompt, render, self.tokenizer_name, limit))
 
     def tokenize(self, instance: Any) -> tuple[Generation | Continuation, bool]:
-        """Tokenize a request of lm-eval.
+        """Tokenize an lm-eval request, cutting the beginning of a prompt that is too long.
 
-        Returns the tokenized request, and whether the beginning of its prompt was cut to fit the model's maximum
-        length. Raises InvalidTask for requests that backends cannot answer.
+        Returns the tokenized request, and whether its prompt was cut to fit the model's maximum length. Raises
+        InvalidTask for requests that backends cannot answer.
         """
         if instance.request_type == "generate_until":
             context, arguments = instance.args
@@ -268,7 +268,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
 
 class TaskEvaluator:
-    """Scores samples of tasks with one backend.
+    """Scores samples of tasks on one backend, and keeps tokenized tasks for later calls.
 
     `backend` may be None if nothing is scored. `metrics` computes the values. By default they are computed in this
     process; then `score` must be called in the main thread. Those of a task with code of its own always come from the
@@ -283,7 +283,7 @@ class TaskEvaluator:
         self._prepared: dict[str, _Prepared] = {}  # by the task's digest, least recently used first
 
     def with_backend(self, backend: Backend) -> TaskEvaluator:
-        """A new evaluator with another backend that shares this one's tasks and tokenized requests."""
+        """A new evaluator with another backend, which shares this evaluator's tasks and tokenized requests."""
         other = TaskEvaluator(backend, self.lm.prompts, metrics=self._metrics)
         other._prepared = self._prepared
         return other
@@ -302,15 +302,15 @@ class TaskEvaluator:
         return not (isinstance(first, Generation) and first.temperature > 0)
 
     def requests(self, spec: TaskSpec, position: int) -> tuple[Generation | Continuation, ...]:
-        """The tokenized requests of the sample at `position` of a task, in lm-eval's order."""
+        """The tokenized requests of the sample at `position` of a task, in the order of lm-eval's requests."""
         return tuple(request.tokenized for request in self._prepare(spec).at(position))
 
     def task(self, spec: TaskSpec) -> BuiltTask:
-        """The task that `spec` describes, built if necessary. Raises InvalidTask if it cannot be built."""
+        """The built task of `spec`, from the cache or built now. Raises InvalidTask if it cannot be built."""
         return self._prepare(spec).task
 
     def confined_by(self, spans: Iterable[Span]) -> str:
-        """What confines the code of the tasks of `spans`, in words; "" if none of them has code of its own."""
+        """Names of the mechanisms that confine the code of the tasks of `spans`; "" if no task has code of its own."""
         found = (self._prepare(span.task).task.info.confined_by for span in spans)
         return "; ".join(sorted({each for each in found if each}))
 
@@ -362,10 +362,10 @@ class TaskEvaluator:
         return [(position, prepared.at(position)) for position in range(span.start, span.stop)]
 
     def _ask(self, samples: Sequence[_Asked]) -> None:
-        """Let the backend answer the requests of samples.
+        """Send the requests of samples to the backend, and store its answers in the samples.
 
-        Tasks with code begin to judge each sample when its last completion is there, while the backend generates those
-        of others.
+        Tasks with code begin to compute a sample's metric as soon as its last completion arrives, while the backend
+        generates those of other samples.
         """
         assert self.backend is not None
         requests = [(each, index) for each in samples for index in range(len(each.requests))]
@@ -419,7 +419,7 @@ class TaskEvaluator:
         return prepared
 
     def _forget_all_but(self, in_use: Collection[str]) -> None:
-        """Drop tokenized tasks, least recently used first, until the others have at most MAX_KEPT_TOKENS prompt tokens.
+        """Drop tokenized tasks, least recently used first, until the rest has at most MAX_KEPT_TOKENS prompt tokens.
 
         Tasks with an attacked template are dropped first, as each is scored once. Tasks whose digest is `in_use` are
         kept.
@@ -437,7 +437,7 @@ class TaskEvaluator:
 
 
 def tokenized_requests(lm: BackendLM, document: Document) -> tuple[_Request, ...]:
-    """The tokenized requests of a document of a task. Raises InvalidTask if the document cannot be tokenized."""
+    """The tokenized requests of a task's document. Raises InvalidTask if the document cannot be tokenized."""
 
     def tokenized(instance: Any) -> list[_Request]:
         request, is_truncated = lm.tokenize(instance)
@@ -452,7 +452,7 @@ def tokenized_requests(lm: BackendLM, document: Document) -> tuple[_Request, ...
 
 
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:
-    """Facts about each task, such as its size and how many prompts are too long, for the model in `directory`.
+    """Facts about tasks, such as their sizes and how many prompts are too long for the model in `directory`.
 
     This needs the model's tokenizer, but no engine. Raises InvalidTask if a task cannot be built.
     """
@@ -461,7 +461,7 @@ def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOption
 
 
 def _temperature(arguments: Mapping[str, Any]) -> float:
-    """The sampling temperature in a task's generation arguments.
+    """The sampling temperature that a task's generation arguments ask for.
 
     It is 0 (greedy) if they do not ask for sampling, and 1 if they ask for it (`do_sample`) without a temperature.
     """
@@ -483,7 +483,7 @@ def _tokens(answers: Sequence[Any]) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _hash(prompts: Iterable[Sequence[int]]) -> str:
-    """The sha256 (hex) of the token ids of several prompts, each preceded by its length."""
+    """The sha256 (hex) of the token ids of several prompts; each prompt's length is hashed before its tokens."""
     total = hashlib.sha256()
     for tokens in prompts:
         total.update(np.asarray([len(tokens), *tokens], dtype="<i8").tobytes())

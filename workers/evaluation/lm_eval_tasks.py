@@ -66,7 +66,7 @@ Loading = Callable[[Path | None, FileAccess | None], AbstractContextManager[None
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a confined process needs to build a task, apart from its TaskSpec.
+    """The files, data and task index that a confined process needs, beside the TaskSpec, to build a task.
 
     `directories` hold the task's files, and `files` are those of them that its code may read. `datasets` has its data,
     as `datasets.load_dataset` returned it, by `task_loading.data_key`. `index` has the tasks with a name
@@ -80,7 +80,7 @@ class Prepared:
 
 
 class LoadedTasks(dict[str, Any]):
-    """lm-eval's tasks by name. `categories` has the names of the tasks of each group within a loaded group."""
+    """lm-eval's task objects by name; `categories` has the names of the tasks in each group of a loaded group."""
 
     def __init__(self, tasks: Mapping[str, Any]) -> None:
         super().__init__(tasks)
@@ -90,8 +90,9 @@ class LoadedTasks(dict[str, Any]):
 def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
-    Python functions that the task's files name are run only if there is `prepared`, which is for confined processes.
-    Otherwise such a task raises OwnCode. Raises InvalidTask if the task is unknown or cannot be scored.
+    Python functions that the task's files name are run only if `prepared` is given, which is for confined processes.
+    Otherwise a task with Python functions raises OwnCode. Raises InvalidTask if the task is unknown or cannot be
+    scored.
     """
     _quieten()
     if isinstance(spec.task, Mapping):
@@ -120,7 +121,7 @@ def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
 
 
 def prepare(spec: TaskSpec) -> Prepared:
-    """Load the data of a task without running its code, for `build` in a confined process.
+    """Load the data of a task without running its code, so that a confined process can `build` the task.
 
     Raises InvalidTask if files or data cannot be read, or must not be.
     """
@@ -138,10 +139,10 @@ def prepare(spec: TaskSpec) -> Prepared:
 
 
 def _files_of_task(directory: Path, access: FileAccess | None) -> Iterator[Path]:
-    """Yield the files in `directory` that code of a task there may read. Other things may be there too.
+    """Yield the files in a task's directory that code of the task may read.
 
-    They are the files of the directory itself, and Python and YAML files below it, but not hidden ones, nor those that
-    `access` refuses, such as links to files elsewhere. Files of shipped tasks may always be read.
+    They are the files of the directory itself, and Python and YAML files below it, without hidden files and without
+    those that `access` refuses, such as links to files elsewhere. Files of shipped tasks may always be read.
     """
     access = None if is_shipped(directory) else access
     for place, folders, names in os.walk(directory):
@@ -201,7 +202,7 @@ def inline_rows(spec: TaskSpec) -> list[InlineRow]:
 
 
 def inline_template(spec: TaskSpec) -> str:
-    """The Jinja template of the prompts of an inline task."""
+    """The Jinja template for the prompts of an inline task."""
     assert isinstance(spec.task, Mapping)
     return str(spec.task.get("prompt", "{{prompt}}")) if spec.template is None else spec.template
 
@@ -243,7 +244,7 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
 
 
 def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], spec: TaskSpec) -> Any:
-    """Make an lm-eval task of `rows`, the samples of a JSONL file.
+    """Make an lm-eval task from `rows`, the samples of a JSONL file.
 
     A greedy completion is right if it equals the whole answer, apart from white space at its ends; `executed_task`
     judges those of tasks with a program. `task` has the further settings of the inline task, such as `max_tokens`.
@@ -291,7 +292,7 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 
 
 def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
-    """Let lm-eval load the tasks of `spec`, by name."""
+    """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name."""
     assert isinstance(spec.task, str)
     return _from_yaml(spec.task, spec, loading) if is_file(spec.task) else _from_name(spec.task, loading)
 
@@ -409,7 +410,7 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
 
 
 def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
-    """Check that the metric is a mean over samples. Adds the accuracy to a multiple choice that does not list it."""
+    """Check that the metric is a mean over samples; add the accuracy to a multiple choice that does not list it."""
     from lm_eval.api.registry import AGGREGATION_REGISTRY
 
     aggregations: Mapping[str, Any] = task.aggregation()
@@ -435,9 +436,9 @@ def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
 
 
 def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
-    """Check that a metric of lm-eval gives a number for a sample, by a made-up answer to the first one.
+    """Check that an lm-eval metric gives a number for one sample, by scoring a placeholder answer to the first one.
 
-    Some metrics give what only their own aggregation can use, and fail with `aggregation: mean`.
+    Some metrics give values that only their own aggregation can use, and that fail with `aggregation: mean`.
     """
     task = subtask.task
     if task.config.process_results is not None or any(
@@ -461,7 +462,10 @@ def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
 
 
 def _made_up(task: Any, document: Any) -> tuple[tuple[Any, ...], ...]:
-    """Answers to the requests of a document, without building the requests, which draws few-shot examples."""
+    """Placeholder answers to the requests of a document.
+
+    The requests are not built, because that would draw few-shot examples.
+    """
     if task.OUTPUT_TYPE == "generate_until":
         return (("",),)
     if task.OUTPUT_TYPE == "loglikelihood":
@@ -496,7 +500,7 @@ def _filter(task: Any, spec: TaskSpec, where: str) -> str:
 def _set_generation(
     task: Any, old: Sequence[str], name: str, value: int | list[str], *, field: str, where: str
 ) -> None:
-    """Set the argument `name` of a task's generation in place of the arguments `old`."""
+    """Set the generation argument `name` of a task, and remove the arguments `old`."""
     if task.OUTPUT_TYPE != "generate_until":
         message = f"{where}: {field} {value}: the task scores options and generates no text; leave it out"
         raise InvalidTask(message, field)
@@ -505,13 +509,13 @@ def _set_generation(
 
 
 def _template_of(task: Any) -> str:
-    """The Jinja template of a task's prompts; "" if they come from a function or a column of the data."""
+    """The Jinja template of a task's prompts; "" if the prompts come from a function or a column of the data."""
     text = task.config.doc_to_text
     return text if isinstance(text, str) and text not in getattr(task, "features", ()) else ""
 
 
 def _use_template(task: Any, template: str, where: str) -> None:
-    """Use another template for a task's prompts, and for its few-shot examples if they have the same template."""
+    """Replace the template of a task's prompts, and that of its few-shot examples if it is the same."""
     if not _template_of(task):
         raise InvalidTask(f"{where}: its prompts come from no template, and none can be put in place of it")
     if task.fewshot_cfg.doc_to_text == task.config.doc_to_text:
@@ -535,7 +539,7 @@ def _use_split(task: Any, split: str, where: str) -> None:
 
 
 def is_file(task: str) -> bool:
-    """Whether `task` names a YAML file, not a task with a name."""
+    """Whether `task` is the path of a YAML file rather than the name of a registered task."""
     return Path(task).suffix in YAML
 
 

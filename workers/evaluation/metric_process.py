@@ -1,6 +1,6 @@
-"""Metrics in a separate process, where they have the main thread: timers work, and no metric can harm the engine.
+"""Metrics in a separate process, whose main thread allows timers, and whose crashes do not affect the engine.
 
-`TaskProcess` is what `MetricProcess` and `confined_task.ConfinedTask` have in common. What runs in the process is in
+`TaskProcess` is the base class of `MetricProcess` and `confined_task.ConfinedTask`. The code of the process is in
 `task_server`.
 """
 
@@ -41,12 +41,12 @@ PROGRAM = f"from {serve.__module__} import serve; serve()"
 
 
 class TaskProcess(ABC):
-    """A separate process that builds tasks and computes metrics of answers.
+    """Client of a separate process that builds tasks and computes the metrics of answers.
 
-    It is started by `_start`, again after it has ended, and killed by `stop`, and when the object is no longer used.
-    MetricFailed is raised for a sample whose metric twice takes longer than `sample_limit_s` or twice ends the process.
-    Building a task may take `task_limit_s` seconds. Only one thread may use the object at a time. Linux kills the
-    process when the thread that started it ends.
+    `_start` starts the process, which is restarted after it has ended. `stop` kills it; so does the garbage collection
+    of this object. MetricFailed is raised for a sample whose metric twice takes longer than `sample_limit_s` or twice
+    ends the process. Building a task may take `task_limit_s` seconds. Only one thread may use the object at a time.
+    Linux kills the process when the thread that started it ends.
     """
 
     def __init__(self, *, sample_limit_s: float, task_limit_s: float) -> None:
@@ -93,7 +93,7 @@ class TaskProcess(ABC):
         self._send(first)
 
     def _values(self, digest: str, task: BuiltTask, answers: Sequence[Answers]) -> list[float]:
-        """The values of the metric of `task`, which the process knows by `digest`, for samples; all are finite.
+        """The metric of `task` for each of several samples, all finite; `digest` names the task to the process.
 
         Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the task, and EngineUnavailable
         if the process ends or hangs twice while it builds the task.
@@ -134,17 +134,17 @@ class TaskProcess(ABC):
 
     @abstractmethod
     def _start_again(self) -> None:
-        """Start the process again, with the tasks that it had."""
+        """Start the process again, with the tasks that it had before."""
 
     def _last_words(self) -> str:
-        """The end of what the process wrote to its standard error."""
+        """The end of the process's standard error, for messages."""
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - SHOWN))
         text = self._errors.read(SHOWN).decode(errors="replace").strip()
         return f"\n{text}" if text else ""
 
     def _distrust(self) -> None:
-        """End the process, and start another one before the next message is sent."""
+        """Kill the process, so that a new one is started before the next message."""
         self._process.kill()
         self._is_distrusted = True
 
@@ -155,9 +155,9 @@ class TaskProcess(ABC):
             self._channel.send(pickle.dumps(message), limit_s=self._task_limit_s)
 
     def _receive(self, key: str, limit_s: float) -> Any:
-        """Wait for the reply that has `key`, and return what it has there; raises the error that it has instead.
+        """Wait for the reply with the field `key`, and return that field; raise the error that the reply has instead.
 
-        Questions that come before the reply are answered (`_answer`).
+        Questions of the process that arrive before the reply are answered by `_answer`.
         """
         while True:
             try:
@@ -193,14 +193,14 @@ class TaskProcess(ABC):
 
     @abstractmethod
     def _check(self) -> None:
-        """Called about every second while a reply is waited for; may raise a WorkerError."""
+        """Check the process about once a second while a reply is awaited; may raise a WorkerError."""
 
     def _error(self, kind: str, message: str, field: str) -> WorkerError:
         return MetricFailed(message) if kind == "MetricFailed" else InvalidTask(message, field)
 
 
 class MetricProcess(TaskProcess):
-    """A separate process that computes metrics of tasks without code of their own (`metrics.Metrics`).
+    """A separate process that computes the metrics of tasks without code of their own (`metrics.Metrics`).
 
     It is not confined, and has this process's environment. It is started at once.
     """
@@ -223,7 +223,7 @@ class MetricProcess(TaskProcess):
             self._send(("close", digest))
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """The values of a task's metric for samples, in the order of `answers`; all are finite.
+        """A task's metric for each of several samples, in the order of `answers`; all values are finite.
 
         `digest` names the task, which the method `open` has sent before. Raises MetricFailed if the metric fails,
         InvalidTask if the process cannot build the task, and EngineUnavailable if the process ends or hangs twice while
@@ -237,7 +237,7 @@ class MetricProcess(TaskProcess):
             self._send_task(task, documents)
 
     def _check(self) -> None:
-        """Do nothing: the process runs no code of tasks."""
+        """Do nothing, because the process runs no code of tasks."""
 
     def _send_task(self, task: BuiltTask, documents: Documents) -> None:
         try:

@@ -1,4 +1,4 @@
-"""lm-eval's filters and metrics, applied to the answers to one sample.
+"""Application of lm-eval's filters and metrics to the answers to one sample.
 
 Metrics may set timers (SIGALRM), which Python allows only in the main thread of a process. In other threads they raise,
 or score 0 without a message. A replica scores in another thread, so it has metrics computed by a process of their own
@@ -25,7 +25,7 @@ Documents = tuple[Mapping[int, Any], ...]
 
 
 class Metrics(Protocol):
-    """Interface for computing the values of a task's metric for samples.
+    """Interface for computing a task's metric for samples.
 
     A task must have been opened before, and is named by the digest of its TaskSpec.
     """
@@ -35,7 +35,7 @@ class Metrics(Protocol):
     def close(self, digest: str) -> None: ...
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """The values of a task's metric for samples, in the order of `answers`; all are finite.
+        """A task's metric for each of several samples, in the order of `answers`; all values are finite.
 
         `digest` names the task. Raises MetricFailed if the metric fails.
         """
@@ -43,10 +43,10 @@ class Metrics(Protocol):
 
 
 class LocalMetrics:
-    """Computes the values of tasks' metrics in this process, which must have built the tasks itself.
+    """Computes the metrics of tasks in the calling process, which must have built the tasks itself.
 
-    So a task with code of its own is refused except in a confined process. It must be called in the main thread,
-    because metrics may set timers.
+    Therefore a task with code of its own is refused except in a confined process. The methods must be called in the
+    main thread, because metrics may set timers.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class LocalMetrics:
         return [self.value(digest, each) for each in answers]
 
     def value(self, digest: str, answers: Answers) -> float:
-        """The value of a task's metric for one sample; `digest` names the task.
+        """A task's metric for one sample; `digest` names the task.
 
         Raises MetricFailed for an error of the metric or of a filter, and for a result that is not a finite number.
         """
@@ -86,19 +86,19 @@ class LocalMetrics:
 
 
 def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
-    """The MetricFailed to raise for the sample that `answers` belong to.
+    """Build the MetricFailed error for one sample, whose message names the task, the metric and the document.
 
-    Its message names the task, the metric and the document, then `what`: in words, what is wrong.
+    `answers` are those of the sample; `what` describes the failure.
     """
     name = task.subtasks[answers.subtask].name
     return MetricFailed(f"task {name}, document {answers.document}: metric {task.spec.metric!r} {what}")
 
 
 def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str) -> Mapping[str, Any]:
-    """Apply a filter and metrics to the answers to one document.
+    """Apply a filter and metrics to the answers to one document, and return the results by metric.
 
-    Returns what each of the subtask's own metrics gives for the document, by the metric's name; if `metric` is not one
-    of them, the value of the sample metric of that name alone (`sample_metrics`).
+    The result has each of the subtask's own metrics; if `metric` is not one of them, only the sample metric of that
+    name (`sample_metrics`).
     """
     from lm_eval.api.instance import Instance
 
@@ -122,5 +122,5 @@ def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str
 
 
 def _text(answer: Any) -> str:
-    """The answer that a filter has left: a text, or one of several tries."""
+    """The text that remains after a filter, or the first of several."""
     return str(answer[0]) if isinstance(answer, list) else str(answer)

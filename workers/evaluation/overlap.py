@@ -51,7 +51,7 @@ class Item:
 
 @dataclass(frozen=True)
 class OverlappingItems:
-    """How many items of a task overlap with the items of others.
+    """Counts of the items of one task that overlap with the items of other tasks.
 
     - `num_items`: the number of the task's items
     - `num_exact`: the number of items whose whole text is that of an item of another task
@@ -68,7 +68,7 @@ class OverlappingItems:
 
 
 class SearchItems:
-    """Index of the items of several tasks, by the tasks' names, in which overlapping items are found."""
+    """Searchable index of the items of several tasks, which finds overlapping items of another task."""
 
     def __init__(self, items: Mapping[str, Iterable[Item]]) -> None:
         self._texts: dict[str, frozenset[bytes]] = {}
@@ -85,7 +85,7 @@ class SearchItems:
             self._ngrams[name] = different[counts <= most]
 
     def overlapping(self, items: Iterable[Item]) -> OverlappingItems:
-        """Compare items of another task with the items in this index."""
+        """Count the items of another task that overlap with the items in this index."""
         by_other: Counter[str] = Counter()
         num_items = num_exact = 0
         names: list[str] = []
@@ -101,7 +101,7 @@ class SearchItems:
 
 
 def overlapping(search: Mapping[str, TaskSpec], tasks: Mapping[str, TaskSpec]) -> dict[str, OverlappingItems]:
-    """How many items of each of `tasks` overlap with the items of the tasks in `search`; all are by name.
+    """Count, for each of `tasks`, the items that overlap with items of the tasks in `search`; both map names to tasks.
 
     Results are cached by the content of the tasks. Raises InvalidTask if a task cannot be built.
     """
@@ -117,7 +117,7 @@ def overlapping(search: Mapping[str, TaskSpec], tasks: Mapping[str, TaskSpec]) -
 
 
 def items_of(spec: TaskSpec) -> Iterator[Item]:
-    """Yield the items of a task, in document order. Raises InvalidTask if it cannot be built."""
+    """Yield the items of a task in document order. Raises InvalidTask if the task cannot be built."""
     if isinstance(spec.task, Mapping):
         for index, row in enumerate(inline_rows(spec)):
             yield Item(str(index), f"{row.prompt}\n{row.answer}")
@@ -132,7 +132,7 @@ def items_of(spec: TaskSpec) -> Iterator[Item]:
 
 
 def _text(document: Document) -> str:
-    """What a document asks, its options, and the right answers of a generating task, each once."""
+    """The text of an item: the document's prompt, its options, and a generating task's right answers, each once."""
     parts: list[str] = []
     for instance in document.instances:
         parts += [part for part in instance.args if isinstance(part, str)]
@@ -140,9 +140,9 @@ def _text(document: Document) -> str:
 
 
 def _key(search: Mapping[str, TaskSpec], task: TaskSpec) -> str:
-    """Key of a result in the cache: what the tasks' items are, without the order in which they are scored.
+    """Cache key of a result: the tasks without the settings that do not change their items.
 
-    A task of the hub or of lm-eval is named, not read, so its data count as unchanged.
+    A task of the hub or of lm-eval enters the key by its name only, so its data count as unchanged.
     """
 
     def of(spec: TaskSpec) -> Any:
@@ -157,12 +157,12 @@ def _read(text: str) -> OverlappingItems:
 
 
 def _whole(text: str) -> bytes:
-    """Digest of a text without case and layout."""
+    """Digest of a text that ignores case and white space."""
     return blake2b(" ".join(text.lower().split()).encode(), digest_size=16).digest()
 
 
 def _ngrams(text: str) -> NDArray[np.uint64]:
-    """Digests of the different n-grams of a text, of eight bytes each, in ascending order.
+    """Eight-byte digests of the distinct word n-grams of a text, in ascending order.
 
     An n-gram is within a line. Otherwise the end of a template and a short answer after it would be one, too.
     """
@@ -175,7 +175,7 @@ def _ngrams(text: str) -> NDArray[np.uint64]:
 
 
 def _has_common(known: NDArray[np.uint64], others: NDArray[np.uint64]) -> bool:
-    """Whether two ascending arrays have an element in common."""
+    """Whether two sorted arrays have a common element."""
     places = np.searchsorted(known, others)
     is_within = places < len(known)
     return bool(np.any(known[places[is_within]] == others[is_within]))

@@ -1,4 +1,4 @@
-"""The code that executes one program in its own process.
+"""Execution of one program in its own confined process.
 
 A process that is started for a program imports this module first, so that it imports only what is quick to load.
 """
@@ -30,12 +30,12 @@ REASON = 500  # most characters of the reason why a program failed
 def start_message(
     program: str, token: bytes, *, user: int | None, limits: Mapping[int, int], is_filtered: bool
 ) -> bytes:
-    """Message that a process which calls `run_confined` reads from its standard input."""
+    """Serialise the message that a process running `run_confined` reads from its standard input."""
     return marshal.dumps((program, token, user, dict(limits), is_filtered))
 
 
 def run_confined() -> None:
-    """Confine this process, in which bwrap has left no files but its own, and execute the program that it was sent.
+    """Confine this process, which bwrap has started, and execute the program given on its standard input.
 
     The standard input has a `start_message`. The standard output gets the outcome, as from `run`.
     """
@@ -53,7 +53,7 @@ def run_confined() -> None:
 
 
 def become(user: int | None) -> None:
-    """Make this process, which root started, one of the user and group with this number; None changes nothing."""
+    """Switch this root process to the user and group with the number `user`; None changes nothing."""
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -61,7 +61,7 @@ def become(user: int | None) -> None:
 
 
 def run(program: str, confine: Callable[[], object], pipe: int, token: bytes) -> None:
-    """Execute a program in this process, which ends with it.
+    """Execute a program in this process, write its outcome to `pipe`, and exit.
 
     `confine` confines the process. `pipe` gets BEGUN when the process is confined and the program begins, and then
     `token` if the program runs to its end, or the reason why it does not.

@@ -1,4 +1,4 @@
-"""The requests that a backend answers, and tokenization: BOS, end of text, decoding.
+"""The requests that backends answer, and the tokenization of prompts: BOS, end of text, decoding.
 
 The engine and the transformers reference share this module, so that both read and stop at the same tokens.
 """
@@ -25,7 +25,7 @@ LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 @dataclass(frozen=True)
 class Generation:
-    """A request for a completion of the prompt `tokens`.
+    """A request to complete the prompt `tokens`.
 
     The completion ends after `max_tokens` tokens, at the end of text, or before one of the strings in `stop`. With
     `temperature` 0 it is greedy; above 0, `seed` fixes the random draw.
@@ -42,7 +42,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A request for the log-likelihood of the end of a text: all tokens after the first `num_context` (>= 1)."""
+    """A request for the log-likelihood of a text's tokens after the first `num_context` (>= 1)."""
 
     tokens: tuple[int, ...]
     num_context: int
@@ -60,20 +60,20 @@ class Completion:
 
 
 class Backend(Protocol):
-    """Interface of backends, which answer requests: the warm engine, or plain transformers."""
+    """Interface of a backend that generates and scores: the vLLM engine, or plain transformers."""
 
     def generate(
         self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
     ) -> list[Completion]:
         """Complete prompts, and return the completions in the order of the requests.
 
-        `finished` is called with the index of a request and its completion, as soon as the completion is there. It must
+        `finished` is called with the index of a request and its completion, as soon as the completion is ready. It must
         not raise.
         """
         ...
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """For each request, the log-likelihood (natural) of the scored tokens, and whether greedy decoding gives them.
+        """The log-likelihood (natural) of each request's scored tokens, and whether greedy decoding gives these tokens.
 
         The scored tokens of a request are those after its first `num_context`. The log-likelihood is their sum.
         """
@@ -82,7 +82,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tokenizer of the model in `directory`, with the options of a study that affect prompts."""
+    """The tokenizer of the model in `directory`, with the study's options that affect prompts."""
 
     directory: str
     options: EngineOptions
@@ -93,7 +93,7 @@ class Prompts:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The model's configuration, with the same key names for every model type and with defaults filled in."""
+        """The model's configuration, with defaults filled in and the same key names for every model type."""
         return read_config(self.directory)
 
     @property
@@ -106,7 +106,7 @@ class Prompts:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids of all tokens that end a text.
+        """The ids of all tokens that end a generated text.
 
         They come from the tokenizer, the configuration and the generation configuration.
         """

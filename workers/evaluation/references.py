@@ -1,7 +1,7 @@
-"""References: the right answers of a task's samples, as tokens that a model reads instead of generating them.
+"""References: the right answers of a task's samples as tokens on which a model's loss is computed.
 
-A completion's reference is the task's own target after the task's own prompt. For a multiple choice all options are
-read, as for scoring. Tasks without references are found without a tokenizer.
+The reference of a generating task is the task's own target after the task's own prompt. For a multiple choice the model
+reads all options, as for scoring. Tasks without references are found without a tokenizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHECKED = 100  # documents of each subtask whose targets are checked
 
 @dataclass(frozen=True)
 class Reading:
-    """A text for a model to read: the tokens of a prompt followed by an answer.
+    """A text on which a model's log-likelihood is computed: the tokens of a prompt followed by an answer.
 
     Its log-likelihood is that of the tokens after the first `num_context`. If `ends` is not empty, the text is followed
     by any one of these tokens, whose likelihood counts too.
@@ -42,7 +42,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Target:
-    """Texts that a model reads for the loss of one sample, and which of them are right.
+    """The texts from which the loss of one sample is computed, and which of them are right.
 
     If `scales` is None, `readings` are alternative right completions; the loss is the negative log-likelihood (natural
     log) of the most likely one. Otherwise `readings` are the options of a multiple choice, and `right` has the indices
@@ -56,7 +56,7 @@ class Target:
 
     @property
     def size(self) -> float:
-        """The unit by which the loss of this sample is divided to make tasks comparable.
+        """The number by which the loss of this sample is divided to make tasks comparable.
 
         For a completion it is the number of scored tokens (the mean over alternative right completions), for a multiple
         choice the natural logarithm of the number of options.
@@ -67,7 +67,7 @@ class Target:
 
 
 class References:
-    """The right answers of tasks' samples, tokenized, from which losses are computed (`Target`).
+    """The tokenized right answers of tasks' samples, from which losses are computed (`Target`).
 
     `evaluator` provides the tokenized prompts. The targets of a task are built once.
     """
@@ -78,7 +78,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """Targets of samples of a task, by position: the texts from which their losses are computed.
+        """The loss targets of a task's samples, by position.
 
         Raises InvalidTask if a sample has no right answer that a model could read.
         """
@@ -101,7 +101,7 @@ class References:
         return known
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
-        """The `Target` of a sample with a model's own completion in place of the right answer.
+        """The loss target of a sample with a model's own completion in place of the right answer.
 
         `tokens` include the token that ended the completion. Raises InvalidTask if the sample is a multiple choice.
         """
@@ -144,7 +144,7 @@ class References:
         return Reading((*request.tokens, *tokens[: request.max_tokens]), len(request.tokens), ends)
 
     def _ends(self, stops: Sequence[str]) -> tuple[int, ...]:
-        """The ids of all tokens that end a completion, sorted.
+        """The sorted ids of all tokens that end a completion.
 
         They are the end-of-text tokens, and those of the task's stop strings (`stops`) that are a single token.
         """
@@ -154,7 +154,7 @@ class References:
 
 
 def lack_of_references(spec: TaskSpec) -> str | None:
-    """The reason why a task's samples have no right answers that a model could read; None if they have.
+    """Reason why a task's samples have no right answers on which a loss can be computed; None if they have.
 
     Only some samples are checked, without a tokenizer. Raises InvalidTask in the cases of `tasks.check_task`.
     """
@@ -163,7 +163,7 @@ def lack_of_references(spec: TaskSpec) -> str | None:
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """The factor for the log-likelihood of each option of a multiple choice, as `metric` compares options.
+    """The factors that multiply the log-likelihoods of a multiple choice's options when `metric` compares them.
 
     For a metric that divides by lengths (acc_norm, acc_bytes) it is the mean length of the options divided by the
     option's length; for any other metric it is 1.

@@ -10,10 +10,11 @@ __all__ = ["RightAnswer", "right_answer"]
 
 @dataclass(frozen=True)
 class RightAnswer:
-    """The right answers of one document.
+    """The right answers of one document: texts, or options of a multiple choice.
 
-    `lack` is the reason why it has none that a model could read; None if it has some. `texts` are those of a generating
-    task, of which each is right. `options` are those of a multiple choice, and `right` the indices of the right ones.
+    `lack` is the reason why the document has none on which a loss can be computed; None if it has some. `texts` are
+    those of a generating task, each of which is right. `options` are those of a multiple choice, and `right` the
+    indices of the right ones.
     """
 
     lack: str | None
@@ -49,7 +50,7 @@ def right_answer(task: Any, document: Any) -> RightAnswer:
 
 
 def _texts(task: Any, document: Any) -> tuple[str, ...]:
-    """The right answers of a document of a generating task, as the texts that lm-eval compares completions with.
+    """The right answers of a generating task's document, as the texts with which lm-eval compares completions.
 
     Raises TypeError for an answer that is neither text nor a number.
     """
@@ -65,7 +66,7 @@ def _texts(task: Any, document: Any) -> tuple[str, ...]:
 def _right_options(task: Any, document: Any) -> tuple[int, ...]:
     """The indices, from 0, of the options of a multiple choice that lm-eval counts as right.
 
-    Indices that the document states and that no option has are left out.
+    Indices in the document that are no option's are left out.
     """
     options = task.doc_to_choice(document)
     gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)

@@ -1,7 +1,9 @@
-"""Metrics of single answers, for tasks whose own metric is computed from all answers at once, or that have none.
+"""Metrics of single samples, for tasks whose own metric is computed over all samples at once or that have none.
 
-A part of the samples estimates only a mean over samples. So corpus metrics such as BLEU, chrF, F1 and Matthews'
-correlation cannot be searched; these are the forms that papers report per sample, as values from 0 to 1, and `length`:
+A search estimates a metric from a part of the samples, which works only for means over samples. Therefore corpus
+metrics such as BLEU, chrF, F1 and Matthews' correlation cannot be searched. The metrics here are the per-sample forms
+that papers report, with values from 0 to 1,
+and `length`:
 
 - `sentence_chrf`: chrF of one sentence (Popović, 2015), by sacrebleu
 - `rouge_l`: ROUGE-L, the F-measure of the longest common subsequence (Lin, 2004), by rouge-score
@@ -47,7 +49,7 @@ PER_SAMPLE_FORMS: Mapping[str, str] = MappingProxyType(
 
 
 def names_for(output_type: str) -> tuple[str, ...]:
-    """The names of the metrics that every task of an output type has, beside its own."""
+    """The names of the metrics that every task of an output type has beside its own metrics."""
     return {"generate_until": tuple(METRICS), "multiple_choice": (ACCURACY,)}.get(output_type, ())
 
 
@@ -69,7 +71,7 @@ def _rouge_scorer() -> Any:
 
 
 def sari(source: str, references: Sequence[str], answer: str) -> float:
-    """SARI of one simplified text, from 0 to 1; `source` is the text before.
+    """SARI of one simplified text, from 0 to 1; `source` is the text before simplification.
 
     It is the mean of three scores over n-grams of one to four tokens: the F-measures of n-grams that are kept and that
     are added, and the precision of n-grams that are deleted, each compared with the references. Texts are in lower
@@ -89,7 +91,7 @@ def sari(source: str, references: Sequence[str], answer: str) -> float:
 def _sari_of(
     source: Counter[str], answer: Counter[str], references: Sequence[Counter[str]]
 ) -> tuple[float, float, float]:
-    """The scores of kept, deleted and added n-grams of one length.
+    """The SARI scores of kept, deleted and added n-grams of one length.
 
     Counts of the source and of the answer are multiplied by the number of references, so that an n-gram which only some
     references keep counts in part.
@@ -112,7 +114,10 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """The mean, over the n-grams that were kept or deleted, of the share of each that was right; 1 without any."""
+    """The precision of kept or deleted n-grams, averaged over distinct n-grams; 1 if there are none.
+
+    `made` has the count of each kept or deleted n-gram, `right` how many of them the references agree with.
+    """
     return _ratio(sum(right[gram] / count for gram, count in made.items()), len(made))
 
 
@@ -139,7 +144,7 @@ def _contains(_: str, references: Sequence[str], answer: str) -> float:
 
 
 def _edit_similarity(_: str, references: Sequence[str], answer: str) -> float:
-    """The share of matching characters, rounded to a hundredth; py150's marks of literals are written as literals."""
+    """The share of matching characters, rounded to 0.01, after py150's placeholders for literals are resolved."""
     text = _without_marks(answer)
     return max(round(100 * SequenceMatcher(None, text, _without_marks(each)).ratio()) for each in references) / 100
 

@@ -1,4 +1,4 @@
-"""The shipped tasks with their facts, and the download of a task's data for machines without a network."""
+"""The evaluation tasks shipped with this project, and the download of a task's data for machines without a network."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["FetchedData", "ShippedTask", "fetch", "shipped_tasks"]
 
 @dataclass(frozen=True)
 class ShippedTask:
-    """Facts about a shipped task, as its file states them.
+    """Facts about a shipped evaluation task, from its YAML file.
 
-    `sizes` has the number of samples of each split, or words about them; `metric` is that of the paper. `data` are the
-    names of its data, and `places` the directories of this machine that have some of each: complete or not, which only
-    loading them shows. None stands for data that are not here.
+    `sizes` has the number of samples of each split, or a description; `metric` is that of the paper. `data` are the
+    names of its data sets. `places` maps each of them to the directory of this machine that has at least a part of it,
+    or to None; only loading shows whether a data set is complete.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ShippedTask:
 
 @dataclass(frozen=True)
 class FetchedData:
-    """Data that are on this machine: their name, their part (None: the only one), and the samples of each split."""
+    """A data set on this machine: its name, its configuration (None: the only one), and the samples of each split."""
 
     data: str
     part: str | None
@@ -52,12 +52,12 @@ class FetchedData:
 
 
 def shipped_tasks() -> tuple[ShippedTask, ...]:
-    """All shipped tasks, by paper and name. Nothing is loaded, and the hub is not asked."""
+    """List all shipped tasks, sorted by paper and name, without loading them or asking the hub."""
     return tuple(map(_shipped, sorted(pack_dir().glob("*/*.yaml"))))
 
 
 def fetch(task: str) -> tuple[FetchedData, ...]:
-    """Download the data of a task, given by its name or its YAML file, and check that they are found without the hub.
+    """Download the data of a task, given by its name or YAML file, and check that they load without the hub.
 
     The task's code is not run. Data of one's own directory (`data_sets`) stay where they are. Raises InvalidTask if the
     task is unknown, or its data cannot be downloaded, or cannot be loaded afterwards without the hub.
@@ -83,7 +83,7 @@ def _shipped(file: Path) -> ShippedTask:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Reads a task without its functions."""
+        """YAML loader that reads `!function` tags as plain text."""
 
     Loader.add_constructor("!function", lambda loader, node: str(node.value))
     facts = yaml.load(file.read_text(), Loader)["metadata"]
@@ -100,7 +100,7 @@ def _shipped(file: Path) -> ShippedTask:
 
 
 def _download(paths: set[str]) -> None:
-    """Download all files of data sets into the cache of the hub's client, where `data_sets` finds them as snapshots."""
+    """Download all files of data sets into the hub client's cache, where `data_sets` finds them as snapshots."""
     from huggingface_hub import constants, snapshot_download
 
     constants.HF_HUB_OFFLINE = False
@@ -116,7 +116,7 @@ def _download(paths: set[str]) -> None:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Context manager in which neither the hub's client nor the package `datasets` asks the hub."""
+    """Context manager in which neither the hub client nor the package `datasets` uses the network."""
     import datasets.config
     from huggingface_hub import constants
 

@@ -1,4 +1,4 @@
-"""System calls that confine the calling process: limits of resources, and a filter of its system calls.
+"""Restrictions that a process applies to itself: resource limits, and a seccomp filter of its system calls.
 
 Every program that is executed in a new process imports this module first. Therefore this module imports only modules
 that load quickly.
@@ -183,13 +183,13 @@ COMMANDS: Mapping[tuple[int, int], tuple[int, ...]] = {
 
 
 class ConfinementUnavailable(RuntimeError):
-    """This machine cannot confine a process. The message says what the machine's operator has to allow."""
+    """This machine cannot confine a process; the message has what its operator must allow."""
 
 
 def refuse_threads() -> None:
-    """Raise RuntimeError if the calling process has several threads, because most restrictions hold for one thread.
+    """Raise RuntimeError if the calling process has several threads, since most restrictions apply to one thread only.
 
-    A system without `/proc` is not asked.
+    A system without `/proc` is not checked.
     """
     try:
         count = len(os.listdir("/proc/self/task"))
@@ -213,12 +213,12 @@ def limit_resources(limits: Mapping[int, int]) -> None:
 
 
 def forbid_new_privileges() -> None:
-    """Forbid the calling process to gain privileges by starting programs (`PR_SET_NO_NEW_PRIVS`)."""
+    """Prevent the calling process from gaining privileges by starting programs (`PR_SET_NO_NEW_PRIVS`)."""
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def filter_system_calls() -> None:
-    """Make the kernel refuse the system calls in FORBIDDEN to the calling process, for the rest of the process's life.
+    """Make the kernel refuse the system calls in FORBIDDEN to the calling process for the rest of its life.
 
     Raises ConfinementUnavailable if the kernel accepts no filter, if the operating system is not Linux, or if the
     machine is not one of AUDIT_ARCHITECTURES.
@@ -250,7 +250,7 @@ def call(name: str, *arguments: object) -> int:
 
 
 def _program(machine: str) -> Iterator[bytes]:
-    """Yield the instructions of the filter of system calls (struct sock_filter) for the calling process.
+    """Yield the instructions of the seccomp filter (struct sock_filter) for the calling process.
 
     `machine` is the name of the machine's architecture.
     """
@@ -289,7 +289,7 @@ def _program(machine: str) -> Iterator[bytes]:
 def _on_argument(
     number: int, offset: int, test: int, value: int, if_true: int | None, otherwise: int | None
 ) -> Iterator[bytes]:
-    """Yield instructions that decide about the system call `number` by half of an argument, which is at `offset`.
+    """Yield filter instructions that decide about the system call `number` by one half of an argument, at `offset`.
 
     If the test of the half with `value` is true, the decision is `if_true`, else `otherwise`. If a decision is None,
     the instructions that follow decide about the system call.

@@ -1,4 +1,4 @@
-"""Index of the tasks that have a name: the tasks of lm-eval, and the tasks of the task pack.
+"""Index of the evaluation tasks that have a name: those of lm-eval and those shipped with this project.
 
 Building lm-eval's index parses 14,000 YAML files, which takes 10 to 70 s. Therefore the index is kept in the cache for
 each version of lm-eval. The cache replaces a record as a whole, and one process builds the index while the others wait.
@@ -48,14 +48,14 @@ _given: dict[str, Any] = {}
 
 
 class IndexNeeded(BaseException):
-    """A task names another task, so `task_index` must be called first; then the task can be loaded.
+    """A task refers to another task by name, so `task_index` must be called before the task can be loaded.
 
-    The class is not an Exception, because lm-eval skips files whose loading raises an Exception.
+    The class does not derive from Exception, because lm-eval skips files whose loading raises an Exception.
     """
 
 
 def task_index() -> Mapping[str, Any]:
-    """The index of all tasks, groups and tags that have a name: an `Entry` of lm-eval for each name.
+    """The index of all named tasks, groups and tags: an `Entry` of lm-eval for each name.
 
     The entries come from lm-eval and from the task pack. The first call in a process loads the index: the part for
     lm-eval is read from the cache, or built if the cache does not have it. If another process has sent its index
@@ -65,12 +65,12 @@ def task_index() -> Mapping[str, Any]:
 
 
 def index_if_loaded() -> Mapping[str, Any] | None:
-    """The index of tasks (`task_index`) if this process has already loaded it; None otherwise."""
+    """The index of named tasks if this process has already loaded it; None otherwise."""
     return task_index() if _given or _loaded_index.cache_info().currsize else None
 
 
 def index_at_hand() -> Mapping[str, Any]:
-    """The index of tasks, for callers that have changed how lm-eval reads files.
+    """The index of named tasks, for callers that have patched how lm-eval reads files.
 
     Raises IndexNeeded if the index is not loaded yet.
     """
@@ -81,7 +81,7 @@ def index_at_hand() -> Mapping[str, Any]:
 
 
 def index_to_send() -> PlainIndex | None:
-    """The index of tasks in plain types, to send to another process; None if this process has not loaded the index.
+    """The index of named tasks in plain types, to send to another process; None if it is not loaded.
 
     A process that reads the plain types imports nothing. This is needed because a process is confined before it imports
     modules that start threads.
@@ -91,13 +91,13 @@ def index_to_send() -> PlainIndex | None:
 
 
 def use_index(index: PlainIndex) -> None:
-    """Use an index of tasks that another process has loaded, from now on."""
+    """Replace this process's index of named tasks by one that another process has loaded."""
     _given.clear()
     _given.update((name, _entry(name, *each)) for name, each in index.items())
 
 
 def manager_of(index: Mapping[str, Any]) -> Any:
-    """lm-eval's TaskManager for the tasks of the index `index`."""
+    """lm-eval's TaskManager for the tasks of `index`."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_defaults=False)
@@ -107,14 +107,14 @@ def manager_of(index: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=1)
 def shipped_dirs() -> tuple[Path, ...]:
-    """The directories of lm-eval's own tasks and of the task pack, whose files are trusted."""
+    """The directories of lm-eval's tasks and of this project's tasks, whose files are trusted."""
     import lm_eval.tasks
 
     return Path(lm_eval.tasks.__file__).resolve().parent, pack_dir()
 
 
 def is_shipped(directory: Path) -> bool:
-    """Whether `directory` is in one of the directories of shipped tasks."""
+    """Whether `directory` is in a directory of tasks that lm-eval or this project ships."""
     return any(Path(directory).is_relative_to(shipped) for shipped in shipped_dirs())
 
 

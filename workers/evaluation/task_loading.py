@@ -50,12 +50,12 @@ FORMATS = ("arrow", "cache", "csv", "json", "parquet", "text")
 
 
 class OwnCode(Exception):
-    """A task's files name a Python function, so that the task must be built in a confined process."""
+    """A task's files name a Python function, so the task must be built in a confined process."""
 
 
 @dataclass
 class Recording:
-    """Directories and data of tasks, as `recorded_loading` found them.
+    """The directories and data of tasks that `recorded_loading` found.
 
     `directories` are those of all YAML files that were read. `datasets` has the data of each task, as
     `datasets.load_dataset` returned it, by `data_key`.
@@ -67,14 +67,14 @@ class Recording:
 
 @contextlib.contextmanager
 def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterator[None]:
-    """Context manager that limits what lm-eval may read while it builds a task, and keeps it from running code.
+    """Context manager that limits what lm-eval may read while it builds a task, and prevents it from running code.
 
     A task whose files name Python functions raises OwnCode inside the context, before any of them is imported. Files
     outside `access` are refused, unless `access` is None (no limit): also those that a data set itself names, and
     addresses of other hosts than the hub. Data sets without files are refused too, because `datasets` would search the
     disk for them, and so are metrics that are not lm-eval's own. Refusals are raised as InvalidTask inside the context.
-    Relative paths of data files start at `directory`, or at the current directory if it is None. A hub that cannot be
-    reached is not waited for.
+    Relative paths of data files start at `directory`, or at the current directory if it is None. Loading does not wait
+    for a hub that cannot be reached.
     """
     from lm_eval.tasks import _yaml_loader
 
@@ -85,7 +85,7 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
 
 @contextlib.contextmanager
 def recorded_loading(recording: Recording, directory: Path | None, access: FileAccess | None) -> Iterator[None]:
-    """Context manager in which lm-eval loads the data of tasks into `recording`, and builds stand-ins instead of tasks.
+    """Context manager in which lm-eval loads the data of tasks into `recording`, and builds placeholders for the tasks.
 
     The limits are those of `guarded_loading`. Python functions are not imported.
     """
@@ -124,7 +124,7 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
     """Context manager for a confined process, in which lm-eval builds tasks that run Python functions of their own.
 
-    `data` has what was loaded before (`Recording.datasets`). Other data raise InvalidTask inside the context.
+    `data` has the data that were loaded before (`Recording.datasets`). Other data raise InvalidTask inside the context.
     """
     import datasets
     import lm_eval.api.task
@@ -154,7 +154,7 @@ def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterato
 
 
 def data_key(path: str | None, name: str | None, options: Mapping[str, Any]) -> str:
-    """A name of the data that a call of `datasets.load_dataset` with these arguments loads."""
+    """A key for the data that `datasets.load_dataset` loads with the given arguments."""
     return json.dumps([path, name, dict(options)], sort_keys=True, default=str)
 
 
@@ -181,7 +181,7 @@ def _limited_loading(directory: Path | None, access: FileAccess | None) -> Itera
 
 
 def _confine_templates() -> None:
-    """Make lm-eval render templates in Jinja's sandbox: templates are data and must not run Python code."""
+    """Make lm-eval render templates in Jinja's sandbox, because templates must not run Python code."""
     from lm_eval import utils
 
     if not isinstance(utils.env, SandboxedEnvironment):
@@ -208,7 +208,7 @@ def _wrapped(module: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
 
 
 def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of lm-eval's `load_yaml(path)` that also reads the file of a task with a name (`include: gsm8k`).
+    """Wrapper of lm-eval's `load_yaml(path)` in which `include: gsm8k` also includes the file of a registered task.
 
     lm-eval calls `load_yaml` by this name for each `include`, with a path in the directory of the file that includes
     it. A file of that path comes first. Raises IndexNeeded if the index of names is not loaded yet.
@@ -242,12 +242,12 @@ def _yaml_guard(access: FileAccess) -> Wrapper:
 
 
 def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | None = None) -> Callable[..., Any]:
-    """Make a replacement of lm-eval's `_import_func_in_yml(name, directory)` that imports nothing.
+    """Make a replacement of lm-eval's `_import_func_in_yml(name, directory)` that imports no code.
 
     lm-eval calls `_import_func_in_yml` for each Python function (`!function`) that a YAML file in `directory` names.
     `access` says which directories are trusted; those of shipped tasks are, too. Functions of others are refused
-    (InvalidTask). For the rest OwnCode is raised or, if `name` is given, what it makes of the function's name is
-    returned.
+    (InvalidTask). For the rest OwnCode is raised or, if `name` is given, the result of `name` for the function's name
+    is returned.
     """
 
     def guarded(function: str, directory: Path) -> Any:
@@ -335,12 +335,12 @@ def _pattern_guard(access: FileAccess) -> Wrapper:
 
 
 def _is_address(text: str) -> bool:
-    """Whether fsspec takes `text` for an address, such as https://host/file, or a chain of them, such as zip::file."""
+    """Whether fsspec reads `text` as an address, such as https://host/file or a chain of addresses (zip::file)."""
     return "://" in text or "::" in text
 
 
 def _address_problem(address: str) -> str | None:
-    """Reason why the data file at `address` is not read for a study with limits; None if it is a file of the hub."""
+    """Reason why a study with limited access may not read the data file at `address`; None for a file of the hub."""
     if address.startswith(HUB) and "::" not in address:
         return None
     return (
@@ -350,7 +350,7 @@ def _address_problem(address: str) -> str | None:
 
 
 def _format_guard(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of `dataset_module_factory` of `datasets` that refuses formats whose readers follow what the data say.
+    """Wrapper of `dataset_module_factory` of `datasets` that refuses file formats which may refer to other files.
 
     The refusal is an InvalidTask.
     """
@@ -384,7 +384,7 @@ def _metric_guard(get_metric: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_media(data: Any) -> None:
-    """Raise InvalidTask if a column of the loaded `data` has images or the like, whose paths `datasets` would open."""
+    """Raise InvalidTask if a column of the loaded `data` has media such as images, whose paths `datasets` opens."""
     from datasets import Dataset, DatasetDict
     from datasets.features.features import Json, _visit
 

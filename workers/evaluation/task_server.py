@@ -1,7 +1,7 @@
-"""The main function of a process that computes metrics, confined or not: it builds tasks and answers its parent.
+"""The main function of a separate process, confined or not, that builds tasks and computes their metrics.
 
-The parent's messages are pickled; it is trusted. Those of this process are JSON, because code of tasks may have written
-them.
+The parent process is trusted and sends pickled messages. This process sends JSON, because code of tasks may have
+written its messages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SEND_EVERY_S = 0.1
 
 @dataclass(frozen=True)
 class ConfinedStart:
-    """The first message to a process that will run code of a task: what confines it, and the task's data.
+    """First message to a process that will run code of a task: its confinement, and the task's data.
 
     `data` has the file descriptors of Arrow streams, by `task_loading.data_key` and split. The split of data without
     splits is None.
@@ -62,11 +62,11 @@ class ConfinedStart:
 
 
 def serve() -> None:
-    """Run until the other end of the connection closes, whose file descriptor is the only argument.
+    """Answer the parent's requests until the other end of the connection closes.
 
-    The first message is a ConfinedStart, or None for a process that runs no code of tasks. Then each request is a tuple
-    of a method's name (`_Server`) and its arguments. Every reply has one key: "error" if the request failed. An error
-    that no method expects ends the process.
+    The only command line argument is the connection's file descriptor. The first message is a ConfinedStart, or None
+    for a process that runs no code of tasks. Then each request is a tuple of a method's name (`_Server`) and its
+    arguments. Every reply has one key: "error" if the request failed. An error that no method expects ends the process.
     """
     _prepare_signals()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
@@ -117,7 +117,7 @@ class _Server:
             self.reply(built=[_facts(subtask) for subtask in self._task.subtasks])
 
     def open(self, spec: TaskSpec, documents: Documents) -> None:
-        """Build a task without code of its own; an error is reported with the first values that are asked for."""
+        """Build a task without code of its own; an error is reported with the first request for its values."""
         self._refused.pop(spec.digest, None)
         try:
             self._local.open(build(spec), documents)
@@ -132,7 +132,7 @@ class _Server:
         self._local.close(digest)
 
     def documents(self, system_prompt: str | None, has_template: bool, tokenizer: str, limit: int | None) -> None:
-        """Build the requests of the confined task, and reply with them."""
+        """Build the requests of the confined task's documents, and send them as the reply."""
         task = self._built
         settings = PromptSettings(system_prompt, self._render if has_template else None, tokenizer, limit)
         try:
@@ -150,7 +150,7 @@ class _Server:
         self.reply(lack=lack_of_references(self._built, num_documents))
 
     def values(self, digest: str, answers: Sequence[Answers], one_by_one: bool) -> None:
-        """Compute values of samples: reply first that the task is built, then with lists of values."""
+        """Compute the metric of samples; a first reply says that the task is built, later ones have the values."""
         if self._task is not None:
             digest = self._task.spec.digest
         if digest in self._refused:
@@ -178,9 +178,9 @@ class _Server:
         return self._task
 
     def _evaluate(self) -> ModuleType:
-        """Replacement of the package `evaluate` that has the metric "code_eval" only.
+        """Replacement of the package `evaluate` that has only the metric "code_eval".
 
-        The metrics of the package are code of the hub, which is not run.
+        The package downloads metrics as code from the hub, and this process does not run such code.
         """
 
         def load(name: str, *_: Any, **__: Any) -> Any:
@@ -199,7 +199,7 @@ class _Server:
     ) -> tuple[dict[str, float], dict[int, list[str | None]]]:
         """The metric "code_eval": execute programs, each a prediction followed by the tests of its reference.
 
-        Returns the mean of pass@k over the references, by name, and what executing each program gave.
+        Returns the mean of pass@k over the references, by name, and the outcome of each program.
         """
         programs = [f"{each}\n{test}" for tries, test in zip(predictions, references, strict=True) for each in tries]
         self.reply(execute=programs)
@@ -226,7 +226,7 @@ def _prepare_signals() -> None:
 
 
 def _loaded(splits: Mapping[str | None, int]) -> Any:
-    """Map data from Arrow streams into memory, as `datasets.load_dataset` would return them."""
+    """Map Arrow streams into memory as the data set that `datasets.load_dataset` would return."""
     import pyarrow
     from datasets import Dataset, DatasetDict, DatasetInfo
 

@@ -20,7 +20,7 @@ __all__ = ["build_task", "check_task"]
 
 
 def check_task(spec: TaskSpec) -> TaskInfo:
-    """Facts about a task, found without an engine or tokenizer.
+    """Check a task without an engine or tokenizer, and return facts about it.
 
     Prompts that are too long are not counted, because that needs a tokenizer. Raises InvalidTask for an unknown task,
     metric, filter or split; for malformed or missing data; for a metric that is not a mean over samples; for a file

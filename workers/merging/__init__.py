@@ -1,4 +1,4 @@
-"""Merging: from a recipe and the source models to the merged model's tensors.
+"""Merging: computation of the merged model's tensors from a recipe and the source models.
 
 Each module imports only modules below it:
 

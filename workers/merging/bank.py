@@ -1,4 +1,4 @@
-"""The bank: the source weights of one family, held once per engine in their stored dtype.
+"""The bank: the source weights of one family of models, held once per engine in their stored dtype.
 
 The bank maps names to tensors, and caches statistics that depend only on the sources (`statistics`). It computes no
 merges.
@@ -60,7 +60,7 @@ ORDER_SEED = -1
 
 
 class Bank:
-    """The source weights of a family, held for merging: tensors by model alias and name, in their stored dtype.
+    """The source weights of a family of models, by model alias and tensor name, in their stored dtype.
 
     The tensors are read-only and safe to read from several threads. Of an adapter, the bank holds the low-rank
     matrices; the tensors computed from these and the base are float32.
@@ -74,13 +74,13 @@ class Bank:
     together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
     saves memory for a single merge, which needs each statistic once.
 
-    `room_bytes` is the memory of `device` for merging one tensor, or None for no limit. A tensor that needs more is
-    merged on the CPU (`workers.merging.devices`).
+    `room_bytes` is the available memory of `device` for merging one tensor, or None for no limit. A tensor that needs
+    more is merged on the CPU (`workers.merging.devices`).
 
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
     have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content.
     The results are in the cache in the directory `cache`, or in the default one if `cache` is None. Raises InvalidModel
-    if models cannot be opened, have changed, or have such values.
+    if models cannot be opened, have changed, or contain NaN or infinity.
     """
 
     def __init__(
@@ -143,21 +143,21 @@ class Bank:
 
     @cached_property
     def base(self) -> Checkpoint:
-        """The base model with the tokens of the family's vocabulary.
+        """The base model, with the tokens of the family's vocabulary.
 
         Every merge has the configuration, tensor shapes and layout of this model.
         """
         return self.sources.base
 
     def view(self, alias: str) -> Checkpoint:
-        """The model `alias`, with its embedding and output head for the family's vocabulary.
+        """The model `alias`, with its embedding and output head converted to the family's vocabulary.
 
-        The rows of both are in the order of this vocabulary, which merges require.
+        The rows of embedding and head are in the order of this vocabulary, which merges require.
         """
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """Views of those models of a recipe that the bank has, by the recipe's aliases (see the method `view`).
+        """Views (see `view`) of those models of a recipe that the bank has, by the recipe's aliases.
 
         `models` maps the recipe's aliases to content fingerprints. Models that the bank does not have are left out.
         """
@@ -168,10 +168,7 @@ class Bank:
         return self.base.layout
 
     def alias(self, fingerprint: str) -> str | None:
-        """The bank's alias for the model with the content fingerprint `fingerprint`.
-
-        Returns None if the bank does not hold the model.
-        """
+        """The bank's alias for the model with the content hash `fingerprint`; None if the bank does not hold it."""
         return self._aliases.get(fingerprint)
 
     def get(self, alias: str, name: str) -> torch.Tensor:
@@ -189,14 +186,14 @@ class Bank:
         return found
 
     def cosine(self, first: Key, second: Key) -> float:
-        """The cosine of the angle between two tensors, which SLERP needs; computed once and then cached.
+        """The cosine of the angle between two tensors, for SLERP; computed once and then cached.
 
         Each tensor is given as (alias, name).
         """
         return cosine_of(self.products((first, second), None), 0, 1)
 
     def products(self, sources: Sequence[Key], base: Key | None) -> Products:
-        """The inner products of all pairs of the N tensors `sources`, [N, N].
+        """The inner products of all pairs of the N tensors `sources`, as a matrix [N, N].
 
         With `base`, each tensor is replaced by its difference from the base. Each product is computed once and then
         cached. Tensors are given as (alias, name).
@@ -214,7 +211,7 @@ class Bank:
         return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """The criterion by which Arcee Fusion chooses elements of the tensor `second` instead of elements of `first`.
+        """The criterion by which Arcee Fusion takes elements of the tensor `second` in place of elements of `first`.
 
         Returns None for empty tensors. The result is cached while it is recently used. Tensors are given as (alias,
         name).
@@ -229,7 +226,7 @@ class Bank:
         return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
-        """The variances of elements between the task vectors of `sources`, in an object that gives the n-th largest.
+        """An object that finds the n-th largest variance of elements between the task vectors of `sources`.
 
         Tensors are given as (alias, name). The object is a table, which is cached while it is recently used. If the
         bank has `keeps_statistics=False`, there is no table, and the n-th largest is selected when it is needed.
@@ -248,7 +245,7 @@ class Bank:
         return self._recent.value(("variances", *sources, base), made, lambda table: table.num_bytes)
 
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
-        """The magnitudes |source - base| of each source, in objects that give the n-th largest.
+        """Objects, one for each source, that find the n-th largest magnitude |source - base|.
 
         Tensors are given as (alias, name). The objects are tables, each computed once and then cached. If the bank has
         `keeps_statistics=False`, there are no tables, and the n-th largest is selected when it is needed. For empty
@@ -288,7 +285,7 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> tuple[ModelMagnitudes, ...]:
-        """For each source, the thresholds that cut the whole task vector of its model at given ranks, for its tensor.
+        """The thresholds, for each source tensor, that cut the whole task vector of its model at given ranks.
 
         Tensors are given as (alias, name). `ranks` has the ranks for each source: rank n is the n-th largest magnitude
         in the difference between all tensors of the source's model and of the model of `base`. `masks` has for each
@@ -312,7 +309,7 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> int:
-        """Number of elements of the whole model with a positive elected sign, minus the number with a negative one.
+        """The number of the whole model's elements with a positive elected sign, minus those with a negative one.
 
         The sign of an element is elected among the task vectors of the models of `sources`. These are trimmed to
         `shares` of the whole model, as if all tensors were merged in the same way. The other arguments are those of
@@ -366,11 +363,11 @@ class Bank:
         return self._of_model[stacks_experts]
 
     def _mask_of(self, key: Key, mask: Mask | None) -> tuple[float, int] | None:
-        """The density and key of a source's random mask, from density and seed in `mask`; None if `mask` is None."""
+        """The density and key of a source's random mask, from (density, seed) in `mask`; None if `mask` is None."""
         return None if mask is None else (mask[0], mask_key(mask[1], self.sources.fingerprints[key[0]], key[1]))
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
-        """For each source, the sum of the magnitudes |source - base| over the tensor; computed once and then cached.
+        """The L1 norm of each task vector: the sum of |source - base| over the tensor; computed once and then cached.
 
         Tensors are given as (alias, name).
         """
@@ -383,7 +380,7 @@ class Bank:
         return tuple(norms[source] for source in sources)
 
     def order(self, key: Key) -> TieOrder:
-        """The rule that breaks ties among elements of equal magnitude in the task vector of a tensor.
+        """The rule that orders elements of equal magnitude in the task vector of a tensor.
 
         `key` is the tensor's (alias, name). If the alias is that of the base, the rule breaks ties among elements whose
         variance across the task vectors is equal (SCE). It depends on the model's content and the tensor's name.
@@ -395,7 +392,7 @@ class Bank:
         return order
 
     def on(self, device: torch.device | str) -> Bank:
-        """A bank of the same sources, in the same memory, whose merges are computed on `device`.
+        """A bank with the same source weights in the same memory, whose merges are computed on `device`.
 
         It is this bank if this is its device, and the same object at every call otherwise. The two share those cached
         statistics that are in host memory and have the same bits on every device. The tensors of adapters are products
@@ -416,7 +413,7 @@ class Bank:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Placement and size of the sources, as a document for the statistics of engines.
+        """Placement and size of the source weights, as a document for the statistics of engines.
 
         The keys are placement, bytes (size of the sources), statistics_bytes (size of cached statistics), models
         (number of models) and fingerprint (of the family).
@@ -430,7 +427,7 @@ class Bank:
         }
 
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
-        """For each source, the rank of each magnitude |source - base| within its row of the tensor.
+        """The rank of each magnitude |source - base| within its row of the tensor, for each source.
 
         Rank 0 is the rank of the smallest magnitude. Tensors are given as (alias, name). Ranks are computed at every
         call unless `keep_ranks` was called before.
@@ -447,7 +444,7 @@ class Bank:
         return tuple(known)
 
     def keep_ranks(self) -> None:
-        """From now on, cache the ranks that the method `ranks` computes, in host memory.
+        """Enable caching, in host memory, of the magnitude ranks that the method `ranks` computes.
 
         Ranks take two bytes for each element of a source, or four bytes in rows longer than 65536.
         """
@@ -477,7 +474,7 @@ class Bank:
         return stored.to(self.device, non_blocking=self.device.type != "cpu")
 
     def _on_cpu(self, key: Key) -> torch.Tensor:
-        """A source's tensor, given as (alias, name), on the CPU, where it is sorted for statistics.
+        """A source tensor, given as (alias, name), copied to the CPU, where it is sorted for statistics.
 
         Sorting on a GPU takes many times the tensor's memory, which an engine does not leave free.
         """
@@ -487,7 +484,7 @@ class Bank:
 
 
 def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:
-    """Problems with the content of the models, one line each: changed files, or values such as NaN.
+    """Problems with the content of the models, one line each: changed files, or values that are NaN or infinite.
 
     A model has changed if its fingerprint in `sources` is not the one that `stated` has for it.
     """
@@ -504,7 +501,7 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 
 
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Make the function that copies a stored tensor to its placement.
+    """Make the function that copies a stored tensor to its placement (mapped file, host memory or GPU).
 
     For mapped files the function returns the tensor itself. Otherwise the function copies the tensor to host memory,
     pinned if `device` is a GPU, or to `device`. `num_bytes` is the size of all tensors together.
@@ -517,7 +514,7 @@ def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Call
 
 
 class _HostMemory:
-    """Host memory for `num_bytes` of tensors, allocated in large chunks; the method `place` copies a tensor into it."""
+    """Host memory for `num_bytes` of tensors, allocated in large chunks, into which `place` copies a tensor."""
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         self._missing = num_bytes

@@ -1,8 +1,8 @@
-"""Choice of the device that computes each merged tensor, by the memory that its method takes.
+"""Choice of the device that computes each merged tensor, by the memory that its merge method needs.
 
-A method with a kernel for CUDA needs its operands and its result. Any other method runs by its plain function on a GPU,
-which makes float32 copies and several temporary tensors. A tensor for which a GPU has too little memory is computed on
-the CPU, from the same sources, instead of running out of memory there.
+A method with a kernel for CUDA needs memory for its operands and its result. Any other method runs by its PyTorch
+function on a GPU, which makes float32 copies and several temporary tensors. A tensor for which a GPU has too little
+memory is computed on the CPU, from the same sources, instead of running out of memory there.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RANK_BYTES = 4
 
 
 def bank_for(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> Bank:
-    """The bank that computes a merged tensor of `plan` in `dtype`: `bank`, or the same sources on the CPU.
+    """The bank on which a merged tensor of `plan` is computed in `dtype`: `bank`, or its copy for merging on the CPU.
 
-    It is the CPU's if the bank's device has less room for merging (`Bank.room_bytes`) than `peak_bytes`.
+    The CPU is used if the bank's device has less memory for merging (`Bank.room_bytes`) than `peak_bytes`.
     """
     if bank.room_bytes is None or bank.device.type == "cpu" or peak_bytes(tensor, plan, bank, dtype) <= bank.room_bytes:
         return bank
@@ -41,14 +41,14 @@ def bank_for(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dt
 
 
 def devices_of(plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> dict[str, str]:
-    """For each tensor of the merged model, by name, the type of device that computes it, such as "cuda"."""
+    """The type of device, such as "cuda", that computes each tensor of the merged model, by tensor name."""
     return {
         name: bank_for(tensor, plan, bank, dtype).device.type for tensor in plan.tensors for name in tensor.shapes()
     }
 
 
 def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> int:
-    """Bytes that computing a merged tensor of `plan` takes at most on the bank's device.
+    """The largest number of bytes that computing a merged tensor of `plan` allocates on the bank's device.
 
     Sources that are on the device already are not counted. The result, in `dtype`, is counted.
     """

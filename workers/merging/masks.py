@@ -1,4 +1,4 @@
-"""Random masks by counter: whether an element is kept is a pure function of (seed, model, tensor name, element index).
+"""Counter-based random masks: whether an element is kept is a pure function of (seed, model, tensor name, index).
 
 No mask is stored and the order of calls does not matter, so evaluation and export, CPU and GPU, torch and fused kernels
 have the same masks, bit for bit. The definition, in unsigned integers:
@@ -43,7 +43,7 @@ GPU_CHUNK = 1 << 22
 
 
 def mask_key(seed: int, model: str, name: str) -> int:
-    """The 64-bit key of a random mask, from a seed, a model and the name of a tensor.
+    """The 64-bit key of a random mask, computed from a seed, a model and a tensor name.
 
     `model` is a content fingerprint, so that masks do not depend on aliases.
     """
@@ -57,7 +57,7 @@ def key_words(key: int) -> tuple[int, int]:
 
 
 def threshold(probability: float) -> int:
-    """The bound of a random mask that keeps elements with `probability`: floor(probability * 2^32).
+    """The bound on hashes with which a random mask keeps elements with `probability`: floor(probability * 2^32).
 
     The mask keeps an element if the element's hash is below the bound. The product is exact for a probability rounded
     to six decimals.
@@ -67,7 +67,7 @@ def threshold(probability: float) -> int:
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Hashes (int64) in [0, 2^32) of elements, from a mask's key and the elements' indices `index` (int64).
+    """Hashes in [0, 2^32), as int64, of the elements with the indices `index` (int64), for a random mask's key.
 
     No two elements below index 2^32 have the same hash.
     """

@@ -1,4 +1,4 @@
-"""The merged tensors of a recipe, as one stream for the live engine and for exports.
+"""Computation of a recipe's merged tensors, as one stream for the running engine and for exports.
 
 Names of tensors are those of the merged model in Hugging Face's format.
 """
@@ -48,7 +48,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for a tensor of the shape `shape`, valid until the next call; `name` is not used."""
+        """Memory for a tensor of the shape `shape`, valid until the next call; ignores `name`."""
         size = math.prod(shape)
         if size > self._memory.numel():
             self._memory = self._memory.new_empty(size)
@@ -64,7 +64,7 @@ def merged_tensors(
     into: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
     compiles: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Compute a recipe's merged model tensor by tensor: embedding, layers in order, head; yields (name, tensor).
+    """Compute a recipe's merged model tensor by tensor; yield (name, tensor) for embedding, layers in order, and head.
 
     `bank` has the source weights. A tied output head is left out. With `names`, only the tensors of these names are
     computed.
@@ -143,9 +143,9 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
 def sources_of(
     tensor: MergedTensor, plan: TensorPlan, bank: Bank
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The tensors from which a merged tensor is computed: (the tensors of the sources, the tensor of the base).
+    """The stored tensors from which a merged tensor is computed: (tensors of the sources, tensor of the base).
 
-    The base's tensor is None if the method needs no base. The tensors have their stored dtypes.
+    The base's tensor is None if the method needs no base.
     """
 
     def get(source: Source) -> torch.Tensor:
@@ -157,13 +157,13 @@ def sources_of(
 
 
 def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
-    """The operands of a merged tensor of `plan`, in their stored dtypes, with the statistics that its method uses."""
+    """The operands of a merged tensor of `plan` in their stored dtypes, with the statistics that its method uses."""
     return _Computation.of(tensor, plan, bank).operands(bank)
 
 
 @dataclass(frozen=True)
 class _Computation:
-    """A merged tensor to compute, with the keys of its source tensors in the bank and the statistics of these.
+    """A merged tensor to compute, with the bank keys and the statistics of its source tensors.
 
     `sources` and `base` are (alias, name); `base` is None if the method needs no base. `keys` are the keys of random
     masks, one per source; None if the method draws no masks. The fields from `cosine` to `variances` are statistics of
@@ -298,9 +298,9 @@ class _Computation:
 def _of_whole_models(
     tensor: MergedTensor, recipe: Recipe, bank: Bank, sources: Sequence[Key], base: Key, *, compiles: bool
 ) -> tuple[tuple[Ranked, ...], int | None]:
-    """Statistics of whole models for a merge with `trim: model`: (thresholds for each source, majority).
+    """Statistics of whole models for a merge with `trim: model`: (thresholds for each source, majority sign).
 
-    The majority is None if the method uses no majority sign. Tensors are given as (alias, name).
+    The second is None if the method uses no majority sign. Tensors are given as (alias, name).
     """
     merge = tensor.merge
     masks: list[Mask | None] = [None] * len(sources)

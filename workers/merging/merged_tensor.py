@@ -1,4 +1,4 @@
-"""The description of one merged tensor, before it is computed."""
+"""Descriptions of the merged model's tensors before they are computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MergedTensor", "Piece", "pieces_of"]
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of the merged model that is a part of a stack.
+    """One tensor of the merged model that is a part of a stack, the joined expert matrices of an MoE layer.
 
     A stack joins the matrices of all experts of a layer's mixture of experts in one tensor. The piece consists of the
     rows `start` to `stop` - 1 of one expert's matrix, where `expert` is the index of the expert. `name` is the tensor's
@@ -48,7 +48,7 @@ class MergedTensor:
     pieces: tuple[Piece, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes, by name, of the tensors of the merged model that the result of this merge is split into.
+        """Shapes, by name, of the merged model's tensors into which the result of this merge is split.
 
         A stack (the matrices of all experts of a layer's mixture of experts) is split into its pieces. Any other tensor
         is not split, and its own name and shape are returned.
@@ -69,7 +69,7 @@ class MergedTensor:
 
 
 def pieces_of(model: Checkpoint, name: str, layout: Layout, index: int | None) -> tuple[Piece, ...]:
-    """The tensors of the merged model that the stack `name` of `model` is split into; empty if `name` is not a stack.
+    """The merged model's tensors into which the stack `name` of `model` is split; empty if `name` is not a stack.
 
     A stack is the matrices of all experts of a layer's mixture of experts as one tensor. The pieces are named as in
     layer `index` of the merged model, whose layout is `layout`; `index` is None outside layers.

@@ -1,4 +1,4 @@
-"""Order statistics of a task vector's magnitudes: a small table that narrows any rank to a few elements.
+"""Order statistics of a task vector's magnitudes, found with a small table that leaves only a few candidates.
 
 Elements are ordered by magnitude. Equal magnitudes are ordered by a tie-breaking number, the mark: the hash of the
 element's index (`workers.merging.masks`, with the key 0) times an odd factor that differs between sources, modulo 2^32.
@@ -59,9 +59,9 @@ FEW = 1 << 20
 
 @dataclass(frozen=True, order=True)
 class Threshold:
-    """A place in the order of a tensor's elements by magnitude: the magnitude and the tie-breaking mark of an element.
+    """A magnitude threshold with tie-breaking: the magnitude and the tie-breaking hash ("mark") of one element.
 
-    A mark is a number that orders elements of equal magnitude.
+    Marks order elements of equal magnitude.
     """
 
     magnitude: float
@@ -69,11 +69,11 @@ class Threshold:
 
     @property
     def key(self) -> int:
-        """The threshold as one integer, to compare with the integers that `magnitude_keys` computes for elements."""
+        """The threshold as one integer, comparable with the integers that `magnitude_keys` computes for elements."""
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-        """Which elements of a tensor are at the threshold or above, as bool in the shape of `magnitudes`.
+        """The elements of a tensor that are at the threshold or above it, as bool in the shape of `magnitudes`.
 
         `magnitudes` are the magnitudes of all elements of the tensor. `order` gives the marks of elements with the
         threshold's magnitude.
@@ -88,7 +88,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class TieOrder:
-    """The order of elements of equal magnitude in a tensor: by their marks, which depend on index and `key`.
+    """The order of elements of equal magnitude in a tensor, by hashes ("marks") of their indices and `key`.
 
     With `keeps_equal`, elements of equal magnitude are not ordered but have the same rank, as in recipes of format 1.
     """
@@ -98,18 +98,18 @@ class TieOrder:
 
     @property
     def factor(self) -> int:
-        """The odd factor by which an element's hash is multiplied to give its tie-breaking mark.
+        """The odd factor that multiplies an element's hash to give its tie-breaking mark.
 
-        It is the hash of index 0 with the key `key`, with the last bit set.
+        The factor is the hash of index 0 with the key `key`, with the last bit set.
         """
         return int(hashes(self.key, torch.zeros(1, dtype=torch.int64))) | 1
 
     def marks_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """The tie-breaking marks of the elements at the indices `positions`, as int64 in [0, 2^32)."""
+        """The tie-breaking hashes ("marks") of the elements with the indices `positions`, as int64 in [0, 2^32)."""
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
     def lowest(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold at which the same elements are kept as at `threshold`.
+        """The lowest threshold that keeps the same elements as `threshold`.
 
         Usually the result is `threshold` itself. With `keeps_equal`, when all elements of equal magnitude have the same
         rank, the result is the magnitude of `threshold` with the lowest tie-breaking mark, 0.
@@ -129,7 +129,7 @@ class TieOrder:
 
 @dataclass(frozen=True)
 class Trim:
-    """Two bounds, `low` and `high`, of the threshold of a rank.
+    """Two bounds, `low` and `high`, of the magnitude threshold that keeps a given number of elements.
 
     The threshold of rank n is the magnitude and mark of the n-th largest element. If the bounds are equal, they are the
     threshold. Otherwise the threshold is at an element strictly between the bounds. Fewer than `SPACING` elements are
@@ -144,7 +144,7 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 magnitudes that decide for most elements whether they are below the threshold.
+        """Two float32 magnitudes that decide for most elements whether they reach the threshold.
 
         Elements up to the first magnitude are below the threshold; elements from the second on are at the threshold or
         above. Elements between the two have a magnitude from that of `low` to that of `high`, and can only be decided
@@ -168,7 +168,7 @@ NOTHING = Trim.at(Threshold(float("inf"), LARGEST_MARK))
 
 
 class Ranked(Protocol):
-    """Interface of objects that give the n-th largest magnitude of a tensor, from a table or by selection.
+    """Interface of an object that finds the n-th largest magnitude of a tensor, from a table or by selection.
 
     `num_elements` is the number of elements that are ranked: the elements of the tensor, or of all tensors of its
     model.
@@ -181,14 +181,14 @@ class Ranked(Protocol):
     def num_not_zero(self) -> int: ...
 
     def trim(self, rank: int) -> Trim:
-        """Two bounds of the threshold of the `rank`-th largest magnitude, which may be equal; `rank` begins with 1.
+        """Two bounds, which may be equal, of the threshold of the `rank`-th largest magnitude; `rank` begins with 1.
 
         A threshold is a magnitude with a tie-breaking mark.
         """
         ...
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold of the `rank`-th largest magnitude: the magnitude and the tie-breaking mark of this element.
+        """The exact threshold of the `rank`-th largest magnitude: its magnitude and tie-breaking hash ("mark").
 
         `sizes` are the magnitudes (float32), and `order` orders equal magnitudes. Ranks begin with 1.
         """
@@ -197,7 +197,7 @@ class Ranked(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The magnitudes of a tensor, of which the n-th largest is found by selection, without a table.
+    """Magnitudes of a tensor from which the n-th largest is found by selection, without a table.
 
     `select(n)` finds the element that follows n others in ascending order. `num_zeros` counts the elements that are
     zero.
@@ -212,17 +212,17 @@ class Selection:
         return self.num_elements - self.num_zeros()
 
     def trim(self, rank: int) -> Trim:
-        """The exact threshold of the `rank`-th largest magnitude, as both bounds; ranks begin with 1."""
+        """The exact threshold of the `rank`-th largest magnitude as both bounds; ranks begin with 1."""
         found = self.select(self.num_elements - rank)
         return Trim.at(found.threshold, is_tied=found.num_equal > MOST_LEFT)
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold of the `rank`-th largest magnitude; the arguments `sizes` and `order` are not used."""
+        """The threshold of the `rank`-th largest magnitude; ignores the arguments `sizes` and `order`."""
         return self.trim(rank).high
 
 
 class MagnitudeTable:
-    """Table of a tensor's magnitudes, which narrows the search for the n-th largest to a few elements.
+    """Table of a tensor's magnitudes that limits the search for the n-th largest to a few elements.
 
     It has the `magnitudes` and the tie-breaking `marks` of every 128th element in ascending order, and of the largest
     element. The tensor has `num_elements` elements, of which `num_zeros` are zero.
@@ -243,7 +243,7 @@ class MagnitudeTable:
 
     @classmethod
     def of_ascending(cls, ascending: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
-        """Make the table from all magnitudes of a tensor, which are given in ascending order.
+        """Make the table from all magnitudes of a tensor in ascending order.
 
         The magnitudes are given in pieces: pairs of arrays (magnitudes in float32, tie-breaking marks in uint32). Equal
         magnitudes are in the same piece. There is at least one piece, and no piece is empty. A piece is not used after
@@ -279,7 +279,7 @@ class MagnitudeTable:
         return Trim(low, high, after - 1, is_tied=self._is_tied(cut, cut + 1))
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The exact threshold of the `rank`-th largest magnitude: its element's magnitude and tie-breaking mark.
+        """The exact threshold of the `rank`-th largest magnitude: its magnitude and tie-breaking hash ("mark").
 
         `sizes` are the magnitudes (float32) from which the table was made, and `order` orders equal magnitudes. Ranks
         begin with 1.
@@ -293,7 +293,7 @@ class MagnitudeTable:
         return _threshold(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
 
     def _is_tied(self, first: int, last: int) -> bool:
-        """Whether many elements may have the magnitude of the table's entry `first` or `last`, indices of entries.
+        """Whether many elements may have the magnitude of the table's entry with index `first` or `last`.
 
         The result is True if the entry before `first` has the same magnitude as `first`, or the entry after `last` the
         same magnitude as `last`.
@@ -309,27 +309,27 @@ class MagnitudeTable:
 
 
 class Words(Protocol):
-    """Interface of a tensor's elements as words of 64 bits: the bits of the magnitude, followed by those of the mark.
+    """Interface of a tensor's elements as 64-bit sort keys ("words"): magnitude bits, then tie-breaking bits.
 
-    The magnitude is a float32, and the mark orders equal magnitudes. A prefix is the bits of a word above the last
-    `shift` bits.
+    The magnitude is a float32; the lower bits are the element's mark, which orders equal magnitudes. A prefix is the
+    bits of a word above the last `shift` bits.
     """
 
     def counts(self, prefix: int, shift: int) -> np.ndarray:
-        """The number of words with each value of the 16 bits above the last `shift` bits, int64 [65536].
+        """Histogram of the words by the 16 bits above their last `shift` bits, int64 [65536].
 
         Only words whose bits above these 16 bits are `prefix` are counted.
         """
         ...
 
     def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
-        """The words, uint64, whose bits above the last `shift` bits are `prefix`; there are at most `most`."""
+        """The words (uint64) whose bits above the last `shift` bits are `prefix`; there are at most `most`."""
         ...
 
 
 @dataclass(frozen=True)
 class Selected:
-    """The element that a selection found: its threshold, and the index of its tensor.
+    """The element that a selection found, as a threshold and the index of its tensor.
 
     `num_equal` is the number of elements of all tensors that have the same magnitude.
     """
@@ -340,7 +340,7 @@ class Selected:
 
 
 def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | None = None) -> Selected:
-    """Find the element that exactly `num_smaller` elements of all tensors precede in ascending order.
+    """Find the element of several tensors that exactly `num_smaller` of their elements precede in ascending order.
 
     Elements are ordered by magnitude, then by tie-breaking mark, then by the index of their tensor. Each step is a pass
     over all tensors, and needs the memory of one tensor. `first` are the counts of the first pass (prefix 0, shift 48),
@@ -370,10 +370,10 @@ def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | 
 
 
 def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Threshold:
-    """The threshold of the `rank`-th largest of `sizes`: its magnitude and tie-breaking mark; ranks begin with 1.
+    """The threshold of the `rank`-th largest of the magnitudes `sizes`: its magnitude and tie-breaking hash ("mark").
 
-    `sizes` are magnitudes in float32, and `order` orders equal magnitudes. `table` is an object that returns the n-th
-    largest magnitude; if it is None, the element is searched for among `sizes`.
+    Ranks begin with 1. `sizes` are in float32, and `order` orders equal magnitudes. `table` is an object that returns
+    the n-th largest magnitude; if it is None, the element is searched for among `sizes`.
     """
     if table is not None:
         return table.threshold(rank, sizes, order)
@@ -389,7 +389,7 @@ def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ra
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """Integers that have the order of a tensor's elements by magnitude: int64 in the shape of `sizes`, the magnitudes.
+    """Integers (int64) that order a tensor's elements by magnitude, in the shape of `sizes`, the magnitudes.
 
     Elements are ordered by magnitude in float32, and equal magnitudes by their tie-breaking marks in `order`. With
     `order.keeps_equal`, equal magnitudes have equal integers.

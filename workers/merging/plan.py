@@ -1,4 +1,4 @@
-"""Plans of merges: a recipe checked against a bank, as the list of the merged model's tensors to compute.
+"""Plans of merges: the tensors to compute for a recipe, after checking it against the source models.
 
 This module computes no tensors. Names of tensors are those of the merged model in Hugging Face's format.
 """
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A recipe that was checked against the source models, with the list of all tensors to compute, in order.
+    """A recipe that was checked against the source models, with the ordered list of all tensors to compute.
 
     Functions that accept a recipe also accept its plan for the same bank of source weights, so that a swap of several
     steps makes the plan only once. `aliases` maps the recipe's aliases to those of the bank.
@@ -51,7 +51,7 @@ def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
-    """For each merged tensor, by name, a value that describes how it is computed from the bank's sources.
+    """A hashable description, for each merged tensor by name, of how it is computed from the sources.
 
     Values of several recipes can be compared: tensors with equal values are equal bit for bit.
     """
@@ -80,7 +80,7 @@ def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
 
 
 def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
-    """Plan a recipe as it is stated, including sources that have no influence, such as those with weight 0.
+    """Plan a recipe as stated, including sources without influence, such as those with weight 0.
 
     Gradients need this plan, because they also have derivatives with respect to the coefficients of these sources. The
     merged model is the same as with `plan_tensors`, up to rounding, because sums may have another order. Raises the
@@ -151,7 +151,7 @@ def _part(
 
 
 def named_sources(merge: Merge) -> tuple[Source, ...]:
-    """The sources of a merge, and its base if the merge names its own base."""
+    """The sources of a merge, and its base if the merge names its own."""
     return merge.sources if merge.base is None else (*merge.sources, merge.base)
 
 

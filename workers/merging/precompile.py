@@ -1,4 +1,4 @@
-"""Compilation of the CPU kernels of the most used methods: `python -m workers.merging.precompile`.
+"""Ahead-of-time compilation of the CPU kernels of the most used methods: `python -m workers.merging.precompile`.
 
 `make install` runs it. A kernel is compiled for a rule, a number of sources and a dtype, at its first use, which takes
 seconds; the code is kept on disk (`kernels.compilation`). The command saves no time if the code cannot be kept on disk,
@@ -52,7 +52,7 @@ class Usual:
 
 
 def usual() -> Iterator[Usual]:
-    """Yield the merges whose kernels most users need: merges of two and three sources, in bfloat16 and in float32."""
+    """Yield the merges whose kernels most users need: of two and three sources, in bfloat16 and in float32."""
     for name, numbers in COEFFICIENTS.items():
         uses = PLAIN[name].uses
         for count in NUM_SOURCES:
@@ -65,7 +65,7 @@ def usual() -> Iterator[Usual]:
 
 
 def operands(case: Usual) -> Operands:
-    """Random operands with which the kernel of a merge is compiled, and the statistics that its method uses."""
+    """Random operands for compiling the kernel of a merge, with the statistics that its method uses."""
     generator = torch.Generator().manual_seed(0)
     finest = torch.bfloat16 if case.is_tied else torch.float32
     base = torch.randn(SHAPE, generator=generator).to(finest)

@@ -1,4 +1,4 @@
-"""A cache for statistics of several sources, which keeps the statistics used last, within a share of memory.
+"""Cache, bounded in memory, of the most recently used statistics of several sources.
 
 A search may use any subset of its experts; the tables of all subsets would be larger than the models.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Recent:
-    """Cache of the values that were used last, by key, up to `max_bytes` in total; safe to use from several threads."""
+    """Thread-safe LRU cache of values by key, with at most `max_bytes` in total."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -35,7 +35,7 @@ class Recent:
         self._lock = Lock()
 
     def value(self, key: Hashable, make: Callable[[], T], num_bytes: Callable[[T], int]) -> T:
-        """The cached value of `key`; if it is not cached, `make` computes it, and it is cached.
+        """The cached value of `key`, or the result of `make`, which is then cached.
 
         `num_bytes` gives the size of a value. The values that were used least recently are dropped until all values
         together have at most `max_bytes`.
@@ -72,9 +72,9 @@ def recent_bytes(sources: ResolvedFamily) -> int:
 
 
 def statistics_bytes(sources: ResolvedFamily) -> int:
-    """Bytes of host memory that all cached statistics of a family's sources may take; tables of ranks are not counted.
+    """The most bytes of host memory that cached statistics of a family's sources take, without rank tables.
 
-    The result is the size of the tables of each expert's magnitudes, which are always kept, plus `recent_bytes` for
+    The result is the size of the tables of each expert's magnitudes, which are always cached, plus `recent_bytes` for
     statistics of several sources.
     """
     experts = len(sources.checkpoints) - 1

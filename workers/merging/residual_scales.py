@@ -1,4 +1,4 @@
-"""Scales of layers, folded into the weights of an ordinary checkpoint.
+"""Scales of the residual stream after layers and of MLP outputs, folded into the weights of an ordinary checkpoint.
 
 A layer has two kinds of scales: of the residual stream after the layer, and of the MLP's output, which is added to the
 stream.
@@ -59,7 +59,7 @@ MLP_END = re.compile(
 
 @dataclass(frozen=True)
 class BranchFactors:
-    """The factors by which the scales of layers change one layer of a merge.
+    """The factors on attention and MLP outputs of one layer, by which scales of layers are folded into a merge.
 
     `stream` is one over the product of the scales of all earlier layers: it multiplies the residual stream before the
     layer, and the output of the layer's attention. `mlp` multiplies the output of the layer's MLP.
@@ -69,7 +69,7 @@ class BranchFactors:
     mlp: float = 1.0
 
     def of(self, suffix: str) -> float:
-        """The factor of the layer's tensor `suffix`, a name within the layer; 1 if the tensor is not changed."""
+        """The factor for the layer's tensor `suffix`, a name within the layer; 1 for an unchanged tensor."""
         if MLP_END.fullmatch(suffix):
             return self.mlp
         return self.stream if ATTENTION_END.fullmatch(suffix) else 1.0
@@ -79,7 +79,7 @@ UNSCALED = BranchFactors()
 
 
 def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[BranchFactors, ...]:
-    """For each layer, the factors by which its branches (attention, MLP) are multiplied to fold scales into weights.
+    """The factors on each layer's attention and MLP outputs that fold layer scales into weights.
 
     A layer's scale multiplies the residual stream after the layer. It divides the last weights of the branches of all
     later layers. A layer's MLP scale multiplies the last weights of its own MLP. Raises InvalidRecipe, with the layer,
@@ -120,7 +120,7 @@ def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[B
 
 
 def ends_a_branch(suffix: str) -> bool:
-    """Whether a tensor is the last weight or bias of a branch (attention, MLP) of its layer.
+    """Whether a tensor is the last weight or bias of its layer's attention or MLP.
 
     `suffix` is the tensor's name within the layer.
     """

@@ -1,4 +1,4 @@
-"""Statistics that depend on the sources alone, computed once for many merges: inner products, ranks, order statistics.
+"""Statistics of the sources that are computed once for many merges: inner products, ranks, order statistics.
 
 Tensors on CPU are reduced and sorted by the kernels. The plain methods compute the same numbers in torch, bit for bit,
 when they receive no statistics.
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
-    """Inner products of all pairs of N tensors or, with `base`, of their differences from the base, [N, N].
+    """Inner products [N, N] of all pairs of N tensors or, with `base`, of their differences from the base.
 
     On CPU, a kernel computes them with the bits of `methods.arithmetic.inner_products`.
     """
@@ -52,7 +52,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """The criterion by which Arcee Fusion chooses elements of `second` instead of elements of `first`.
+    """The criterion by which Arcee Fusion takes elements of `second` in place of elements of `first`.
 
     The result is that of `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU
     and have at least one element.
@@ -61,7 +61,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
 
 
 def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """The table that gives the n-th largest of the magnitudes |source - base|, which are float32.
+    """The table from which the n-th largest of the magnitudes |source - base| (float32) is found.
 
     `order` orders equal magnitudes. The tensors have at least one element.
     """
@@ -73,7 +73,7 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 
 
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
-    """An object that gives the n-th largest of the magnitudes |source - base|, which are float32.
+    """An object that selects the n-th largest of the magnitudes |source - base| (float32).
 
     The object selects the n-th largest at each call. On a GPU, and for 2^32 elements or more, it is a table instead.
     `order` orders equal magnitudes. The tensors have at least one element.
@@ -86,7 +86,7 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
 
 
 def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
-    """An object that gives the n-th largest variance of an element between the task vectors.
+    """An object that selects the n-th largest variance of an element between the task vectors.
 
     The object selects the n-th largest at each call. On a GPU, and for 2^32 elements or more, it is a table instead.
     Task vectors are the differences of `sources` from `base`; `order` orders equal variances. The tensors have at least
@@ -100,7 +100,7 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
 
 
 def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """The table that gives the n-th largest variance of an element between the task vectors.
+    """The table from which the n-th largest variance of an element between the task vectors is found.
 
     Task vectors are the differences of `sources` from `base`. Variances are computed as in
     `methods.competition.variance`; `order` orders equal variances. The tensors have at least one element.
@@ -113,7 +113,7 @@ def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: T
 
 
 def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
-    """The sum of the magnitudes |source - base| over a tensor; the differences are rounded to float32."""
+    """The L1 norm of a task vector: the sum of |source - base| over a tensor, with differences rounded to float32."""
     if base.is_cuda or base.numel() == 0:
         return total(torch.abs, source.float() - base.float())
     from workers.merging.kernels.reductions import kept_norms
@@ -137,10 +137,10 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 def _importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The importances at the indices `indices` of the sorted importances; index 0 is the smallest.
+    """The elements' importances in Arcee Fusion at the indices `indices` of their ascending order.
 
-    The importance of an element is the absolute difference of `first` and `second`, times the number of its row in
-    `rows`. The importances are sorted in pieces, which needs little memory.
+    Index 0 is the smallest. The importance of an element is the absolute difference of `first` and `second`, times the
+    number of its row in `rows`. The importances are sorted in pieces, which needs little memory.
     """
     from workers.merging.kernels.sorting import ascending_importances
 

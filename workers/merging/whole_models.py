@@ -1,4 +1,4 @@
-"""Statistics of whole task vectors, over all tensors of a model: thresholds of magnitudes and the majority sign.
+"""Statistics of task vectors over all tensors of a model: magnitude thresholds and the majority sign.
 
 Merges with `trim: model` use them. Every tensor of the merged model counts, including the embedding and the output head
 (with the rows of the merged vocabulary), tensors that a recipe merges by another method, and elements that an expert
@@ -39,7 +39,7 @@ COMPILED = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class ModelTensor(NamedTuple):
-    """One tensor of an expert and of its base; `order` orders elements of equal magnitude.
+    """One tensor of an expert and the same tensor of its base; `order` orders elements of equal magnitude.
 
     `mask` is the density and the key of a random mask (DARE); None is no mask. With a mask, the task vector is divided
     by the density where the mask keeps an element, and zero elsewhere.
@@ -51,7 +51,7 @@ class ModelTensor(NamedTuple):
     mask: tuple[float, int] | None = None
 
     def task_vector(self) -> torch.Tensor:
-        """The tensor's task vector after the mask, in float32."""
+        """The tensor's task vector after the random mask, in float32."""
         source, base = self.source.float(), self.base.float()
         if self.mask is None:
             return source - base
@@ -61,7 +61,7 @@ class ModelTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelMagnitudes:
-    """The thresholds of one tensor for ranks among all tensors of its model; it implements `Ranked`.
+    """The magnitude thresholds of one tensor for ranks among all elements of its model; it implements `Ranked`.
 
     `num_elements` is the number of elements of the model. `trims` has the threshold of each rank that a merge uses.
     """
@@ -74,16 +74,16 @@ class ModelMagnitudes:
         raise NotImplementedError("zeros of whole models are not counted")
 
     def trim(self, rank: int) -> Trim:
-        """The threshold of this tensor at which the model keeps `rank` elements, as lower and upper bound."""
+        """The tensor's threshold at which the whole model keeps `rank` elements, as lower and upper bound."""
         return self.trims[rank]
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold of this tensor at which the model keeps `rank` elements; `sizes` and `order` are not used."""
+        """The tensor's threshold at which the whole model keeps `rank` elements; ignores `sizes` and `order`."""
         return self.trims[rank].high
 
 
 class WholeTaskVector:
-    """The task vector of an expert, all tensors together, whose n-th largest magnitude is found by selection.
+    """The task vector of an expert over all tensors, whose n-th largest magnitude is found by selection.
 
     `names` are the names of its tensors and `num_elements` their number of elements; `read` returns a tensor by its
     name. The result for each rank is kept, and the counts of the first pass, which take 512 KiB. So the first rank
@@ -105,7 +105,7 @@ class WholeTaskVector:
         return 0 if self._first is None else self._first.nbytes
 
     def of_tensor(self, name: str, order: TieOrder, ranks: Iterable[int]) -> ModelMagnitudes:
-        """Thresholds for the tensor `name` with which the model's task vector keeps its largest elements.
+        """Thresholds of the tensor `name` at which the model's whole task vector keeps its largest elements.
 
         There is one threshold for each number in `ranks`, which is the number of elements, at least 1, that are kept in
         all tensors together. `order` orders the tensor's elements of equal magnitude.
@@ -132,7 +132,7 @@ class WholeTaskVector:
 
 
 def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: Sequence[ModelMagnitudes]) -> int:
-    """Number of elements of one tensor with a positive elected sign, minus the number with a negative one.
+    """The number of a tensor's elements with a positive elected sign, minus those with a negative one.
 
     The signs are elected among the task vectors of `tensors`, one for each expert, which are trimmed to `shares` of
     whole models. `known` has the thresholds of the trimming.
@@ -142,7 +142,7 @@ def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: S
 
 
 class _Words:
-    """The words of one tensor, which is read for each pass; it implements `order_statistics.Words`."""
+    """The 64-bit sort keys (`order_statistics.Words`) of a tensor's elements; each pass reads the tensor again."""
 
     def __init__(self, name: str, read: Callable[[str], ModelTensor], *, compiles: bool) -> None:
         self._name = name
@@ -167,7 +167,7 @@ class _Words:
 
 
 class _PlainWords:
-    """The words of one tensor by plain torch, on any device; it implements `order_statistics.Words`."""
+    """The 64-bit sort keys (`order_statistics.Words`) of a tensor's elements, computed by PyTorch on any device."""
 
     def __init__(self, tensor: ModelTensor) -> None:
         self._sizes = tensor.task_vector().abs_().flatten()
@@ -188,7 +188,7 @@ class _PlainWords:
         return words
 
     def _found(self, prefix: int, shift: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the elements whose words have the bits `prefix` above the last `shift` bits: (bits, indices).
+        """Yield the elements whose sort keys have the bits `prefix` above the last `shift` bits, as (bits, indices).
 
         The bits are the bits of the elements' magnitudes, as int32 without the sign. Marks are computed only if
         `prefix` contains bits of marks.

@@ -1,4 +1,4 @@
-"""Coefficient gradients: derivatives of the loss on reference answers with respect to the coefficients of a merge.
+"""Coefficient gradients: derivatives of the loss on reference answers with respect to a merge's coefficients.
 
 The merge is computed by the same code as for engines and written into a transformers model, and one backward pass gives
 the gradient of each merged tensor. Each gradient is reduced to one number per coefficient as soon as it is computed,
@@ -53,17 +53,17 @@ log = logging.getLogger(__name__)
 
 
 class CoefficientGradients:
-    """Computes losses of merges of one family, and their derivatives with respect to the merges' coefficients.
+    """Computes losses of a family's merges, and their derivatives with respect to the merges' coefficients.
 
     Merges are written, one at a time, into a transformers model, which is replaced if a merge has other layers. `tasks`
     has the task of each objective; all tasks must have right answers (`references.lack_of_references`). `options` are
     the options of the study's engines, which define prompts and dtype. float32 replaces float16, in which gradients
     vanish. Sums over tensors are in float32 or finer. `placement` is the place where the source weights are kept.
-    `device` computes; it is not looked for, because a GPU that this process sees may be an engine's. `recomputes` saves
-    the memory of activations, and takes a third more time. If a GPU is full, forward passes have fewer tokens from then
-    on, and then activations are recomputed; both change only the rounding of sums. Equal calls give equal bits on the
-    same device with the same number of threads, independent of earlier calls, as long as no GPU is full. All arguments
-    are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
+    `device` is where the model computes; it must be given, because a GPU that this process sees may be an engine's.
+    `recomputes` saves the memory of activations, and takes a third more time. If a GPU is full, forward passes have
+    fewer tokens from then on, and then activations are recomputed; both change only the rounding of sums. Equal calls
+    give equal bits on the same device with the same number of threads, independent of earlier calls, as long as no GPU
+    is full. All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class CoefficientGradients:
         self._held: dict[str, Hashable] = {}  # how each tensor that the model holds was computed
 
     def set_completions(self, completions: Completions) -> None:
-        """Set the completions on which losses may be measured in place of the tasks' right answers.
+        """Set the completions that may replace the tasks' right answers as targets of losses.
 
         `completions` has their token ids, by objective and sample position, and replaces all earlier ones. The losses
         of an objective are divided by the mean number of scored tokens of its completions. Raises InvalidTask for an
@@ -121,7 +121,7 @@ class CoefficientGradients:
         completions: Collection[str] = (),
         by_scales: bool = False,
     ) -> GradientResult:
-        """The mean loss of each objective over its samples in `batch`, and the derivatives of their weighted sum.
+        """The mean loss of each objective over its samples in `batch`, and the derivatives of the losses' weighted sum.
 
         The sum is sum_o weights[o] loss_o over the objectives o. The derivatives are with respect to every coefficient
         that a merge of `recipe` states and for which its method is differentiable. With `by_scales` there is also a
@@ -198,7 +198,7 @@ class CoefficientGradients:
         return self._within_memory(read)
 
     def _within_memory(self, compute: Callable[[], T]) -> T:
-        """Call `compute`, and again with less memory for as long as the GPU is full; return its result.
+        """Call `compute`, repeat it with less memory while the GPU is full, and return its result.
 
         Raises InvalidModel if the GPU has too little memory for a forward pass of `LEAST_TOKENS` tokens whose
         activations are recomputed.
@@ -233,7 +233,7 @@ class CoefficientGradients:
             )
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """The targets from which the losses of the samples in `batch` are computed, by objective.
+        """The texts and right answers from which the losses of the samples in `batch` are computed, by objective.
 
         For the objectives in `completions`, a target is a completion given to `set_completions`; for all other
         objectives it is the task's right answer. Raises ValueError for an unknown objective, and for a position without
@@ -254,7 +254,7 @@ class CoefficientGradients:
         return found
 
     def _fit(self, recipe: Recipe) -> None:
-        """Replace the model by one with the layers of the merge of `recipe`, unless the model has these layers."""
+        """Replace the transformers model unless it has the layers of the merge of `recipe`."""
         if self.model.holds(recipe, self.bank):
             return
         device = self.model.device
@@ -296,7 +296,7 @@ class CoefficientGradients:
 
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
-        """Context manager in which each gradient is passed to one of `reducers` when it is computed, and then freed.
+        """Context manager in which each gradient is passed to its reducer as soon as it is computed, and then freed.
 
         A reducer adds up the derivatives with respect to the coefficients of one merged tensor; `reducers` are by the
         tensor's name. No gradients are computed for parameters without a reducer.
@@ -319,7 +319,7 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """Targets of one objective's samples, by position, and the number `unit` by which their losses are divided.
+    """The loss targets of one objective's samples by position, with the number by which the losses are divided.
 
     A target has the texts from which a loss is computed. `unit` is the mean size of the task's samples
     (`References.unit`), or of the completions that replace right answers.
@@ -336,7 +336,7 @@ def _samples(batch: Batch, targets: Mapping[str, _Targets]) -> list[tuple[str, T
 def _by_objective(
     batch: Batch, losses: Sequence[float], targets: Mapping[str, _Targets]
 ) -> dict[str, tuple[float, ...]]:
-    """Group the losses of samples by objective, each divided by the objective's unit, to compare objectives.
+    """Group the losses of samples by objective, each divided by its objective's unit to be comparable.
 
     `losses` are in the order of `batch`.
     """
@@ -345,11 +345,11 @@ def _by_objective(
 
 
 class _Reducer:
-    """Adds up the derivatives of the loss with respect to the coefficients of one merged tensor.
+    """Accumulates the derivatives of the loss with respect to the coefficients of one merged tensor.
 
     The derivatives are computed from gradients of the loss with respect to the tensor. `stated` are the coefficients.
-    `merged` is the computed tensor, or None. If it is given, the inner products of gradient and tensor are added up
-    too, in `along`; the derivatives with respect to layer scales follow from them.
+    `merged` is the computed tensor, or None. If it is given, the inner products of gradient and tensor are also
+    accumulated, in `along`; the derivatives with respect to layer scales follow from them.
     """
 
     def __init__(
@@ -380,7 +380,7 @@ class _Reducer:
 
 
 def _reduce(wanted: Sequence[tuple[ParameterPart, _Reducer]], leaf: torch.Tensor) -> None:
-    """Pass each part of a parameter's gradient to its reducer, and free the gradient.
+    """Pass each part of a parameter's gradient to the reducer of its merged tensor, and free the gradient.
 
     `leaf` is the parameter. `wanted` has its parts that are merged tensors, each with the reducer that adds up the
     tensor's derivatives.
@@ -425,9 +425,9 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager in which torch uses deterministic algorithms, whose results do not depend on timing.
+    """Context manager in which torch uses deterministic algorithms only, where it has them.
 
-    torch warns about operations for which it has no such algorithm.
+    torch warns about operations for which it has no deterministic algorithm.
     """
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic

@@ -1,4 +1,4 @@
-"""Losses by teacher forcing: targets are grouped into minibatches of similar length, with one forward pass for each."""
+"""Losses by teacher forcing, with one forward pass for each minibatch of targets of similar length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelOfLogits(Protocol):
 
 
 def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the indices of the targets that one forward pass takes together; the shortest targets come first.
+    """Yield the indices of the targets in each forward pass's minibatch, the shortest targets first.
 
     A target has the texts from which the loss of a sample is computed. A minibatch has at most `max_tokens` tokens with
     padding, or a single target.
@@ -48,7 +48,7 @@ def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int
 
 
 def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tensor:
-    """The loss of each target (the texts of one sample) by one forward pass of the model, in float32: [len(targets)].
+    """The loss of each target (the texts of one sample) from one forward pass of the model, in float32: [len(targets)].
 
     The losses have gradients if gradients are enabled in torch.
     """
@@ -115,9 +115,9 @@ def _of_targets(targets: Sequence[Target], of_rows: torch.Tensor) -> torch.Tenso
 
 
 def _padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join rows of numbers to one matrix, padded with zeros to the longest row.
+    """Concatenate rows of numbers to one matrix, padded with zeros to the longest row, and its mask.
 
-    Also returns a mask, bool of the same shape, which is False for padding.
+    The mask, bool of the same shape, is False for padding.
     """
     width = max(map(len, rows))
     filled = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

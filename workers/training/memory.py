@@ -1,4 +1,4 @@
-"""Keeps freed memory in the process for its next training step, if the C library is glibc."""
+"""Setting of glibc's allocator with which a process keeps freed memory for its next training step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAPPED = 32 << 20  # bytes above which an allocation is a separate mapping, whic
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep up to 128 MB of freed memory for later steps, and return whether it does.
+    """Make glibc keep up to 128 MB of this process's freed memory for later steps; return whether it does.
 
     If a training step frees each gradient after its use, no memory is in use at the end of the heap after the step.
     glibc then returns the memory of the step's activations to the system, and in the next step every page causes a page

@@ -1,6 +1,6 @@
 """A transformers model into which merges are written in place, and whose parameters have gradients.
 
-It knows which parameter each merged tensor belongs to, but nothing about merges or losses.
+The module knows to which parameter each merged tensor belongs, but nothing about merges or losses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANDOM = ("drop", "jitter")
 
 @dataclass(frozen=True, eq=False)
 class ParameterPart:
-    """The part of a model's parameter that is one merged tensor.
+    """The part of a model's parameter that corresponds to one merged tensor.
 
     It is the whole parameter (`leaf`) if `expert` is None. Otherwise the parameter joins a matrix of all experts of a
     mixture of experts, and the part is rows `start` to `stop` - 1 of the expert with this index.
@@ -41,7 +41,7 @@ class ParameterPart:
     stop: int = 0
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same part of the tensor `whole`, which has the parameter's shape, such as the parameter's gradient."""
+        """The same part of the tensor `whole`, such as the parameter's gradient, which has the parameter's shape."""
         return whole if self.expert is None else whole[self.expert, self.start : self.stop]
 
 
@@ -81,13 +81,13 @@ class TrainableModel:
             self.recompute()
 
     def recompute(self) -> None:
-        """From now on, compute the activations within layers again in the backward pass."""
+        """Enable activation checkpointing: from now on, recompute activations within layers in the backward pass."""
         # transformers does so in training mode only. Nothing is random in it: see `_settled`.
         self.module.train()
         self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
     def holds(self, recipe: Recipe, bank: Bank) -> bool:
-        """Whether the merge of `recipe` can be written into this model: whether it has the same kinds of layers."""
+        """Whether the merge of `recipe` can be written into this model, which requires the same kinds of layers."""
         return _of_layers(recipe, bank) == self._of_layers
 
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
@@ -102,14 +102,14 @@ class TrainableModel:
 
 
 def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
-    """The fields of a merge's configuration that differ from the base's because of the merge's layers."""
+    """The fields of a merge's configuration that differ from the base's because the merge has other layers."""
     config = merged_config(recipe.canonical(), bank.base, bank.views(recipe.models), dtype="float32")
     base = bank.base.config
     return {key: value for key, value in config.items() if key not in OF_DTYPE and base.get(key) != value}
 
 
 def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
-    """For each tensor of a merge, by name, the tensor of the base that the model holds in its place at first.
+    """The name of the base tensor that initialises each tensor of a merge, by the tensor's name.
 
     The layers are those of the merge `like`; if it is None, they are the base's.
     """
@@ -128,7 +128,7 @@ def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
 
 
 def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layers: Mapping[str, Any]) -> Any:
-    """Make a transformers model of the base's tensors in `bank`.
+    """Make a transformers model from tensors of the base in `bank`.
 
     `origins` has the name in the base of each of the model's tensors; `of_layers` are the fields of its configuration
     that differ from the base's. Its parameters are copies, because otherwise transformers would use the bank's memory.
@@ -169,7 +169,7 @@ def _attention(config: Any) -> str | None:
 
 
 def _parts(module: Any, bank: Bank, dtype: torch.dtype, origins: Mapping[str, str]) -> dict[str, ParameterPart]:
-    """For every merged tensor, by name, the part of a parameter of `module` that is this tensor.
+    """The part of a parameter of `module` that corresponds to each merged tensor, by the tensor's name.
 
     A part is found by the tensor's name or, if this fails, by its values. Therefore the model must hold the base's
     weights, in `dtype`; `origins` has the name in the base of each tensor. Raises InvalidModel if a part is not found,
@@ -199,13 +199,13 @@ def _parts(module: Any, bank: Bank, dtype: torch.dtype, origins: Mapping[str, st
 
 
 def _layer(name: str) -> str | None:
-    """The number of the layer in a tensor's name, as text; None if the name has no number."""
+    """The layer's index in a tensor's name, as text; None if the name has no index."""
     found = re.search(r"\.(\d+)\.", name)
     return found[1] if found else None
 
 
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
-    """Yield the parts of `parameters` that have the same values as a tensor.
+    """Yield the parts of `parameters` whose values equal those of a given tensor.
 
     A part is a whole parameter, or the rows of one expert of a mixture of experts. This search is needed if
     transformers gives a parameter another name than the stored tensor has, or joins the matrices of a mixture's experts

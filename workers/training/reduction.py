@@ -1,8 +1,8 @@
-"""Conversion of a merged tensor's gradient into derivatives with respect to the coefficients of its merge.
+"""Derivatives with respect to a merge's coefficients, from the gradient with respect to a merged tensor.
 
 For a sum of task vectors a derivative is the inner product of gradient and task vector, computed without holding the
-task vector. Other methods are differentiated through their plain function, which needs memory for several tensors of
-this size.
+task vector. Other methods are differentiated through their function in PyTorch, which needs memory for several tensors
+of this size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """The coefficients that a tensor's merge states and with respect to which its method is differentiable.
+    """The coefficients of a tensor's merge with respect to which its method is differentiable.
 
     The result is empty for an unchanged source, which is constant. Raises InvalidRecipe, naming the method, if the
     method is differentiable with respect to no coefficient, or has several layers of one model among its sources.
@@ -70,13 +70,13 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The inner product of two tensors, computed in float32 for each chunk and added over the chunks in float64."""
+    """The inner product of two tensors, computed in float32 within chunks and summed over chunks in float64."""
     parts = zip(torch.split(first.flatten(), CHUNK), torch.split(second.flatten(), CHUNK), strict=True)
     return math.fsum(float(one.float() @ other.float()) for one, other in parts)
 
 
 def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient: torch.Tensor) -> Derivatives:
-    """The derivatives of a loss with respect to the weights of the method `linear`.
+    """The derivatives of a loss with respect to the weights of the merge method `linear`.
 
     The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. With respect
     to w_j, the derivative is <G, theta_j - m> / W, where G is the gradient of the loss with respect to m. Differences
@@ -100,7 +100,7 @@ FUSED: Mapping[str, Callable[[Tensors, torch.Tensor | None, Merge, torch.Tensor]
 
 
 def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> torch.Tensor:
-    """The inner products <`gradient`, tensor - `base`> for each of N `tensors`, in float64: [N]."""
+    """The inner products of `gradient` with the difference of each of N `tensors` from `base`, in float64: [N]."""
     every = [gradient, *tensors, base]
     if gradient.device.type == "cpu" and all(each.is_contiguous() and each.dtype in STORED for each in every):
         from workers.merging.kernels.reductions import projections
@@ -119,8 +119,8 @@ def _through_the_function(
 ) -> Derivatives:
     """The derivatives of the loss with respect to the coefficients of a merge, by automatic differentiation.
 
-    The merge is computed by the method's plain function. `gradient` is the gradient of the loss with respect to the
-    merged tensor. `per_model` says for each coefficient, by name, whether it has a value for each source.
+    The merge is computed by the method's function in PyTorch. `gradient` is the gradient of the loss with respect to
+    the merged tensor. `per_model` says for each coefficient, by name, whether it has a value for each source.
     """
     leaves = {
         name: [

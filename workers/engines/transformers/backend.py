@@ -25,11 +25,11 @@ ATTENTION = "eager"
 
 
 class Reference:
-    """A transformers model in float32 that completes prompts greedily, and records how clear each choice was.
+    """A float32 transformers model that completes prompts greedily and records the margin of each chosen token.
 
-    `gaps` has these records: it maps the token ids of a prompt to one (text so far, gap) for each generated token. The
-    gap is the difference between the two largest log-probabilities in the token's place. If `model` is given, it is
-    used instead of the model in `directory`, which then needs only the tokenizer and the configuration.
+    `gaps` maps the token ids of a prompt to one (text so far, gap) for each generated token. The gap is the margin: the
+    difference between the two largest log-probabilities at the token's position. If `model` is given, it is used
+    instead of the model in `directory`, which then needs only the tokenizer and the configuration.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
@@ -47,7 +47,7 @@ class Reference:
     def generate(
         self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
     ) -> list[Completion]:
-        """Generate greedy completions; `finished` gets each with its index, after its batch (`prompts.Backend`).
+        """Generate greedy completions; `finished` gets each completion with its index when its batch is done.
 
         Raises InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be
         repeated.
@@ -129,14 +129,14 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """The gap of each token of `completion`: the largest log-probability at its place, minus that of the token."""
+    """The largest log-probability at the position of each token of `completion`, minus the token's own."""
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
     return [float(gap) for gap in scores.amax(-1) - chosen]
 
 
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
-    """The typical difference between two lists of log-probabilities; NaN if one of them contains NaN.
+    """The difference of two lists of log-probabilities: root mean square or maximum; NaN if one contains NaN.
 
     `dtype` is the engine's dtype. For "float32" the result is the largest difference. For dtypes of 16 bits it is the
     root mean square of the differences, because the rounding errors of a whole model, small on average, change single
@@ -156,13 +156,13 @@ def whole_characters(text: str) -> str:
 
 @torch.inference_mode()
 def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities [num_tokens, vocabulary] of the next token after each of `tokens`, by a transformers model."""
+    """A transformers model's log-probabilities [num_tokens, vocabulary] of the next token after each of `tokens`."""
     logits = _checked(model(input_ids=torch.tensor([list(tokens)])).logits[0], 1)
     return logits.float().log_softmax(-1)
 
 
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
-    """Return `logits` unchanged. Raises EvidenceMismatch if they contain NaN or are infinite.
+    """Return `logits` unchanged; raise EvidenceMismatch if they contain NaN or are infinite.
 
     An engine scores nothing with logits that are not finite. If transformers computes such logits for a merge that the
     engine has scored, engine and transformers contradict each other. `num_prompts` is for the message.

@@ -1,4 +1,4 @@
-"""A merge as a transformers model."""
+"""Construction of a merge as a transformers model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["merged_model"]
 
 
 def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
-    """Compute the merge of `recipe` as a transformers model on CPU.
+    """Compute the merge of `recipe`, and return it as a transformers model on CPU.
 
     The number of layers may differ from the base's. The weights are rounded to `dtype`; the model computes in float32.
     The recipe's alignments are applied to the inputs of their layers. Memory is needed for one copy of the weights.

@@ -1,4 +1,4 @@
-"""Outlines of models: names and shapes of their tensors from their configurations alone, without weights.
+"""Outlines of models: the names and shapes of their tensors, computed from their configurations without weights.
 
 An outline is a metadata-only snapshot (`remote.snapshots`), so that every check of sizes works on it. Its weights
 cannot be downloaded.
@@ -31,11 +31,12 @@ DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF1
 
 
 def outline(model: str) -> str:
-    """A directory with the model's small files, and the header that its weights would have.
+    """Make a directory with a model's small files and the safetensors header that its weights would have.
 
     `model` is a directory or a hub id. Of a hub model only small files are downloaded, or taken from the hub client's
-    cache. Models whose weights are here, adapters and models in object stores are returned as they are. Raises
-    InvalidModel if there is no configuration, or none of a causal language model that transformers knows.
+    cache. For models whose weights are on this machine, adapters and models in object stores, `model` itself is
+    returned. Raises InvalidModel if the configuration is missing, or is not one of a causal language model that
+    transformers knows.
     """
     if is_object_url(model):
         return model
@@ -43,7 +44,7 @@ def outline(model: str) -> str:
     if is_adapter(directory) or is_metadata_only(directory) or any(directory.glob("*.safetensors")):
         return model
     if not (directory / CONFIG).is_file():
-        raise InvalidModel((f"{model}: no {CONFIG}, from which its size would follow",))
+        raise InvalidModel((f"{model}: no {CONFIG}, which determines its size",))
     header = json.dumps(_tensors(directory, model)).encode()
     header = len(header).to_bytes(8, "little") + header
     size = len(header) + max(end for _, end in (each["data_offsets"] for each in json.loads(header[8:]).values()))
@@ -76,7 +77,7 @@ def _small_files_of(model: str) -> Path:
 
 
 def _tensors(directory: Path, model: str) -> dict[str, Any]:
-    """The safetensors header of the model, as its configuration has it."""
+    """The safetensors header that follows from the model's configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

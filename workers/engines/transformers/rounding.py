@@ -1,4 +1,4 @@
-"""How far the rounding errors of float32 move the log-probabilities of single tokens.
+"""Bounds on how much rounding errors of float32 change the log-probabilities of single tokens.
 
 Engine and transformers compute the same sums in other orders. For nearly all tokens their log-probabilities then differ
 by less than 1e-4. A few tokens are unstable: where attention or a prediction depends on numbers that nearly cancel,
@@ -33,7 +33,7 @@ MOST_SHARE = 0.02
 
 
 def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
-    """The largest difference of each token's log-probability that rounding errors of float32 explain, at most `MOST`.
+    """The largest difference of each token's log-probability that float32 rounding explains, at most `MOST`.
 
     The result has a bound for each token except the first. `model` is a transformers model in float32. The random
     errors are the same at every call.
@@ -50,7 +50,7 @@ def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
 def explained(
     ours: Sequence[float], theirs: Sequence[float], bounds: Sequence[float], *, tolerance: float
 ) -> tuple[float, int]:
-    """The largest difference that rounding errors do not explain, and the number of differences that they explain.
+    """The largest difference that rounding does not explain, and the number of differences that it does explain.
 
     `ours` and `theirs` are the log-probabilities of the same tokens by the engine and by transformers, and `bounds` are
     those of `rounding_bounds`. Only differences above `tolerance` need an explanation. If more than a few do, none is
@@ -66,7 +66,7 @@ def explained(
 
 @contextmanager
 def _with_errors(model: Any, seed: int) -> Iterator[None]:
-    """Context manager in which the output of every module without submodules has random errors."""
+    """Context manager that adds random errors to the output of every module without submodules."""
     draw = torch.Generator().manual_seed(seed)
 
     def add(module: Any, given: Any, output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Verification: plain transformers scores an exported checkpoint again, and the samples are compared.
+"""Verification: plain transformers scores an exported checkpoint again, and the results are compared with the engine's.
 
 Users get this checkpoint, so the comparison covers all steps behind a score: merge, swap, scoring and export. Samples
 are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities within the
@@ -50,7 +50,7 @@ def verify(
     evaluator: TaskEvaluator | None = None,
     model: Any = None,
 ) -> VerificationReport:
-    """Score `spans` on the exported checkpoint in `directory` with transformers, and compare with the stored `samples`.
+    """Score `spans` with transformers on the exported checkpoint in `directory`, and compare with the stored `samples`.
 
     A merge that cannot be stored as a checkpoint is given as `model`; then `directory` contains its tokenizer and
     configuration. `evaluator` provides the tokenized requests; without it, they are built with the exported tokenizer.
@@ -97,10 +97,10 @@ def verify(
 def nothing_to_compare(
     directory: str | Path, evaluator: TaskEvaluator, spans: Sequence[Span], *, depth: float = 1.0
 ) -> str | None:
-    """The reason why a merge cannot be verified, such as its tasks or too little memory; None if it can be verified.
+    """Reason why a merge cannot be verified, such as its tasks or too little memory; None if it can be.
 
     Only samples of tasks with greedy completions or with options can be compared. `depth` is the merge's number of
-    layers divided by that of the checkpoint in `directory`; the memory that is needed grows with it.
+    layers divided by that of the checkpoint in `directory`; the required memory grows with it.
     """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
@@ -117,7 +117,7 @@ def nothing_to_compare(
 def texts_to_read(
     evaluator: TaskEvaluator, samples: Iterable[SampleResult], spans: Iterable[Span]
 ) -> tuple[Tokens, ...]:
-    """The texts whose log-probabilities engine and transformers compare token by token, as token ids.
+    """The texts, as token ids, whose log-probabilities are compared token by token between engine and transformers.
 
     Each text is a prompt followed by the first option or by the completion in `samples`, cut to the length that the
     engine reads. The texts are from the first TEXTS_READ samples of each span whose task is greedy.
@@ -137,7 +137,7 @@ def texts_to_read(
 
 @dataclass(frozen=True)
 class _Pair:
-    """One sample in two versions: as the engine scored it (`stored`), and as transformers scores it (`expected`).
+    """One sample as the engine scored it (`stored`) and as transformers scores it (`expected`).
 
     `requests` are the sample's tokenized requests: one or several prompts to complete, or the options of a multiple
     choice.
@@ -193,7 +193,7 @@ class _Comparison:
                 )
 
     def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
-        """Record the difference between log-probabilities of a sample: of options, or of the tokens of `text`."""
+        """Record how much the log-probabilities of a sample differ: of its options, or of the tokens of `text`."""
         apart = _finite(typical_difference(ours, theirs, dtype=self._dtype))
         if self._dtype == "float32" and self.tolerance < apart < FAR and text:
             bounds = rounding_bounds(self.reference.model, text)
@@ -203,7 +203,7 @@ class _Comparison:
         self.num_logprobs += len(ours)
 
     def difference(self, pair: _Pair) -> SampleDifference | None:
-        """The difference between the answers of engine and transformers to one sample; None if they are equal.
+        """The difference between the engine's and transformers' answers to one sample; None if they are equal.
 
         The difference counts as larger than rounding explains if the log-probabilities differ by more than the
         tolerance, or if answers differ although no token is unclear. The method `read` must have been called before.
@@ -233,11 +233,11 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """How the completions of engine and transformers differ: in "tokens" or only in "text", and with which gap.
+        """How two completions of a sample differ: ("tokens" or "text", log-probability gap); None if they are equal.
 
         A gap is a difference of log-probabilities by transformers. For "tokens" it is the largest amount by which a
         token of the engine's completion is less likely than the likeliest token in its place. For "text" it is the gap
-        between the two likeliest tokens where the texts begin to differ. Returns None if the completions are equal.
+        between the two likeliest tokens where the texts begin to differ.
         """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:
@@ -248,7 +248,7 @@ class _Comparison:
         return None
 
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
-        """The largest gap of a token of `completion`: how much less likely it is than the likeliest token in its place.
+        """The largest gap between a token of `completion` and the likeliest token at its position.
 
         The gap is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
         token that the exported model lacks.
@@ -258,7 +258,7 @@ class _Comparison:
         return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
 
     def _gap_of_text(self, pair: _Pair) -> float:
-        """The gap between transformers' two largest log-probabilities at the token where two texts begin to differ.
+        """The gap between transformers' two likeliest tokens at the position where two texts begin to differ.
 
         The texts are the completion by transformers and the stored completion by the engine.
         """
@@ -279,7 +279,7 @@ def _finite(difference: float) -> float:
 
 
 def _legible(text: str) -> str:
-    """Copy of a text without replacement characters (U+FFFD), whose number depends on how the text was decoded."""
+    """The text without replacement characters (U+FFFD), whose number depends on how the text was decoded."""
     return text.replace("\ufffd", "")
 
 

@@ -1,4 +1,4 @@
-"""The vLLM engine that holds one merge after another. Only this package imports vLLM.
+"""The vLLM engine, whose weights are replaced in place by one merge after another. Only this package imports vLLM.
 
 - `engine`: start vLLM, swap merges, generate, read log-probabilities
 - `readings`: the prompts that an engine reads for the log-probabilities of continuations
@@ -12,7 +12,7 @@
 - `checksum`: a checksum of all parameters
 - `plugin`: vLLM's entry point, which keeps plain weights next to packed ones
 - `support`: whether vLLM can run a model, according to its configuration
-- `capabilities`: the process that asks vLLM for `support`
-- `startup`: options and sizes with which an engine is started
+- `capabilities`: the process that asks vLLM which models it can run, for `support`
+- `startup`: options and memory sizes with which an engine is started
 - `paths`: engines whose merges have any number and order of layers
 """

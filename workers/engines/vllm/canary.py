@@ -1,7 +1,8 @@
-"""The canary compares an engine's log-probabilities of fixed prompts with those of transformers on the same merge.
+"""The canary: a check that compares an engine's log-probabilities of fixed prompts with those of transformers.
 
-A wrong swap gives wrong scores without any error; this comparison detects it. The tolerance is measured for each model:
-how much rounding to the engine's dtype changes the base model's log-probabilities in transformers.
+Both use the same merge. A wrong swap gives wrong scores without any error; this comparison detects it. The tolerance is
+measured for each model: how much rounding to the engine's dtype changes the base model's log-probabilities in
+transformers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ MAX_STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements on the base model by which a canary decides whether an engine agrees with transformers.
+    """Measurements on the base model from which a canary decides whether an engine agrees with transformers.
 
     `base` has the log-probabilities that transformers computes in float32. `dtype` is the engine's dtype. `rounding` is
     the root mean square by which these log-probabilities change when the weights are rounded to `dtype`. It is None for
@@ -60,7 +61,7 @@ class Calibration:
 
     @property
     def tolerance(self) -> float:
-        """The largest difference between log-probabilities of an engine and of transformers that rounding explains.
+        """The largest difference between an engine's and transformers' log-probabilities that rounding explains.
 
         The `typical_difference` of the two lists is compared with it. It is a multiple of `rounding`, with a lower
         bound for each dtype, or a constant for each dtype if `rounding` is None.
@@ -70,7 +71,7 @@ class Calibration:
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """Estimate the share of the base model in an engine's log-probabilities, and the share that rounding explains.
+        """Estimate how much of the base model remains in an engine's log-probabilities, and how much rounding explains.
 
         `ours` are the engine's log-probabilities, `theirs` those of the merge by transformers. The share is 0 if `ours`
         equals `theirs`, and 1 if `ours` equals the base model's. It is a least squares estimate, which averages the
@@ -94,7 +95,7 @@ class Calibration:
         of: str,
         bounds: Callable[[], Sequence[float]] | None = None,
     ) -> float:
-        """Compare log-probabilities of an engine with those of transformers, and return their typical difference.
+        """Compare an engine's log-probabilities with those of transformers, and return their typical difference.
 
         `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens; the typical
         difference is a root mean square, in float32 the largest difference (`typical_difference`). `of` names the
@@ -120,7 +121,7 @@ class Calibration:
 
 
 class Canary:
-    """Compares one engine with transformers from time to time, and counts the comparisons (canaries) that it passed.
+    """Regular comparisons of one engine with transformers, and the number of comparisons (canaries) that it passed.
 
     A comparison for which there is too little memory, or whose logits are not finite, is skipped, and the reason of the
     last skipped comparison is kept.
@@ -164,7 +165,7 @@ class Canary:
         free_bytes: int,
         swap_count: int,
     ) -> CanaryReport:
-        """Compare the engine with transformers with the method `compare`, and count the canary as passed or skipped.
+        """Compare the engine with transformers (see `compare`), and count the canary as passed or skipped.
 
         `recipe` is the recipe that the engine should hold. `engine_logprobs` returns the engine's log-probabilities of
         the tokens of each prompt except the first. `free_bytes` is the memory that a second model may take, and
@@ -221,7 +222,7 @@ class Canary:
 
 
 def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
-    """Prompts of token ids that are spread over the vocabulary; the same for every engine of a model.
+    """Prompts of token ids spread over the vocabulary, the same for every engine of a model.
 
     `vocabulary` is the number of token ids. Each prompt has fewer than `max_length` tokens.
     """
@@ -249,7 +250,7 @@ def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Ca
 
 
 def read(model: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
-    """The log-probabilities, by a transformers model, of all prompts' tokens, in one list.
+    """The log-probabilities of all prompts' tokens by a transformers model, in one list.
 
     The first token of each prompt has no log-probability.
     """

@@ -1,6 +1,7 @@
-"""What vLLM says of models, by their configurations; `support` asks in a process of its own, whose function is `main`.
+"""Program of a separate process that asks vLLM, from models' configurations, whether and how it can run them.
 
-No weights are loaded and no device is used. The module `support` decides from these answers which models can run.
+No weights are loaded and no device is used. The module `support` starts the process, whose function is `main`, and
+decides from its answers which models can run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SENTENCE_END = re.compile(r"\.(?:\s|$)")
 
 
 def main(questions: str, answers: str) -> None:
-    """Answer the questions in a file; the arguments are the paths of the questions and of the answers.
+    """Answer the questions in a file; the command line has the paths of the questions and of the answers.
 
     The questions are a list of models' configurations (as in config.json). For each configuration, the answers have the
     results of `describe` by dtype, for all dtypes that engines can have.

@@ -1,4 +1,4 @@
-"""A checksum of all parameters of a model, which depends on their content alone."""
+"""Checksum of a model's parameters, which depends only on their content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WEIGHT = 0x9E3779B97F4A7C15
 
 
 def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
-    """Checksum of a model's parameters: sha256 (hex) over names, dtypes, shapes and one 64-bit sum for each parameter.
+    """Checksum of a model's parameters: sha256 (hex) over the names, dtypes, shapes and one 64-bit sum of each.
 
     In each sum, every 64-bit word is multiplied by an odd number that depends on the word's position, modulo 2^64. Odd
     numbers are invertible modulo 2^64, so a change of a single word always changes the sum; exchanging words changes it
@@ -26,7 +26,7 @@ def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> str:
-    """Checksum of a model's parameters, equal to that of `checksum`, from sums that are known already.
+    """The same checksum of a model's parameters as `checksum`, from 64-bit sums that are already known.
 
     `sums` has the `word_sum` of each parameter by name.
     """
@@ -37,7 +37,7 @@ def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) ->
 
 
 def word_sum(parameter: torch.Tensor) -> int:
-    """Sum of a parameter's 64-bit words, each multiplied by an odd number that depends on its position, modulo 2^64.
+    """Sum modulo 2^64 of a parameter's 64-bit words, each multiplied by an odd number that depends on its position.
 
     Words are shorter if the parameter's bytes do not divide into words of 64 bits (`_words`).
     """

@@ -1,4 +1,4 @@
-"""The warm engine: one vLLM engine that holds one merge after another without a restart.
+"""The warm engine: one vLLM engine whose weights are replaced by one merge after another without a restart.
 
 A swap requires that no request is in flight. The swap writes the weights in place, packs them again (on CPU), resets
 the prefix cache and computes a checksum of the parameters. The engine's log-probabilities are compared with those of
@@ -55,7 +55,7 @@ MAX_NUM_BATCHED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class SwapReport:
-    """Evidence and duration of a swap.
+    """Evidence and duration of a swap, which writes a merge into a running engine.
 
     `digest` is the recipe's digest. `materialise_s` is the number of seconds for computing the merge. `swap_s` is the
     number of seconds for writing it, including `repack_s`, the seconds for packing weights for vLLM's CPU kernels.
@@ -83,7 +83,7 @@ class _SourcesChanged(EvidenceMismatch):
 
 
 class Engine:
-    """One vLLM engine with the source models of a family, which holds one merge at a time.
+    """One vLLM engine with the source models of a family, which holds the weights of one merge at a time.
 
     The engine implements `workers.evaluation.prompts.Backend` for the recipe that it holds, which is at first the
     recipe of the base model. `name` is the name of the engine's replica. Raises EngineUnavailable, with the reason, if
@@ -168,7 +168,7 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
-        """The directory from which vLLM loads its tokenizer, which must be the same tokenizer as that of `prompts`.
+        """The directory from which vLLM loads the tokenizer, which must be the same tokenizer as that of `prompts`.
 
         It is the model's directory, if vLLM loads the same tokenizer from there. Otherwise it is a temporary directory
         with a copy of the tokenizer, whose files name the tokenizer's class.
@@ -178,7 +178,7 @@ class Engine:
 
     @property
     def held_digest(self) -> str | None:
-        """The digest of the recipe that the engine reports to hold.
+        """The digest of the recipe whose merge the engine reports to hold.
 
         It is None after a failed swap, and after the engine failed a check.
         """
@@ -194,7 +194,7 @@ class Engine:
 
     @property
     def bank_summary(self) -> dict[str, Any]:
-        """Summary of the source weights at the last swap (`bank.Bank.summary`), with the reason for their placement."""
+        """Summary of the source weights at the last swap, with the reason for their placement (`bank.Bank.summary`)."""
         return dict(self._state["bank"])
 
     @property
@@ -203,7 +203,7 @@ class Engine:
         return str(self._state["checksum"])
 
     def compute_checksum(self) -> str:
-        """Compute the checksum of the model's parameters now."""
+        """Compute the checksum of the model's current parameters."""
         return str(self._call("mergesearch_checksum"))
 
     def fault(self, reason: str) -> EngineFault:
@@ -222,7 +222,7 @@ class Engine:
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Context manager that raises EngineFault for an EvidenceMismatch; the engine then refuses all later calls.
+        """Context manager that turns an EvidenceMismatch into an EngineFault, after which the engine refuses all calls.
 
         If files of the sources have changed, the EvidenceMismatch is raised unchanged, because the engine is not at
         fault. Raises EngineFault at once if the engine has failed a check before.
@@ -318,7 +318,7 @@ class Engine:
     def generate(
         self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
     ) -> list[Completion]:
-        """Generate one batch of completions; `finished` gets each with its index while others are still generated.
+        """Generate one batch of completions; `finished` gets each completion with its index as soon as it is ready.
 
         Raises TrialFailed if the model's logits were NaN or infinite at any step.
         """
@@ -363,7 +363,7 @@ class Engine:
         return [completions[request] for request in requests]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """Score one batch of continuations.
+        """Score one batch of continuations: the log-likelihood of each, and whether greedy decoding gives it.
 
         Raises TrialFailed if the model's logits were NaN or infinite at any step.
         """
@@ -373,7 +373,7 @@ class Engine:
         ]
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The log-probabilities of each prompt's tokens except the first, given the tokens before each."""
+        """The log-probabilities of each prompt's tokens except the first, given the preceding tokens."""
         scored = self._scored([Continuation(tuple(prompt), 1) for prompt in prompts])
         return [[logprob for logprob, _ in tokens] for tokens in scored]
 
@@ -395,12 +395,15 @@ class Engine:
 
     @property
     def _cache_block(self) -> int:
-        """The number of tokens in a block of the prefix cache; 0 if the engine has none."""
+        """The number of tokens in a block of the prefix cache; 0 if the engine has no prefix cache."""
         cache = self._llm.llm_engine.vllm_config.cache_config
         return int(cache.block_size) if cache.enable_prefix_caching else 0
 
     def _read(self, readings: Sequence[Reading], *, uses_cache: bool = True) -> list[Any]:
-        """Let vLLM read `readings`, and return its outputs. Prompts without rows always use the prefix cache."""
+        """Run vLLM on the prompts of `readings`, and return its outputs.
+
+        Prompts without rows always use the prefix cache.
+        """
         from vllm import SamplingParams
 
         block = self._cache_block
@@ -454,11 +457,11 @@ class Engine:
         return outputs
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker extension (`MergeExtension`) in every process of the engine.
+        """Call a method of the worker extension (`MergeExtension`) in every process of the engine; combine the results.
 
-        Returns the result. With tensor parallelism, the results of several processes (ranks) are combined: the result
-        has the maximum of counts, and different texts joined by "+". Raises EvidenceMismatch if the ranks differ in the
-        recipe digest or the number of swaps.
+        With tensor parallelism there are several processes (ranks). The combined result has the maximum of counts, and
+        different texts joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or the number of
+        swaps.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
@@ -498,7 +501,10 @@ class Engine:
 
 
 def _result(reading: Reading, output: Any) -> Read:
-    """The result of a reading in vLLM's `output`. A token is the likeliest if no other is as likely (rank 1)."""
+    """Convert vLLM's `output` for a prompt to the result of its reading.
+
+    A token is the likeliest if no other is as likely (rank 1).
+    """
     rows: tuple[Scored, ...] = ()
     if reading.num_rows:  # the last ones: vLLM may also give those of other tokens of the prompt
         found = output.prompt_logprobs

@@ -14,7 +14,7 @@ __all__ = ["engine_errors", "not_started"]
 
 @contextmanager
 def engine_errors() -> Iterator[None]:
-    """Context manager around calls of vLLM that raises EngineCrashed if vLLM raises an error.
+    """Context manager around calls of vLLM that raises EngineCrashed if vLLM fails.
 
     An error of reading or writing a file does not end the engine: after a failed swap the engine holds no recipe, and
     the next swap writes all weights. A lost connection ends the engine, because a process of the engine has ended.
@@ -30,9 +30,9 @@ def engine_errors() -> Iterator[None]:
 
 
 def not_started(family: Family, error: BaseException, log_file: str | None) -> EngineUnavailable:
-    """Make the EngineUnavailable to raise after `error` has prevented the start of an engine for `family`.
+    """Build the EngineUnavailable error for an engine of `family` whose start failed with `error`.
 
-    Its message names `log_file`, unless this is None.
+    Its message names `log_file`, unless `log_file` is None.
     """
     return EngineUnavailable(
         f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
@@ -41,7 +41,7 @@ def not_started(family: Family, error: BaseException, log_file: str | None) -> E
 
 
 def _reason(error: BaseException) -> str:
-    """Text of an error in one line, for users.
+    """One line for users with the text of an error.
 
     It is the first line of the error's message. If vLLM rejects an option, it is the first problem that pydantic
     reports, because vLLM checks its options with pydantic.

@@ -1,4 +1,4 @@
-"""Prepares a process that starts an engine: environment variables, and a fix for llvmlite.
+"""Preparation of a process that starts an engine: environment variables, and a fix for llvmlite.
 
 The module imports little, so that it can run before torch is imported.
 """
@@ -22,7 +22,7 @@ PATH_ARCHITECTURE = "MergesearchPathForCausalLM"
 
 
 def engine_environment(options: EngineOptions, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment variables of an engine's process, which must be set before torch is imported.
+    """Environment variables of an engine's process, to be set before torch is imported.
 
     Variables that are already in `environment` keep their values, except variables that must have a certain value for
     the engine to work.

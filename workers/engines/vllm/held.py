@@ -1,4 +1,4 @@
-"""The weights of the model in vLLM's worker, and how a merge is written over them in place.
+"""The weights of the model in vLLM's worker, and the writing of a merge over them in place.
 
 `HeldWeights` is for merges with the layers of the base; `paths.held.HeldPath` is for paths through a pool of layers.
 """
@@ -31,7 +31,7 @@ Into = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
 class NotPacked(Exception):
-    """Raised if the packed copies of weights, which vLLM's CPU kernels use, differ from the weights after packing.
+    """Raised if the packed weights that vLLM's CPU kernels use differ from the plain weights after packing.
 
     The message names the modules.
     """
@@ -71,25 +71,25 @@ class HeldWeights:
 
     @property
     def is_as_written(self) -> bool:
-        """Whether a cheap check finds that the model still computes with the weights that were written last."""
+        """Whether the model still computes with the weights written last, according to a cheap check."""
         return True
 
     @property
     def computed_on(self) -> Mapping[str, str]:
-        """For each tensor of the held merge, by name, the type of device that computed it, such as "cuda"."""
+        """The type of device, such as "cuda", that computed each tensor of the held merge, by tensor name."""
         return self._devices
 
     def forget(self) -> None:
-        """Make the next write cover every tensor, even those that would otherwise not be written again."""
+        """Make the next write cover every tensor, even unchanged ones."""
         self._computations = {}
         self._sums = {}
         self._devices = {}
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write weights in advance, before the first merge is known.
+        """Write weights in advance, before the first merge is known; does nothing in this class.
 
-        A model with the base's layers writes nothing here. An engine of layer paths (`HeldPath`) writes layers of the
-        sources. `into(name, shape)` returns memory for computing a tensor.
+        An engine of layer paths (`HeldPath`) writes layers of the sources. `into(name, shape)` returns memory for
+        computing a tensor.
         """
 
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
@@ -104,11 +104,11 @@ class HeldWeights:
         return self._write(plan_tensors(recipe, bank), bank, into)
 
     def checksum(self) -> str:
-        """The checksum of the parameters as they were written last, from sums computed at that time."""
+        """The checksum of the parameters as they were written last, computed at that time."""
         return combined(self._parameters(), self._sums)
 
     def checksum_now(self) -> str:
-        """Compute the checksum of the parameters that the model holds now."""
+        """Compute the checksum of the model's current parameters."""
         with torch.inference_mode():
             return checksum(self._parameters())
 
@@ -116,9 +116,9 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """The names of those `parameters` without which the model is incomplete; in this class, all of them.
+        """The names in `parameters` without which the model is incomplete; in this class, all of them.
 
-        Writing a merge fails if such a parameter has never been written, by this swap or by an earlier one.
+        Writing a merge fails if one of these parameters has never been written, by this swap or an earlier one.
         """
         return set(parameters)
 
@@ -193,7 +193,7 @@ class HeldWeights:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until a GPU has computed what is queued on it, so that measured seconds are those of the work."""
+    """Wait until a GPU has finished its queued work, so that measured durations include it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -206,10 +206,11 @@ def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _repack(
     packed: Mapping[str, torch.nn.Module], changed: Iterable[torch.nn.Parameter], comparable: Collection[str]
 ) -> tuple[str, ...]:
-    """Pack the weights of modules with a parameter in `changed` again, in place of their old packed copies.
+    """Pack the weights of modules with changed parameters again for vLLM's CPU kernels.
 
-    vLLM's CPU kernels compute with these copies. `packed` are the modules with such copies, by name. Returns the names
-    of the modules in `comparable` whose packed copy differs from the weights afterwards.
+    vLLM's CPU kernels compute with packed copies of the weights, which are replaced in place. `packed` are the modules
+    with packed copies, by name, and `changed` the changed parameters. Returns the names of the modules in `comparable`
+    whose packed copy differs from the weights afterwards.
     """
     ids = set(map(id, changed))
     stale = []
@@ -222,7 +223,7 @@ def _repack(
 
 
 def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
-    """The names of the modules in `packed` whose packed copies can be compared with their weights.
+    """The names of the modules in `packed` whose packed weights can be compared with the plain ones.
 
     vLLM's CPU kernels compute with packed copies. Some kernels round the numbers that they multiply, so that the
     comparison fails even for a correct copy. Therefore the comparison is tried on copies that vLLM has just made, and a
@@ -241,8 +242,8 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """The function of an attention module that updates, in place, the copies of its weights in another dtype.
+    """The method of an attention module that updates the copies of its weights in another dtype, in place.
 
-    Some attention kernels keep such copies. Returns None for modules without such a function.
+    Some attention kernels keep copies of this kind. Returns None for modules without such a function.
     """
     return getattr(getattr(module, "impl", None), "process_weights_after_loading", None)

@@ -42,7 +42,7 @@ class Destination:
 
 
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
+    """Passes (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
 
     `source` yields the pairs. `parameters` holds the model's parameters by name. `wait` is called after each pair, and
     returns once the tensor is computed. `seconds` is the time spent computing the tensors.
@@ -70,7 +70,7 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def destinations(self) -> dict[str, Destination | None]:
-        """The destination of each tensor by name; None for tensors that only the loader can write."""
+        """The destination of each tensor by name; None for a tensor that only vLLM's loader can write."""
         return {
             name: None if destination is None or any(map(destination.overlaps, self._changed)) else destination
             for name, destination in self._destinations.items()
@@ -112,6 +112,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of the first byte of a tensor, and the address after the last byte that the tensor may use."""
+    """The address of a tensor's first byte, and the address after the last byte that the tensor may use."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()

@@ -1,4 +1,4 @@
-"""Division of a machine's memory between an engine, the bank of source weights, and merging.
+"""Division of a machine's memory between an engine, the source weights, and the computation of merges.
 
 The module only does arithmetic on bytes: the sizes of free memory are arguments, and nothing is allocated here.
 """
@@ -50,7 +50,7 @@ HOST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class MemoryRequirements:
-    """Bytes that an engine and its bank of source weights need on each GPU.
+    """Bytes that an engine and its source weights need on each GPU.
 
     - `bank`: the size of the sources as they are stored
     - `weights`: the size of the merged model; with several GPUs (`ranks`), the part of one GPU
@@ -69,7 +69,7 @@ class MemoryRequirements:
     statistics: int = 0
 
     def engine(self, num_texts: int) -> int:
-        """Bytes on each GPU for an engine that serves `num_texts` texts at once, without the source weights."""
+        """Bytes on each GPU for an engine that processes `num_texts` texts at once, without the source weights."""
         num_tokens = max(self.max_length, num_texts * min(TEXT_TOKENS, self.max_length))
         return self.weights + ACTIVATION_BYTES + num_tokens * self.kv_token
 
@@ -78,8 +78,8 @@ class MemoryRequirements:
 class EngineMemory:
     """The places where source weights may be kept, and the engine's share of a GPU's memory (`gpu_share`).
 
-    The sources go to the first of `placements` that has room once the engine runs. `reason` explains the choice in
-    words.
+    The sources go to the first of `placements` that has enough free memory once the engine runs. `reason` explains the
+    choice for users.
     """
 
     placements: tuple[Placement, ...]
@@ -96,8 +96,8 @@ def divide_memory(
     number of copies of the sources that may be in host memory at once. The sources are kept in the first of these
     places that is possible:
 
-    - on the GPU, if that leaves room for an engine that serves many texts at once, or a few texts if the host has no
-      room
+    - on the GPU, if that leaves memory for an engine that serves many texts at once, or a few texts if the host has
+      too little memory
     - in host memory, if all copies fit into a part of it
     - in files mapped into memory
 
@@ -129,7 +129,7 @@ def divide_memory(
 def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
     """Bytes of a GPU that an engine, its source weights and merging may use together.
 
-    The result is `gpu_free`, the free bytes of the GPU, minus room for CUDA's context, but at most USABLE_SHARE of
+    The result is `gpu_free`, the free bytes of the GPU, minus the size of CUDA's context, but at most USABLE_SHARE of
     `gpu_total`.
     """
     return min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
@@ -142,7 +142,7 @@ def _share(num_bytes: int, total: int) -> float:
 def memory_requirements(
     sources: ResolvedFamily, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1
 ) -> MemoryRequirements:
-    """The memory that an engine of the models in `sources` needs on each GPU.
+    """The memory that an engine for the models in `sources` needs on each GPU.
 
     `dtype` is the engine's dtype ("float32", ...), `config` the configuration of the merged model, `max_length` the
     number of tokens of the longest text, `ranks` the number of GPUs.
@@ -166,7 +166,7 @@ def memory_requirements(
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int:
-    """Bytes that attention's keys and values of one token take on each of an engine's `ranks` GPUs."""
+    """Bytes of one token's attention keys and values on each of an engine's `ranks` GPUs."""
     heads = int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -174,7 +174,7 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
 
 
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
-    """Bytes that an engine on CPU reserves for attention's keys and values.
+    """Bytes that an engine on CPU reserves for its KV cache.
 
     The result is enough for a full batch of texts of TEXT_TOKENS tokens, but at most 1 GiB. If one text of `max_length`
     tokens needs more than that, the result is enough for this text.
@@ -186,5 +186,5 @@ def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> in
 
 
 def value_bytes(dtype: str) -> int:
-    """Bytes of one value of a dtype that an engine can have: 4 for "float32", else 2."""
+    """Bytes of one value of an engine's dtype: 4 for "float32", else 2."""
     return 4 if dtype == "float32" else 2

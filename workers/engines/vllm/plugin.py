@@ -1,4 +1,4 @@
-"""vLLM's entry point into this package (group `vllm.general_plugins`), which vLLM calls in each of its processes.
+"""vLLM plugin (entry point group `vllm.general_plugins`) that vLLM loads in each of its processes.
 
 On CPU, vLLM packs the weights of linear layers and of mixtures of experts for its kernels and drops the plain weights,
 so that no merge could be written in place. This module makes engines of this package keep the plain weights next to the
@@ -30,7 +30,7 @@ EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
 
 
 def register() -> None:
-    """Prepare vLLM for engines of this package; vLLM calls this as a plugin in each of its processes.
+    """Prepare vLLM for engines of this package; vLLM calls this plugin in each of its processes.
 
     Registers the model of layer paths, keeps transformers' classes unchanged and, on CPU, keeps the plain weights in
     addition to the packed weights. Does nothing in other programs, or if called a second time.
@@ -63,7 +63,7 @@ def _keep_linear_weights(utils: Any) -> None:
 
 
 def _gives_its_columns(layer: Any) -> bool:
-    """Whether the packed weights of a linear layer equal its plain weights [rows, columns].
+    """Whether the packed copy of a linear layer's weights equals its plain weights [rows, columns].
 
     Packed weights are a copy in the layout of vLLM's CPU kernels. The packed weights are multiplied with some rows of
     the identity matrix, and the results are compared with columns of the plain weights. Each result is one weight plus
@@ -105,7 +105,7 @@ def _keep_expert_weights() -> None:
 
 
 def _bits(weights: torch.Tensor) -> int:
-    """A checksum of weights modulo 2^64, to compare two copies of weights in different layouts.
+    """A checksum of weights modulo 2^64, for comparing two copies of weights in different layouts.
 
     It depends on every weight, but not on the order of the weights, or on added zeros.
     """
@@ -118,7 +118,7 @@ def _bits(weights: torch.Tensor) -> int:
 
 
 def _keep_transformers_classes() -> None:
-    """Keep vLLM from changing classes of transformers.
+    """Prevent vLLM from changing classes of transformers.
 
     vLLM uses transformers' modules for models for which it has no code of its own. To compile these modules, vLLM
     changes their classes, after which other code cannot use them. Engines of this package do not compile such models.

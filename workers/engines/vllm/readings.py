@@ -1,8 +1,8 @@
-"""The prompts that an engine reads for the log-probabilities of continuations.
+"""Planning of the prompts from which an engine computes the log-probabilities of continuations.
 
-Two things are read of a prompt: the log-probabilities of its last tokens, and those of tokens that may follow it. The
-latter take one row of logits, and the prompt's beginning comes from the prefix cache. So all options of one token take
-one prompt, which ends where they begin. Longer options take this prompt, and one prompt each for the rest.
+One prompt gives the log-probabilities of its last tokens, and those of tokens that may follow it. The latter need one
+row of logits, and the prompt's beginning comes from the prefix cache. Therefore all options of one token need one
+prompt, which ends where they begin. Longer options need this prompt, and one prompt each for their other tokens.
 
 This module knows neither vLLM nor models.
 """
@@ -36,10 +36,10 @@ Tail: TypeAlias = tuple[int, Tokens]
 
 @dataclass(frozen=True)
 class Reading:
-    """A prompt of `tokens`, and what is read of it.
+    """A prompt, and which log-probabilities the engine returns for it.
 
-    These are the log-probabilities of its tokens from index `start` on, given the tokens before each, and those of
-    `choices`, given the whole prompt.
+    `tokens` is the prompt. The log-probabilities are those of its tokens from index `start` on, given the tokens before
+    each, and those of `choices`, given the whole prompt.
     """
 
     tokens: Tokens
@@ -48,20 +48,20 @@ class Reading:
 
     @property
     def num_rows(self) -> int:
-        """The number of tokens of the prompt whose log-probability is read."""
+        """The number of the prompt's own tokens whose log-probabilities are returned."""
         return len(self.tokens) - self.start
 
 
 @dataclass(frozen=True)
 class Read:
-    """The result of a reading: of its tokens from `start` on (`rows`), and of its choices, by token."""
+    """The log-probabilities for one `Reading`: of its tokens from `start` on (`rows`), and of `choices` by token."""
 
     rows: tuple[Scored, ...]
     choices: Mapping[int, Scored]
 
 
 class ReadingPlan:
-    """The readings that give the log-probability of every scored token of `continuations`.
+    """The prompts that give the log-probability of every scored token of `continuations`.
 
     `readings` are in the order in which an engine should read them. `block` is the number of tokens in a block of the
     engine's prefix cache, which keeps whole blocks only; 0 means that there is no prefix cache.
@@ -90,7 +90,7 @@ class ReadingPlan:
         self.readings = tuple(self._readings[index] for index in self._order)
 
     def scores(self, results: Sequence[Read]) -> list[list[Scored]]:
-        """The scored tokens of each continuation; `results` has what was read, in the order of `readings`."""
+        """The scored tokens of each continuation, from `results` in the order of `readings`."""
         found = dict(zip(self._order, results, strict=True))
 
         def tokens(parts: Sequence[tuple[int, int | None]]) -> Iterator[Scored]:
@@ -100,7 +100,7 @@ class ReadingPlan:
         return [list(tokens(parts)) for parts in self._parts]
 
     def _read_whole(self, context: Tokens, tails: Sequence[Tail]) -> None:
-        """Plan a reading for each tail, with the whole prompt; tails that differ in their last token share one."""
+        """Plan one prompt for each continuation; those that differ only in their last token share one."""
         by_stem: dict[Tokens, list[Tail]] = {}
         for index, tail in tails:
             by_stem.setdefault(tail[:-1], []).append((index, tail[-1:]))
@@ -108,10 +108,10 @@ class ReadingPlan:
             self._branch(context + stem, len(context), ends)
 
     def _branch(self, prompt: Tokens, start: int, tails: Sequence[Tail]) -> None:
-        """Plan the reading of `prompt` from `start` on, with the first token of each tail, and readings for the rest.
+        """Plan the reading of `prompt` and of all continuations (`tails`) that follow it.
 
-        The prompts for the rest begin with `prompt`. Each ends where tails part, before their last token, or after
-        MAX_ROWS tokens.
+        `prompt` is read from `start` on, with the first token of each tail as a choice. Prompts for the other tokens of
+        the tails begin with `prompt`. Each ends where tails differ, before their last token, or after MAX_ROWS tokens.
         """
         rests: dict[int, list[Tail]] = {}
         for index, tail in tails:
@@ -132,11 +132,11 @@ class ReadingPlan:
 
 
 def _num_shared(tails: Sequence[Tokens]) -> int:
-    """The number of tokens with which all of `tails` begin."""
+    """The length of the longest common prefix of all `tails`."""
     places = enumerate(zip(*tails, strict=False))
     return next((place for place, tokens in places if len(set(tokens)) > 1), min(map(len, tails)))
 
 
 def neighbours(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Indices of prompts in an order in which those with the same beginning are neighbours, a shorter one first."""
+    """The indices of prompts in an order in which prompts with a common prefix are neighbours, a shorter one first."""
     return sorted(range(len(prompts)), key=lambda index: array("I", prompts[index]).tobytes())

@@ -1,4 +1,4 @@
-"""Checks from a model's configuration whether vLLM can run it, before weights are downloaded or an engine is started.
+"""Checks whether vLLM can run a model, by the model's configuration, before weights are downloaded or an engine starts.
 
 The installed vLLM decides in a separate process (`capabilities`), in parallel with the other checks. Importing vLLM
 takes seconds, so answers are cached by version and configuration. Without vLLM the answer is a note that support is
@@ -45,7 +45,7 @@ EXAMPLES = "LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM"
 
 @dataclass(frozen=True)
 class Capability:
-    """Whether and how vLLM can run a model.
+    """Whether and how vLLM can run a model, with messages for users.
 
     `problem` is the reason why no engine can run the model; "" if an engine can. `note` is a message for users about
     how the model runs; "" if there is none.
@@ -56,13 +56,13 @@ class Capability:
 
 
 class CapabilityProbe:
-    """A query to vLLM, in a separate process, about which models it can run; the constructor starts the process.
+    """A query about which models vLLM can run, answered in a separate process that the constructor starts.
 
     Models whose answer is in the cache are left out of the query.
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
-        """Start the query.
+        """Start the query in a separate process.
 
         `configs` are the contents of the models' config.json, `cache` is the directory of the cache, or None for the
         default directory.
@@ -140,7 +140,7 @@ class CapabilityProbe:
 
 
 def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
-    """Whether and how version `vllm` of vLLM can run a model, from the model's result of `capabilities.describe`."""
+    """Whether and how vLLM of version `vllm` can run a model, from the model's result of `capabilities.describe`."""
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"
     merges = "merging it by a recipe (`mergesearch merge`) needs no vLLM"

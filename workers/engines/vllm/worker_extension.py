@@ -1,4 +1,4 @@
-"""Code inside vLLM's worker, which computes a merge in the process that has the weights, and writes it over them.
+"""Code inside vLLM's worker process that computes a merge and writes it over the model's weights.
 
 Only recipes and small records cross the process boundary.
 """
@@ -38,7 +38,7 @@ IN_WORDS = {
 
 
 class MergeExtension:
-    """Methods mixed into vLLM's worker class (`worker_extension_cls`), which are called by name (`collective_rpc`)."""
+    """Methods added to vLLM's worker class (`worker_extension_cls`) and called by name through `collective_rpc`."""
 
     # An attribute of vLLM's worker.
     model_runner: Any
@@ -57,12 +57,12 @@ class MergeExtension:
         reason: str = "",
         keeps_ranks: bool = False,
     ) -> str:
-        """Open the bank of source weights, and start to count rows of logits that are NaN or infinite.
+        """Open the source weights (the bank), and start to count rows of logits that are NaN or infinite.
 
-        `family` is JSON in the form of `family_to_json`. The bank is kept in the first of `placements` that has room
-        for it. A GPU must also have room for `scratch_bytes`, the memory for merging a tensor. `reason` says in words
-        why the first placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that
-        the method DELLA needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
+        `family` is JSON in the form of `family_to_json`. The bank is kept in the first of `placements` that has enough
+        memory for it; a GPU must also have `scratch_bytes` for merging a tensor. `reason` says in words why the first
+        placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that the method DELLA
+        needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
         """
         device = next(self.model_runner.get_model().parameters()).device
         self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes).on(device)
@@ -96,7 +96,7 @@ class MergeExtension:
         return str(self._mergesearch_bank.fingerprint)
 
     def _mergesearch_merged(self, write: Callable[[Bank, Into], T]) -> T:
-        """Call `write` with the bank and with memory for merging, and return its result.
+        """Call `write` with the source weights (bank) and with memory for merging, and return its result.
 
         The bank merges on the engine's device, or on the CPU if a GPU has too little memory for merging. After a GPU
         had too little memory, it merges again once it has as much free as was planned for merging.
@@ -124,12 +124,12 @@ class MergeExtension:
         return self._mergesearch_scratch[bank.device].tensor
 
     def mergesearch_sources(self) -> str:
-        """The size and placement of the source weights, in words."""
+        """Human-readable size and placement of the source weights."""
         bank = self._mergesearch_bank
         return f"{bank.num_bytes / 1e9:.2f} GB of sources {IN_WORDS[bank.placement]}"
 
     def mergesearch_apply(self, recipe_json: str) -> dict[str, Any]:
-        """Write the merge of a recipe over the engine's weights in place; addresses and captured graphs stay valid.
+        """Write the merge of a recipe over the engine's weights in place; addresses and CUDA graphs stay valid.
 
         A tensor that the held merge computes in the same way is not written again. If a GPU has too little memory for
         merging, the merge is computed on the CPU. Returns {digest, swaps, checksum, tensors_written, materialise_s,
@@ -179,11 +179,11 @@ class MergeExtension:
         return f"the CPU merged {len(others)} of {len(on)} tensors, for which the GPU had too little memory"
 
     def mergesearch_forget(self) -> None:
-        """Make the next swap write every tensor, even tensors that the engine holds already."""
+        """Make the next swap write every tensor, even unchanged ones."""
         self._mergesearch_weights.forget()
 
     def mergesearch_held(self) -> dict[str, Any]:
-        """Report what the engine holds: {digest, swaps, checksum}.
+        """Report the merge that the engine holds: {digest, swaps, checksum}.
 
         `digest` is the digest of the recipe, or None if unknown. `swaps` is the number of swaps so far, `checksum` the
         parameters' checksum at the last swap.
@@ -196,11 +196,11 @@ class MergeExtension:
         }
 
     def mergesearch_checksum(self) -> str:
-        """Compute the checksum of the model's parameters now."""
+        """Compute the checksum of the model's current parameters."""
         return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
-        """The number of rows of logits that contained NaN, and the number of infinite rows, since the last call.
+        """The numbers of logit rows that contained NaN and that were infinite, since the last call.
 
         If the numbers are not both 0, all cached keys and values are set to zero, because NaN in a block of the cache
         spreads to other texts that reuse the block, even where the block is masked.
@@ -217,7 +217,7 @@ class MergeExtension:
 
 
 def _room(device: torch.device) -> int:
-    """Bytes of a GPU's memory that this process can allocate now: free memory, and memory that torch keeps unused."""
+    """Bytes of GPU memory that this process can allocate now: free memory, and memory that torch caches."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -231,14 +231,14 @@ def open_bank(
     device: torch.device | str = "cpu",
     scratch_bytes: int = 0,
 ) -> Bank:
-    """Open the bank of source weights of a family; `family` is JSON in the form of `family_to_json`.
+    """Open the source weights of a family (the bank); `family` is JSON in the form of `family_to_json`.
 
     A process has one bank, that of the family that was opened last; if it is open already, it is returned. In a process
     that has an engine, it is the engine's bank. In any other process, for example one that computes a canary, it is a
     bank of mapped files that merges on the CPU.
 
-    The weights are kept in the first of `placements` that has room for them. A GPU must also have room for
-    `scratch_bytes`, the memory for merging a tensor. Raises InvalidModel if the models cannot be opened.
+    The weights are kept in the first of `placements` that has enough memory for them; a GPU must also have
+    `scratch_bytes` for merging a tensor. Raises InvalidModel if the models cannot be opened.
     """
     if family not in _opened:
         _opened.clear()

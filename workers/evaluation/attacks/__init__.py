@@ -1,4 +1,4 @@
-"""Attacks on prompt templates, by which a model's robustness is measured: PromptBench's, which M3 uses.
+"""Attacks on prompt templates, which measure a model's robustness; they follow PromptBench.
 
 - `templates`: a template as words, which attacks change, and placeholders
 - `stop_words`: words that no attack changes

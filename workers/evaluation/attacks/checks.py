@@ -1,4 +1,4 @@
-"""Whether the prompts of a task can be attacked, checked before a study starts."""
+"""Check, before a study starts, that the prompts of a task can be attacked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["prepared_attack"]
 
 
 def prepared_attack(option: AttackSpec, info: TaskInfo) -> PromptAttack:
-    """An attack on the prompts of a task.
+    """Build the attack that the study's option describes for one task, after checking that it can run.
 
     Raises InvalidTask, with the field of the option that is wrong, if the task has no template that can be attacked, if
     no label is protected, and if a fill-mask model or encoder is not there.

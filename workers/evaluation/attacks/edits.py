@@ -1,4 +1,4 @@
-"""Changes of single characters, as DeepWordBug makes them, and the distance between texts.
+"""Character-level changes of words, as in DeepWordBug, and the Levenshtein distance of texts.
 
 Gao et al., 2018, "Black-box Generation of Adversarial Text Sequences to Evade Deep Learning Classifiers", III-C.
 """
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 def changed_words(word: str, *, seed: int, index: int) -> tuple[str, ...]:
-    """One change of each of four kinds: two neighbours swapped, a letter replaced, deleted or inserted.
+    """Variants of a word, each with one edit: two neighbours swapped, a letter replaced, deleted or inserted.
 
     The place and the letter are drawn at random, from `seed`, the word and its `index` in its text. Changes that give
     the same word are left out, and a word of one character has none.
@@ -47,7 +47,7 @@ def changed_words(word: str, *, seed: int, index: int) -> tuple[str, ...]:
 
 
 def distance(text: str, other: str) -> int:
-    """The Levenshtein distance: how many characters must be inserted, deleted or replaced."""
+    """The Levenshtein distance of two texts: the number of characters to insert, delete or replace."""
     row = list(range(len(other) + 1))
     for i, character in enumerate(text, 1):
         before, row[0] = row[0], i

@@ -1,4 +1,4 @@
-"""A local fill-mask model: the words that it proposes in place of one, and the similarity of templates.
+"""Replacement words from a local fill-mask model (BERT-Attack), and the similarity of templates by an encoder.
 
 BERT-Attack (Li et al., 2020, "BERT-ATTACK: Adversarial Attack Against BERT Using BERT", section 3.2) reads the text
 without a mask and takes the tokens that the model finds most probable at the place of the word. A word of several
@@ -31,7 +31,7 @@ __all__ = ["MaskedModel", "check_masked_model"]
 
 
 def check_masked_model(model: str, *, is_encoder: bool = False) -> Path:
-    """The directory of a fill-mask model, or of an encoder, after checking its files without loading weights.
+    """Check the files of a fill-mask model or an encoder without loading weights, and return its directory.
 
     `model` is a directory, a hub id or a URL. Raises InvalidModel if it is not there, which says where it was looked
     for, and if it is another kind of model.
@@ -45,9 +45,9 @@ def check_masked_model(model: str, *, is_encoder: bool = False) -> Path:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidModel((f"{directory}: has no config.json that names a model_type: {error}",)) from error
     if not any(directory.glob("*.safetensors")):
-        raise InvalidModel((f"{directory}: has no *.safetensors file; weights are read from these alone",))
+        raise InvalidModel((f"{directory}: has no *.safetensors file; weights are read only from these",))
     if not (directory / "tokenizer.json").is_file():
-        raise InvalidModel((f"{directory}: has no tokenizer.json, which tells the tokens of each word",))
+        raise InvalidModel((f"{directory}: has no tokenizer.json, which maps words to tokens",))
     if is_encoder:
         return directory
     names = tuple(map(str, config.get("architectures") or ()))
@@ -60,7 +60,7 @@ def check_masked_model(model: str, *, is_encoder: bool = False) -> Path:
 
 
 class MaskedModel:
-    """A fill-mask model and an encoder, which are loaded when they are first used, in float32 on the CPU.
+    """A fill-mask model and an encoder that are loaded at first use, in float32 on the CPU.
 
     Texts longer than the model's maximum length are cut at their end.
     """
@@ -70,10 +70,10 @@ class MaskedModel:
         self._encoder_name = encoder or model
 
     def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> tuple[str, ...]:
-        """Words in place of piece `index` of `current`, a template that was made of `original` by earlier changes.
+        """Words that may replace piece `index` of the template `current`, which earlier changes made from `original`.
 
-        At most `option.candidates`, the most probable first; those are left out with which the template is less similar
-        to the original one than `option.min_similarity`.
+        At most `option.candidates`, the most probable first. A word is left out if with it the template's similarity to
+        the original one is less than `option.min_similarity`.
         """
         words = self.proposals(current.read(), current.span(index), limit=option.candidates)
         if not words:
@@ -82,7 +82,7 @@ class MaskedModel:
         return tuple(word for word, found in zip(words, similar, strict=True) if found >= option.min_similarity)
 
     def proposals(self, text: str, span: tuple[int, int], *, limit: int) -> tuple[str, ...]:
-        """Words for the characters [start, stop) of `text`, from the `limit` most probable sequences of tokens there.
+        """Words that may replace the characters [start, stop) of `text`, from the `limit` likeliest token sequences.
 
         The most probable word is the first. Only whole words are proposed, and not the word that is there. There are
         none for a word that is cut off.
@@ -108,7 +108,7 @@ class MaskedModel:
         return tuple(found)
 
     def similarities(self, texts: Sequence[str], to: str) -> tuple[float, ...]:
-        """The cosine similarity of each text to the text `to`, in [-1, 1]."""
+        """The cosine similarity of each of `texts` to the text `to`, in [-1, 1]."""
         import torch
 
         states = self._mean_states([to, *texts])
@@ -157,14 +157,14 @@ class MaskedModel:
 
 
 def _encoded(tokenizer: Any, model: Any, texts: Sequence[str], **options: Any) -> Any:
-    """The tokens of texts, cut to what the model reads, as tensors [num_texts, num_tokens]."""
+    """The token ids of texts, cut to the model's maximum length, as tensors [num_texts, num_tokens]."""
     # Some tokenizers state no maximum. Two positions fewer than the model has are right for RoBERTa's, too.
     longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 514) - 2)
     return tokenizer(list(texts), return_tensors="pt", truncation=True, max_length=longest, **options)
 
 
 def _loaded(kind: Any, directory: Path) -> Any:
-    """Load a model from a directory, without running code from there and without unpickling.
+    """Load a model from a directory without running code from it and without unpickling.
 
     Raises InvalidModel if its files cannot be read.
     """
@@ -178,7 +178,7 @@ def _loaded(kind: Any, directory: Path) -> Any:
 
 
 def _most_probable(log_probabilities: torch.Tensor, *, limit: int) -> list[tuple[int, ...]]:
-    """The sequences of tokens with the largest sums of log-probabilities, the largest first, at most `limit`.
+    """The at most `limit` token sequences with the largest sums of log-probabilities, the largest first.
 
     `log_probabilities` are [num_places, vocabulary]; a sequence has one token for each place. The best sequences of the
     first places are the beginnings of the best of all.

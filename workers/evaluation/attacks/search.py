@@ -1,4 +1,4 @@
-"""The search for the template on which a model's metric is worst, as PromptBench makes it.
+"""Search for the prompt template with which a model's metric is lowest, as in PromptBench.
 
 A search is a generator: it yields templates, and is sent the model's metric on the data with each. So it can be stopped
 at any template and repeated later with the same values. It is a function of the template, the option `attack`, the
@@ -29,14 +29,14 @@ UNKNOWN = "[UNK]"
 
 @dataclass(frozen=True)
 class PromptAttack:
-    """An attack on a task's prompts: the option of the study file, and the task's template with its labels fixed."""
+    """An attack on a task's prompts: the study file's option `attack`, and the template with its labels fixed."""
 
     option: AttackSpec
     original: Template
 
     @property
     def most_queries(self) -> int:
-        """The largest number of templates that an attack on one model scores."""
+        """The largest number of templates that an attack on one model can score."""
         option, num_words = self.option, len(self.original.words)
         if isinstance(option, StressAttack):
             most = len(SENTENCES)
@@ -64,7 +64,7 @@ class Replacements(Protocol):
     """Interface of a model that proposes words, such as `masked_model.MaskedModel`."""
 
     def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> Sequence[str]:
-        """Words in place of piece `index` of `current`, a template that was made of `original` by earlier changes."""
+        """Words that may replace piece `index` of the template `current`, which earlier edits made from `original`."""
         ...
 
 
@@ -77,7 +77,7 @@ _Changes: TypeAlias = Callable[[Template, int], Sequence[str]]
 def search(
     attack: PromptAttack, *, clean: float, seed: int, lowest: float = 0.0, replacements: Replacements | None = None
 ) -> Search:
-    """Search for the template with the lowest metric, of which larger values are better.
+    """Search for the template with the lowest metric; larger values of the metric are better for the model.
 
     The search ends when no template can be worse, or `attack.option.max_queries` templates were scored.
 
@@ -86,7 +86,7 @@ def search(
         clean: The metric with the original template.
         seed: Fixes random changes.
         lowest: The lowest possible value of the metric.
-        replacements: What proposes words; attacks of the kind "bert" need it.
+        replacements: The model that proposes words; attacks of the kind "bert" need it.
     """
     option, original = attack.option, attack.original
     queries = _Queries(option.max_queries)
@@ -112,7 +112,7 @@ def search(
 
 
 def run(steps: Search, score: Callable[[str], float]) -> Attacked:
-    """Run a search to its end with a function that computes the metric with a template."""
+    """Run an attack's search to its end; a given function computes the metric for each template."""
     try:
         templates = next(steps)
         while True:
@@ -124,7 +124,7 @@ def run(steps: Search, score: Callable[[str], float]) -> Attacked:
 
 @dataclass
 class _Queries:
-    """Counts the templates that are scored, of which there are at most `most`; None is no limit."""
+    """Counter of the scored templates, which limits them to `most`; None is no limit."""
 
     most: int | None
     count: int = 0
@@ -137,7 +137,7 @@ class _Queries:
     def ask(
         self, candidates: Sequence[Template]
     ) -> Generator[tuple[str, ...], Sequence[float], list[tuple[Template, float]]]:
-        """Yield the texts of as many candidates as are allowed, and return these candidates with their values."""
+        """Yield the texts of the candidates that the limit allows, and return those candidates with their metrics."""
         allowed = candidates if self.most is None else candidates[: self.most - self.count]
         self.is_cut |= len(allowed) < len(candidates)
         self.count += len(allowed)
@@ -152,7 +152,7 @@ def _worst(found: Sequence[tuple[Template, float]]) -> tuple[Template, float]:
 def _changes(
     original: Template, option: DeepWordBugAttack | BertAttack, seed: int, replacements: Replacements | None
 ) -> _Changes:
-    """The function that gives words to try in place of piece `index` of a template."""
+    """Make the function that proposes words for piece `index` of a template, for the attack's kind."""
     if isinstance(option, BertAttack):
         assert replacements is not None
         return lambda current, index: replacements.words(current, index, original=original, option=option)

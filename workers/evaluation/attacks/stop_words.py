@@ -1,7 +1,7 @@
-"""Frequent words of English that no attack changes: those that NLTK's corpus lists as its English stop words.
+"""Frequent English words that no attack changes: NLTK's list of English stop words.
 
-The corpus would have to be downloaded, which is why its words are here. TextAttack, and PromptBench with it, excludes
-the same words.
+The words are copied here because NLTK's corpus would have to be downloaded. TextAttack, and PromptBench with it,
+excludes the same words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A prompt template, divided into words, placeholders and what is between them.
+"""A prompt template, divided into words, placeholders and the texts between them.
 
 A word is a run of letters and digits, which may contain apostrophes, hyphens and underscores. A placeholder is an
 expression, a statement or a comment of Jinja; no attack changes it.
@@ -30,7 +30,7 @@ _READ_AS = "{content}"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a template. `is_fixed` marks a word that no attack may change."""
+    """A part of a template; `is_fixed` marks a word that no attack may change."""
 
     text: str
     kind: Literal["word", "placeholder", "other"]
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Template:
-    """A prompt template as pieces, whose texts together are the template's text."""
+    """A prompt template as a sequence of pieces, whose concatenated texts are the template's text."""
 
     pieces: tuple[Piece, ...]
 
@@ -68,12 +68,12 @@ class Template:
         return tuple(i for i, piece in enumerate(self.pieces) if piece.kind == "word" and not piece.is_fixed)
 
     def with_word(self, index: int, word: str) -> Template:
-        """The template with another word in place of piece `index`."""
+        """The template with `word` in place of piece `index`."""
         piece = replace(self.pieces[index], text=word)
         return Template((*self.pieces[:index], piece, *self.pieces[index + 1 :]))
 
     def with_sentence(self, sentence: str) -> Template:
-        """The template with a sentence after its last word or placeholder.
+        """The template with a sentence inserted after its last word or placeholder.
 
         Punctuation that ends the template, such as the colon of "Answer:", stays at the end. A space is added on either
         side of the sentence that is not an end of the template.
@@ -84,17 +84,17 @@ class Template:
         return Template((*before, Piece(text, "other"), *after))
 
     def read(self) -> str:
-        """The template's text as fill-mask models read it, in which placeholders are the text "{content}"."""
+        """The template's text for a fill-mask model, with "{content}" in place of each Jinja expression."""
         return "".join(map(_read, self.pieces))
 
     def span(self, index: int) -> tuple[int, int]:
-        """The place of piece `index` in the text that `read` returns: its first character, and one after its last."""
+        """The characters of piece `index` in the text that `read` returns, as (first, one after the last)."""
         start = sum(len(_read(piece)) for piece in self.pieces[:index])
         return start, start + len(_read(self.pieces[index]))
 
 
 def is_word(text: str) -> bool:
-    """Whether a text is one word, as templates are divided into words."""
+    """Whether `text` is exactly one word by the rule that divides templates into words."""
     return _WORD.fullmatch(text) is not None
 
 
@@ -105,7 +105,7 @@ def _read(piece: Piece) -> str:
 
 
 def _words(text: str, labels: Sequence[str]) -> Iterator[Piece]:
-    """Divide text without placeholders into words and the texts between them."""
+    """Divide a text without placeholders into words and the texts between them."""
     fixed = [found.span() for label in labels for found in _whole(label).finditer(text)]
     start = 0
     for found in _WORD.finditer(text):
@@ -120,5 +120,5 @@ def _words(text: str, labels: Sequence[str]) -> Iterator[Piece]:
 
 
 def _whole(label: str) -> re.Pattern[str]:
-    """A pattern that finds a label which is not a part of a longer run of letters and digits."""
+    """A regular expression that finds a label only where it is not part of a longer run of letters and digits."""
     return re.compile(rf"(?<![^\W_]){re.escape(label.strip())}(?![^\W_])", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Fused kernels for CPU (Numba), of most methods, and for CUDA (Triton), of the methods that searches use most.
+"""Fused merge kernels: for CPU (Numba) of most methods, for CUDA (Triton) of the methods that searches use most.
 
 On the same kind of device, they give the same bits as the plain methods of `workers.merging.methods`. They need one
 pass over the sources in their stored dtype, or two if coefficients depend on the elements that a method drops. The
@@ -43,7 +43,7 @@ MAX_ELEMENTS = 2**32 - 1
 
 
 def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
-    """Whether a kernel can compute the merge of operands in their stored dtypes, with the result in `dtype`.
+    """Whether a kernel can merge operands in their stored dtypes with the result in `dtype`.
 
     The result is True if the method has a kernel on the operands' device, and all dtypes are float32, bfloat16 or
     float16. Operands must also be contiguous, not empty, and of fewer than 2^32 elements.
@@ -59,7 +59,7 @@ def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
 
 
 def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
-    """Compute a merge by its kernel, and write it to `out`, rounded once to the dtype of `out`.
+    """Compute a merge with its kernel, and write the result to `out`, rounded once to the dtype of `out`.
 
     `stored` are the operands in their stored dtypes, with the statistics that the method needs; `is_fused` must be True
     for them. `out` is contiguous and has the shape of the operands.
@@ -73,7 +73,7 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
 
 
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:
-    """Call `function` for each item, in any order.
+    """Call `function` for each of several merges, in parallel on a CPU and in any order.
 
     `items` are pairs (number of elements that the item's merge has, item); only the item is passed. If `device` is a
     CPU, items run in several threads at once, except the largest and the smallest, which run one by one. Each of the

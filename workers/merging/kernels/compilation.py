@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled, and where the compiled code is kept.
+"""Compilation of the CPU kernels with Numba, and the disk cache of their compiled code.
 
 Numba keeps compiled code beside the file that defines a function (else in the user's cache, or in NUMBA_CACHE_DIR) and
 compiles again when that file changes. The compiled code also contains code and constants of other files, and Numba does
@@ -67,7 +67,7 @@ def compiled(function: F) -> F:
 
 
 def digest(sources: Iterable[Path]) -> str:
-    """Digest of the contents of files, in the order given."""
+    """Digest of the contents of files in the given order."""
     content = hashlib.sha256()
     for source in sources:
         content.update(hashlib.sha256(source.read_bytes()).digest())
@@ -85,10 +85,10 @@ class _CacheFiles(CompileResultCacheImpl):
 
 
 class _File(IndexDataCacheFile):
-    """Numba's store of a function's compiled code on disk, without an index.
+    """Numba's store of a function's compiled code on disk, with one file per signature and without an index.
 
-    It has one file for each signature and processor, and the file's name contains both. So processes that compile at
-    the same time do not confuse each other's files.
+    A file's name contains its signature and its processor. Therefore processes that compile at the same time do not
+    overwrite each other's files with other code.
     """
 
     def __init__(self, *, cache_path: str, filename_base: str, source_stamp: Any) -> None:

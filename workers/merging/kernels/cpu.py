@@ -1,4 +1,4 @@
-"""Fused merge kernels for CPU: one pass over the operands, no temporaries, bit for bit the plain methods.
+"""Fused merge kernels for CPU: one pass over the operands, no temporaries, bit-identical to the PyTorch methods.
 
 There is one pass, `_merge`, which Numba compiles for every rule (`rules`), number of sources and dtype. The rule's type
 selects its formula (`formulas`), the elements that it keeps (`sparsity`) and the elements that it leaves undecided

@@ -65,7 +65,7 @@ def _ties_of(
     base: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Merge by TIES in two passes on a CUDA device, and write the result to `out`.
+    """Merge tensors with TIES in two passes on a CUDA device, and write the result to `out`.
 
     TIES keeps the elements of each source's task vector that are at a threshold or above; `sparse` has two bounds of
     each threshold. The first pass collects the elements between the bounds, which are not decided yet. The exact
@@ -114,7 +114,7 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 
 @triton.jit
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Triton kernel that merges the sources `first` and `second` by NearSwap.
+    """Triton kernel that merges the two sources `first` and `second` with NearSwap.
 
     `numbers` has t, the largest distance by which an element moves, and a lower bound of |first - second|, by which t
     is divided.
@@ -160,14 +160,14 @@ def _ties(  # type: ignore[no-untyped-def]
     base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size,
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel of one pass of `_ties_of`: merges elements by TIES.
+    """Triton kernel for one pass of a two-pass merge with TIES (`_ties_of`).
 
     TIES keeps the elements of each source's task vector that are at a threshold or above. The threshold is known by two
     bounds. Elements strictly between the bounds are not decided yet and count as dropped in this pass.
 
     - `lows`, `low_marks`, `highs`, `high_marks`: the two bounds, with a number for each source
-    - `found`, `count`, `most`: without `AT`, the positions of the undecided elements are written to `found`, which has
-      room for `most` of them, and their number is added to `count`
+    - `found`, `count`, `most`: without `AT`, the positions of the undecided elements are written to `found`, whose
+      length is `most`, and their number is added to `count`
     - `AT`: only the elements at the positions in `found` are merged; negative positions are skipped
     - `factors`: the factors from which the tie-breaking marks of elements are computed
     - `lambdas`: the factor of the merged task vector
@@ -242,7 +242,7 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 
 @triton.jit
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
-    """Whether a random mask keeps element i, for i below 2^32: its hash is at most a bound.
+    """Whether a random mask keeps element i, for i below 2^32: whether the element's hash is at most a bound.
 
     `mask` points to three numbers: the low and the high 32 bits of the mask's key, and this bound
     (`workers.merging.masks`).
@@ -253,7 +253,7 @@ def _is_kept(i, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _marked(i, factor):  # type: ignore[no-untyped-def]
-    """The tie-breaking mark of element i, which orders it among elements of equal magnitude, for i below 2^32.
+    """The tie-breaking hash ("mark") of element i, for i below 2^32, which orders elements of equal magnitude.
 
     It is the hash of i times the factor that `factor` points to (`workers.merging.order_statistics`).
     """
@@ -263,7 +263,7 @@ def _marked(i, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def element_hash(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i by a mask's key (`workers.merging.masks`).
+    """The hash of element i for a random mask's key (`workers.merging.masks`).
 
     k0 and k1 are the low and the high 32 bits of the key. For i from 2^32 on, k1 is the sum of the high bits and of
     i / 2^32, rounded down.
@@ -279,7 +279,7 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bounds of each source's threshold as tensors, and the factors that give the tie-breaking marks of elements.
+    """The bounds of each source's threshold, and the factors of its tie-breaking hashes ("marks"), as tensors.
 
     The result is (low magnitudes, low marks, high magnitudes, high marks, factors), with a number for each source. The
     tensors are on the device of `like`.

@@ -1,4 +1,4 @@
-"""Compiled functions on single elements: reading a stored one as float32, common operations, and rounding to store.
+"""Compiled functions on single elements: loading as float32, common operations, and rounding to the stored dtype.
 
 `arguments.as_array` defines the words in which bfloat16 and float16 are stored. Infinity and NaN come only from
 arithmetic, because the bank refuses sources that contain them.
@@ -51,7 +51,7 @@ BFLOAT16, FLOAT16 = types.uint16, types.int16
 
 @intrinsic
 def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
-    """Copy 32 bytes from the address `source` to the address `target` without storing them in the caches.
+    """Copy 32 bytes from the address `source` to the address `target` by a store that bypasses the CPU caches.
 
     `target` is a multiple of 32. Results are written once and read much later, so that they need no place in the
     caches. An ordinary store would first read the memory that it overwrites, which is a third of the memory traffic of
@@ -72,7 +72,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """Memory fence: after the call, other threads see all data that was stored past the processor's caches."""
+    """Memory fence, after which other threads see all data that was stored while bypassing the CPU caches."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -83,7 +83,7 @@ def stores_done(typing_context: Any) -> Any:
 
 @compiled
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
-    """Copy block[: stop - start] to out[start:stop], past the processor's caches where alignment and size allow it.
+    """Copy block[: stop - start] to out[start:stop], bypassing the CPU caches where alignment and size allow it.
 
     The arrays have one element type; positions are unsigned. `stores_done` must be called after the last copy.
     """
@@ -100,7 +100,7 @@ def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
 
 @intrinsic
 def bits_of(typing_context: Any, number: Any) -> Any:
-    """The bits of a float32 number as a uint32: the memory is read as another type, and no number is converted.
+    """The bits of a float32 number as a uint32, without a conversion of the number.
 
     For numbers that are not negative, these integers have the same order.
     """
@@ -113,7 +113,7 @@ def bits_of(typing_context: Any, number: Any) -> Any:
 
 @intrinsic
 def _float(typing_context: Any, bits: Any) -> Any:
-    """The float32 number whose bits are given as a uint32: the memory is read as another type; nothing is converted."""
+    """The float32 number whose bits are given as a uint32, without a conversion of the number."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
@@ -146,7 +146,7 @@ def _from_float16(word: Any) -> Any:
 
 
 def rounded(number: Any, like: Any) -> Any:
-    """Round a float32 number to the element type of the array `like`, to nearest, ties to even; return the word.
+    """Round a float32 number to the element type of the array `like`, to nearest, ties to even; return the stored bits.
 
     Callable only in compiled code.
     """
@@ -184,7 +184,7 @@ def _as_float16(number: Any, like: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
-    """The variance of element i between the task vectors, with the bits of `methods.competition.variance`.
+    """The variance of element i between the task vectors, with the same bits as `methods.competition.variance`.
 
     `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. Callable only in
     compiled code.
@@ -203,7 +203,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def either(first: Any, second: Any) -> Any:
-    """Whether at least one of two flags is set, as a 32-bit flag: SOME (1) or NONE (0).
+    """The logical or of two 32-bit flags, as a 32-bit flag: SOME (1) or NONE (0).
 
     Numba's `|` gives 64 bits, and a loop with a number of 64 bits computes half as many elements at a time.
     """
@@ -212,7 +212,7 @@ def either(first: Any, second: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def zero_unless(condition: Any, number: Any) -> Any:
-    """The float32 number if the condition holds, else zero, computed without a conditional store.
+    """The float32 number if the condition is true, else zero, computed without a conditional store.
 
     The function is for results that the caller stores in an array. LLVM would compile a conditional expression to
     masked stores, which take about ten times longer on AMD's processors.
@@ -222,7 +222,7 @@ def zero_unless(condition: Any, number: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def has_sign_of(number: Any, total: Any) -> Any:
-    """Whether `number` has the sign of `total`, where a total of zero counts as positive; False if `number` is zero.
+    """Whether `number` is not zero and has the sign of `total`, where a total of zero counts as positive.
 
     The number's sign is flipped if the total is negative, which takes less time than two comparisons and a choice.
     """
@@ -231,7 +231,7 @@ def has_sign_of(number: Any, total: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element is at a threshold or above it.
+    """Whether an element's magnitude is at a threshold or above it, with ties broken by hashes ("marks").
 
     The element is given by its magnitude `size` and by `turned`, its tie-breaking mark in the form of `turned_mark`.
     The threshold is the magnitude `low` with the mark `low_mark`.
@@ -241,7 +241,7 @@ def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element is above a threshold.
+    """Whether an element's magnitude is above a threshold, with ties broken by hashes ("marks").
 
     The element is given by its magnitude `size` and by `turned`, its tie-breaking mark in the form of `turned_mark`.
     The threshold is the magnitude `low` with the mark `low_mark`.
@@ -251,7 +251,7 @@ def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def following(size: Any) -> Any:
-    """The next larger float32 after a number that is not negative.
+    """The next larger float32 number after a number that is not negative.
 
     After infinity it is NaN, with which every comparison is false.
     """
@@ -260,7 +260,7 @@ def following(size: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
-    """Whether a random mask keeps element i, for i below 2^32: its hash is at most `bound`.
+    """Whether a random mask keeps element i, for i below 2^32: whether the element's hash is at most `bound`.
 
     k0 and k1 are the low and the high 32 bits of the mask's key (`workers.merging.masks`).
     """
@@ -269,7 +269,7 @@ def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def marked(i: Any, factor: Any) -> Any:
-    """The tie-breaking mark of element i, which orders it among elements of equal magnitude, for i below 2^32.
+    """The tie-breaking hash ("mark") of element i, for i below 2^32, which orders elements of equal magnitude.
 
     It is the hash of i times a source's `factor` (`workers.merging.order_statistics`). The compiler computes the hash
     once for all sources.
@@ -279,7 +279,7 @@ def marked(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def turned_mark(i: Any, factor: Any) -> Any:
-    """The tie-breaking mark of element i with its top bit flipped, as a signed number for comparisons.
+    """The tie-breaking hash ("mark") of element i with its top bit flipped, as a signed number for comparisons.
 
     These signed numbers have the order of the unsigned marks; AVX2 compares only signed numbers. A mark is the hash of
     i times `factor`, which is odd. Therefore the top bit can be flipped before the multiplication, once for all
@@ -290,7 +290,7 @@ def turned_mark(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i, for i below 2^32, by a mask's key (`workers.merging.masks`).
+    """The hash of element i, for i below 2^32, for a random mask's key (`workers.merging.masks`).
 
     k0 and k1 are the low and the high 32 bits of the key.
     """

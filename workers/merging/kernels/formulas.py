@@ -1,4 +1,4 @@
-"""The formula of each rule, which computes a merged element on CPU.
+"""The CPU formulas of the merge rules, each of which computes one merged element.
 
 A formula computes element i from `value(base[i])` and the sources' `value(xs[s][i])`.
 The type of the rule selects its formula, which becomes part of the compiled pass.
@@ -21,7 +21,7 @@ __all__ = ["element"]
 
 
 def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """Compute element i of the merge by `rule`, in float32, by the formula of the rule's type.
+    """Compute element i of the merge by `rule` in float32, with the formula of the rule's type.
 
     `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. Callable only in
     compiled code.
@@ -185,7 +185,7 @@ def _is_variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
-    """The elected sign of element i: that of the sum of the sources' sparse task vectors, as 1, -1 or 0.
+    """The elected sign of element i (1, -1 or 0): the sign of the sum of the sources' sparse task vectors.
 
     `sparse` is the rule's sparsification. `base` and `xs` are the arrays of the base and the sources, in the form of
     `arguments.as_array`.

@@ -1,4 +1,4 @@
-"""Operations on single elements, in which the formulas of rules are written; Numba compiles them as parts of kernels.
+"""Operations on single elements from which the formulas of merge rules are built; Numba compiles them into kernels.
 
 This module does not import Numba, so that a rule can be defined beside the method that uses it (`lowering`) without
 loading the compiler at start-up. `elements` has the compiled form of each operation.
@@ -21,7 +21,7 @@ FORMULAS: dict[type, Callable[..., Any]] = {}
 
 
 def computes(rule: type) -> Callable[[Formula], Formula]:
-    """Decorator that registers a function as the formula of rules of type `rule`.
+    """Decorator that registers a function as the formula of merge rules of the type `rule`.
 
     The function takes (rule, base, xs, i) and returns the merged element i in float32. It reads the base as
     `value(base[i])` and source s as `value(xs[s][i])`. Numba compiles the function, so it may use only the operations
@@ -38,7 +38,7 @@ def computes(rule: type) -> Callable[[Formula], Formula]:
 
 
 def value(word: Any) -> Any:
-    """The number that a stored word of a tensor (float32, or 16 bits for bfloat16 and float16) represents, as float32.
+    """The float32 value of a stored element: a float32 number, or the 16 bits of a bfloat16 or float16 number.
 
     Callable only in compiled code.
     """

@@ -1,4 +1,4 @@
-"""Sums, counts and checksums over tensors on CPU, in one pass, for methods whose coefficients depend on them.
+"""CPU reductions over tensors in one pass (sums, counts, checksums), for methods whose coefficients need them.
 
 Sums are in float64 and in the order of `methods.arithmetic.total`, bit for bit, with any number of threads: each thread
 starts at the beginning of a block, and compiled functions write a sum for each block.
@@ -34,7 +34,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
-    """Inner product of two contiguous tensors on CPU or, with `base`, of their differences from the base.
+    """Inner product of two contiguous CPU tensors or, with `base`, of their differences from the base.
 
     The result has the bits of `methods.arithmetic.inner_products`.
     """
@@ -46,7 +46,7 @@ def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor 
 
 
 def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> list[float]:
-    """The inner product of `direction` with each tensor's difference from `base`, for each of `tensors`.
+    """The inner product of `direction` with each of `tensors` minus `base`.
 
     The differences are rounded to float32 and not stored. All tensors are contiguous and on CPU; `direction` may have
     another dtype than the other tensors.
@@ -61,7 +61,7 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def kept_norms(
     sparse: rules.Whole | rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
 ) -> list[float]:
-    """For each source, the sum of the magnitudes of the elements of its sparse task vector.
+    """The L1 norm of each source's sparse task vector: the sum of the magnitudes of its kept elements.
 
     `tensors` are the sources. A sparse task vector has the elements of source - base that `sparse` keeps, scaled by
     `sparse`.
@@ -77,7 +77,7 @@ def kept_norms(
 def variable_squares(
     trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor
 ) -> tuple[rules.Comparison, Threshold, list[float]]:
-    """Find the threshold of a rank among the elements' variances, and sum the squares of the elements at or above it.
+    """Find the variance of a given rank, and sum each task vector's squares over elements of at least this variance.
 
     The variance of an element is its variance between the task vectors. `trim` has two bounds of the threshold, and
     `order` orders equal variances. Returns three values: a comparison that decides for every element whether its
@@ -104,7 +104,7 @@ def variable_squares(
 
 
 class _Spread(NamedTuple):
-    """The two bounds of a threshold among variances, in the form that compiled code accepts.
+    """Lower and upper bound of a threshold for variances, as arguments of compiled code.
 
     A bound is a variance, `low` or `high`, with a tie-breaking mark. `by` says how variances are compared with the
     threshold: with marks (`ByMark`) or without (`ByMagnitude`). `factor` determines the elements' marks.
@@ -124,7 +124,7 @@ def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrd
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """For each source, how many elements it changes by more than epsilon, and how many of these no other source does.
+    """The number of elements that each source changes by more than epsilon, and how many of them only it changes.
 
     A change is the magnitude of the difference from `base`; `tensors` are the sources.
     """
@@ -197,7 +197,7 @@ def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int
 
 @compiled
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
-    """Add the squares of elements whose variance is at a threshold or above, block by block, from `start` to `stop`.
+    """Add the squares of the elements from `start` to `stop` whose variance reaches a threshold, block by block.
 
     An element's variance is its variance between the task vectors of the sources `xs`; the squares are those of each
     source's task vector. `spread` has two bounds of the threshold. A sum for each source and block is written to
@@ -245,7 +245,7 @@ def _variable_squares_at(spread: Any, base: Any, xs: Any, sums: Any, found: Any,
 
 @compiled
 def _sum_of(lanes: Any) -> Any:
-    """Add the partial sums in the array `lanes` in a fixed order, and return the total; the array is overwritten."""
+    """The total of the partial sums in the array `lanes`, added in a fixed order; overwrites the array."""
     size = U64(LANES // PARTS)
     while size > U64(0):
         for lane in range(U64(0), size):

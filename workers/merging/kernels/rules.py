@@ -1,4 +1,4 @@
-"""Rules: the formulas by which kernels compute each element of a merge, on every device.
+"""Rules: the formulas with which kernels on every device compute each element of a merge, as plain data.
 
 All methods that have a kernel reduce to these few rules. A rule consists of plain numbers; a few rules also have
 tensors. Numbers for each source are tuples in the order of the sources. theta_s is source s, b is the base, and tau_s
@@ -55,19 +55,19 @@ Doubles = tuple[np.float64, ...]
 
 
 class Whole(NamedTuple):
-    """Sparsification of task vectors that keeps every element."""
+    """Sparsification that keeps every element of a task vector."""
 
 
 class ByMark(NamedTuple):
-    """Comparison of elements with a threshold by magnitude and, if magnitudes are equal, by tie-breaking mark.
+    """Comparison of elements with a threshold by magnitude and, for equal magnitudes, by a tie-breaking hash ("mark").
 
-    A mark is a number that orders elements of equal magnitude (`workers.merging.order_statistics`). This kind of
-    comparison is used if many elements have the magnitude of the threshold.
+    `workers.merging.order_statistics` defines marks. This kind of comparison is used if many elements have the
+    magnitude of the threshold.
     """
 
 
 class ByMagnitude(NamedTuple):
-    """Comparison of an element with a threshold by magnitude alone, which leaves a few elements undecided.
+    """Comparison of elements with a threshold by magnitude alone, which leaves a few elements undecided.
 
     Elements with a magnitude of `aboves` or more are at the threshold or above, and elements with a magnitude of
     `belows` or less are below the threshold. The elements between these two magnitudes are undecided; they include all
@@ -82,7 +82,7 @@ Comparison = ByMark | ByMagnitude
 
 
 class Trimmed(NamedTuple):
-    """Sparsification that keeps the elements of each task vector at a threshold or above.
+    """Sparsification that keeps the elements of each task vector whose magnitudes reach a threshold.
 
     Each source has a threshold: a magnitude with a tie-breaking mark (`order_statistics.Threshold`). A mark is a number
     that orders elements of equal magnitude. Two bounds of the threshold are known: `lows` with `low_marks`, and `highs`
@@ -103,7 +103,7 @@ class Trimmed(NamedTuple):
 
 
 class Between(NamedTuple):
-    """Sparsification that keeps the elements of each task vector between two thresholds, which are included.
+    """Sparsification that keeps the elements of each task vector with magnitudes between two thresholds, inclusively.
 
     Each source has a lower and an upper threshold; the fields of the upper threshold begin with `top_`. Two bounds of a
     threshold are known, which are magnitudes with tie-breaking marks: `lows` with `low_marks`, and `highs` with
@@ -129,7 +129,7 @@ class Between(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Sparsification that keeps random elements of task vectors, and multiplies the kept elements by `scales`.
+    """Sparsification that keeps random elements of task vectors and multiplies them by `scales` (DARE).
 
     The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the low and high 32 bits of the masks'
     keys. An element is kept if its hash is at most the number in `bounds`. All fields have a number for each source.
@@ -142,7 +142,7 @@ class Dropped(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Sparsification that keeps elements at random, with a probability that depends on the rank of their magnitude.
+    """Sparsification that keeps random elements, with a probability by the rank of their magnitude (MagPrune).
 
     The probability is start + |rank - origin| step, in float64. Each source has its own start, origin and step. `ranks`
     has a tensor for each source: the rank of each magnitude in its row, where the smallest magnitude has rank 0. The
@@ -164,7 +164,7 @@ Sparsity = Whole | Trimmed | Between | Dropped | Sampled
 
 
 class WeightedSum(NamedTuple):
-    """Rule: the weighted sum of the sources, sum_s w_s theta_s, without the base.
+    """Rule for a merge kernel: the weighted sum of the sources, sum_s w_s theta_s, without the base.
 
     theta_s is source s, and w_s is its number in `weights`.
     """
@@ -173,7 +173,7 @@ class WeightedSum(NamedTuple):
 
 
 class TaskSum(NamedTuple):
-    """Rule: the base plus a weighted sum of task vectors, (sum_s w_s tau_s) + b, where the base is added last.
+    """Rule for a merge kernel: (sum_s w_s tau_s) + b, a weighted sum of task vectors to which the base is added last.
 
     b is the base, tau_s is the difference of source s from the base, and w_s is its number in `weights`.
     """
@@ -182,7 +182,7 @@ class TaskSum(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Rule: the base plus task vectors times factors, b + f_1 tau_1 + f_2 tau_2 + ..., added in this order.
+    """Rule for a merge kernel: b + f_1 tau_1 + f_2 tau_2 + ..., the base plus scaled task vectors, added in this order.
 
     b is the base. tau_s is the task vector of source s after the sparsification `sparse`, and f_s is its number in
     `factors`.
@@ -193,7 +193,7 @@ class Sum(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """Rule: the base plus lambda times the mean of the sparse task vectors that have the elected sign.
+    """Rule for a merge kernel: the base plus lambda times the mean of the task vectors with the elected sign (TIES).
 
     The rule is computed for each element. The elected sign is the sign of the sum of the task vectors after the
     sparsification `sparse`. Where this sum is zero, the result is the base.
@@ -204,7 +204,7 @@ class Mean(NamedTuple):
 
 
 class AgreeingSum(NamedTuple):
-    """Rule: the base plus lambda times the sum of the sparse task vectors that have the elected sign.
+    """Rule for a merge kernel: the base plus lambda times the sum of the task vectors with the elected sign.
 
     The rule is computed for each element. The elected sign is the sign of the sum of all task vectors after the
     sparsification `sparse`. Where this sum is zero, the result is the base.
@@ -215,7 +215,7 @@ class AgreeingSum(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """Rule: the base plus lambda times the sum of the weighted task vectors that have the elected sign.
+    """Rule for a merge kernel: the base plus lambda times the weighted sum of task vectors with the elected sign.
 
     The rule is computed for each element. A weighted task vector is a task vector after the sparsification `sparse`,
     times its number in `weights`. The elected sign is the sign of the sum of all weighted task vectors; it is positive
@@ -230,7 +230,7 @@ class Weighted(NamedTuple):
 
 
 class WeightedMean(NamedTuple):
-    """Rule: base + (weighted sum of the task vectors that have the elected sign) / (number of these task vectors).
+    """Rule for a merge kernel: the base plus the weighted sum of task vectors with the elected sign, over their number.
 
     The rule is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is the
     sign of the unweighted sum of all task vectors; it is positive if this sum is zero.
@@ -241,12 +241,12 @@ class WeightedMean(NamedTuple):
 
 
 class Interpolation(NamedTuple):
-    """Rule of `m3_ties`: the base plus lambda times the weighted mean of the task vectors that have the elected sign.
+    """Rule for a merge kernel: the base plus lambda times the weighted mean of task vectors with the elected sign.
 
-    The rule is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is the
-    sign of the sum of all task vectors. Where this sum is zero, the result is the base. The weights are divided by the
-    sum of the weights of the task vectors that have the elected sign. If only one task vector has the elected sign, it
-    is used instead of the mean, even if its weight is 0.
+    The method `m3_ties` has this rule. It is computed for each element of the task vectors after the sparsification
+    `sparse`. The elected sign is the sign of the sum of all task vectors. Where this sum is zero, the result is the
+    base. The weights are divided by the sum of the weights of the task vectors that have the elected sign. If only one
+    task vector has the elected sign, it is used instead of the mean, even if its weight is 0.
     """
 
     sparse: Sparsity
@@ -255,10 +255,10 @@ class Interpolation(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """Rule: the base plus lambda m if enough sources agree with the merged task vector m, else the base.
+    """Rule for a merge kernel: the base plus lambda m where enough sources agree with the merged task vector m.
 
-    The rule is computed for each element. Source s agrees if |tau_s| >= w_s |m - tau_s|, where tau_s is the difference
-    of the source from the base, and w_s is its number in `mask_lambdas`. At least `agreement` sources must agree. If
+    Elsewhere the result is the base. Source s agrees if |tau_s| >= w_s |m - tau_s|, where tau_s is the difference of
+    the source from the base, and w_s is its number in `mask_lambdas`. At least `agreement` sources must agree. If
     `sparse` is `Whole`, m is the sum of all tau_s. Otherwise m is the mean of the sparse task vectors, as in the rule
     `Mean`.
     """
@@ -270,7 +270,7 @@ class Agreed(NamedTuple):
 
 
 class SharedOut(NamedTuple):
-    """Rule: the base plus, for each element, the mean of those task vectors whose magnitude is above `epsilon`.
+    """Rule for a merge kernel: the base plus the element-wise mean of the task vectors with magnitudes above `epsilon`.
 
     If only one source is above `epsilon` in an element, this source's task vector is multiplied by its number in
     `factors`.
@@ -281,7 +281,7 @@ class SharedOut(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """Rule of SCE: the base plus a weighted mean of task vectors, where the variance between task vectors is large.
+    """Rule for a kernel of SCE: the base plus a weighted mean of task vectors where their variance is large.
 
     The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
     the result is the base. Otherwise the result is the base plus the weighted mean, with the weights `weights`, of the
@@ -299,7 +299,7 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """Rule of mergekit's SCE: the base plus a weighted mean of task vectors, where the variance between them is large.
+    """Rule for a kernel of mergekit's SCE: the base plus a weighted mean of task vectors where their variance is large.
 
     The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
     the result is the base. Otherwise the result is the base plus the weighted mean, with the weights `weights`, of the
@@ -317,7 +317,7 @@ class VariableElection(NamedTuple):
 
 
 class Important(NamedTuple):
-    """Rule: the first of two sources, with the important elements of the second source.
+    """Rule for a kernel of Arcee Fusion: the first of two sources, with the important elements of the second source.
 
     theta_1 and theta_2 are the two sources. An element is important if |theta_2 - theta_1|, times the number of the
     element's row in `rows`, is at least `threshold`. The product is computed in float32.
@@ -332,11 +332,11 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """Choose the kind of comparison of elements with thresholds, for each list in `each`.
+    """Choose how elements are compared with thresholds: by magnitude alone, or with tie-breaking hashes ("marks").
 
-    A list describes one threshold for each source, as a `Trim`. If many elements may have the magnitude of one of the
-    thresholds (`Trim.is_tied`), all comparisons use magnitudes and tie-breaking marks (`ByMark`). Otherwise they use
-    magnitudes alone (`ByMagnitude`).
+    Each of the lists in `each` gets one kind of comparison; it describes one threshold for each source, as a `Trim`. If
+    many elements may have the magnitude of one of the thresholds (`Trim.is_tied`), all comparisons use magnitudes and
+    tie-breaking marks (`ByMark`). Otherwise they use magnitudes alone (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):
@@ -345,7 +345,7 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 
 
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
-    """The two bounds of each source's threshold, in the form of the fields of `Trimmed`.
+    """Two bounds of each source's threshold, as values for the fields of `Trimmed`.
 
     The result has the values of the fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks`, in this order. Each
     value has one number for each source, from the source's entry in `trims`.

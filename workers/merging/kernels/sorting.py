@@ -1,4 +1,4 @@
-"""Sorting and selection of numbers that are computed from the elements of tensors, on CPU.
+"""CPU sorting and selection of numbers that are computed from the elements of tensors, such as magnitudes.
 
 Numbers are sorted in pieces, so that sorting takes bounded memory; a single rank is selected without sorting. Equal
 numbers are ordered by the marks of their elements (`workers.merging.order_statistics`). Sorting uses words: a word is
@@ -51,10 +51,10 @@ SIGN = U32(1 << 31)
 def ascending_magnitudes(
     source: torch.Tensor, base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the magnitudes |source - base| in ascending order, in pieces, with tie-breaking marks of their elements.
+    """Yield the magnitudes |source - base| in ascending order, in pieces, with tie-breaking hashes of their elements.
 
-    A piece is a pair of arrays (magnitudes in float32, marks in uint32), valid until the next piece is taken. Marks
-    order equal magnitudes; `factor` determines them (`order_statistics`). The tensors are on CPU.
+    A piece is a pair of arrays (magnitudes in float32, hashes in uint32), valid until the next piece is taken. The
+    hashes ("marks") order equal magnitudes; `factor` determines them (`order_statistics`). The tensors are on CPU.
     """
     return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), U32(factor))))
 
@@ -62,17 +62,17 @@ def ascending_magnitudes(
 def ascending_variances(
     sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the variances of elements between task vectors in ascending order, in pieces, with tie-breaking marks.
+    """Yield the variances of elements between task vectors in ascending order, in pieces, with tie-breaking hashes.
 
     Task vectors are the differences of `sources` from `base`, on CPU. A piece is a pair of arrays (variances in
-    float32, marks in uint32), valid until the next piece is taken. Marks order equal variances; `factor` determines
-    them (`order_statistics`).
+    float32, hashes in uint32), valid until the next piece is taken. The hashes ("marks") order equal variances;
+    `factor` determines them (`order_statistics`).
     """
     return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), U32(factor))))
 
 
 def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield the importances of elements in ascending order, in pieces.
+    """Yield the importances of elements (as in Arcee Fusion) in ascending order, in pieces.
 
     The importance of an element is |second - first| times the number of its row in `rows`. The numbers may have any
     sign. A piece is valid until the next piece is taken.
@@ -83,7 +83,7 @@ def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch
 
 
 def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: torch.Tensor, width: int) -> None:
-    """Write the rank of each element's magnitude |source - base| within its row to `ranks`.
+    """Write the rank of each element's magnitude |source - base| within its row to the tensor `ranks`.
 
     Ranks begin with 0 for the smallest. Rows have `width` elements. Equal magnitudes are ordered by tie-breaking marks,
     which `factor` determines (`order_statistics`). All tensors are on CPU.
@@ -93,7 +93,7 @@ def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: 
 
 
 def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -> Selection:
-    """The magnitudes |source - base| of two tensors on CPU, in an object that gives the n-th largest.
+    """The magnitudes |source - base| of two CPU tensors, as an object that selects the n-th largest without sorting.
 
     Equal magnitudes are ordered by tie-breaking marks, which `factor` determines (`order_statistics`).
     """
@@ -101,7 +101,7 @@ def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -
 
 
 def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int) -> Selection:
-    """The variances of elements between the task vectors, in an object that gives the n-th largest.
+    """The variances of elements between task vectors, as an object that selects the n-th largest without sorting.
 
     Task vectors are the differences of `sources` from `base`, on CPU. Equal variances are ordered by tie-breaking
     marks, which `factor` determines (`order_statistics`).
@@ -112,10 +112,10 @@ def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, fact
 def magnitude_words(
     source: torch.Tensor, base: torch.Tensor, factor: int, mask: tuple[float, int] | None = None
 ) -> Words:
-    """The magnitudes |source - base| of two tensors on CPU as words, with marks that `factor` determines.
+    """The magnitudes |source - base| of two CPU tensors, as 64-bit sort keys ("words") with tie-breaking hashes.
 
-    `mask` is the density and the key of a random mask; None is no mask. With a mask, a magnitude is divided by the
-    density if the mask keeps the element, and zero otherwise.
+    `factor` determines the hashes. `mask` is the density and the key of a random mask; None is no mask. With a mask, a
+    magnitude is divided by the density if the mask keeps the element, and zero otherwise.
     """
     numbers = as_array(source), as_array(base), U32(factor)
     if mask is None:
@@ -134,9 +134,10 @@ def _selection(numbers: Any) -> Selection:
 
 
 class TensorWords:
-    """A tensor's elements on CPU as words of 64 bits, for selection: it implements `order_statistics.Words`.
+    """The elements of a CPU tensor as 64-bit sort keys ("words"), from which the n-th largest is selected.
 
-    `numbers` states which number is computed from each element, such as its magnitude.
+    It implements `order_statistics.Words`. `numbers` states which number is computed from each element, such as its
+    magnitude.
     """
 
     def __init__(self, numbers: Any) -> None:
@@ -158,9 +159,9 @@ class TensorWords:
 
 
 def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split sorted words of 64 bits into the numbers in their upper halves and the marks in their lower halves.
+    """Split sorted 64-bit words into the numbers in their upper halves and the tie-breaking hashes in the lower halves.
 
-    A mark is a number that orders elements whose numbers are equal.
+    A hash ("mark") orders elements whose numbers are equal.
     """
     return (words >> U64(32)).astype(np.uint32).view(np.float32), words.astype(np.uint32)
 
@@ -212,7 +213,7 @@ def _ascending(numbers: Any) -> Iterator[np.ndarray]:
 
 
 def _groups(counts: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Divide adjacent buckets into groups of about `size` elements, each of at least one bucket.
+    """Divide adjacent buckets of a radix sort into groups of about `size` elements, each of at least one bucket.
 
     A bucket has the elements whose numbers begin with the same bits; `counts` has the number of elements in each
     bucket. Returns (first bucket, bucket after the last) for each group. Empty buckets before the first element are in
@@ -286,10 +287,11 @@ def _bucket_counts(numbers: Any) -> Any:
 
 @compiled
 def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
-    """Count the elements whose words begin with the bits `prefix`, by the next LOWER bits of their words, the digit.
+    """Histogram of a radix selection: the number of elements by the next digit of their words after the bits `prefix`.
 
-    A word has 64 bits: an element's number, then its tie-breaking mark. `shift` is the number of bits after the digit.
-    Only the elements from `start` to `stop` - 1 of `numbers` are counted. Returns a count for each value of the digit.
+    A word has 64 bits: an element's number, then its tie-breaking mark. The digit has LOWER bits, and `shift` is the
+    number of bits after it. Only the elements from `start` to `stop` - 1 of `numbers` are counted. Returns a count for
+    each value of the digit.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)
@@ -303,7 +305,7 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
 
 @compiled
 def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop: int) -> Any:
-    """Write the words that begin with the bits `prefix` to the array `words`, and return how many there are.
+    """Write the 64-bit words that begin with the bits `prefix` to the array `words`, and return their number.
 
     A word has 64 bits: an element's number, then its tie-breaking mark. `shift` is the number of bits after the prefix.
     Only the elements from `start` to `stop` - 1 of `numbers` are considered.
@@ -323,10 +325,10 @@ def _word(numbers: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
-    """Whether the word of element i begins with the bits `prefix`; `shift`, at most 48, is the number of bits after it.
+    """Whether the 64-bit word of element i begins with the bits `prefix`.
 
-    A word has 64 bits: an element's number, then its tie-breaking mark. For most words the number alone shows that the
-    result is False, so that the mark is not computed.
+    A word has an element's number, then its tie-breaking mark. `shift`, at most 48, is the number of bits after the
+    prefix. For most words the number alone shows that the result is False, so that the mark is not computed.
     """
     if shift >= U64(32):
         return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix
@@ -345,7 +347,7 @@ def _zeros(numbers: Any, start: int, stop: int) -> int:
 
 @compiled
 def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any) -> Any:
-    """Write the words of the elements in some adjacent buckets to `words`, grouped by ranges of buckets.
+    """Write the 64-bit words of the elements in adjacent buckets of a radix sort to `words`, grouped by bucket ranges.
 
     A bucket has the elements whose numbers begin with the same bits. A word has 64 bits: an element's number, then its
     tie-breaking mark. Words are not sorted within a range. Returns `words`.
@@ -367,11 +369,11 @@ def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any)
 
 @compiled
 def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: int, stop: int) -> None:
-    """Compute the ranks of magnitudes within the rows from `start` to `stop`, and write them to `ranks`.
+    """Compute the ranks of magnitudes |x - b| within rows, for the elements from `start` to `stop`.
 
-    `start` and `stop` are positions of elements, multiples of the row's `width`. A magnitude is |x - b|. The positions
-    in each row are sorted by magnitude, in three stable passes by one digit each. Positions of equal magnitudes are
-    sorted by their tie-breaking marks, which `factor` determines.
+    Ranks are written to `ranks`. `start` and `stop` are positions of elements, multiples of the row's `width`. The
+    positions in each row are sorted by magnitude, in three stable passes by one digit each. Positions of equal
+    magnitudes are sorted by their tie-breaking marks, which `factor` determines.
     """
     mask, size = U32((1 << DIGIT) - 1), U64(width)
     keys, order, other = np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.uint32)
@@ -412,7 +414,7 @@ def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: i
 
 @compiled
 def _radix_sorted(words: Any, other: Any) -> Any:
-    """Sort the integers of 64 bits in `words` in ascending order; the result is in the memory of one of the two arrays.
+    """Radix sort of the 64-bit integers in `words`, ascending; the result is in the memory of one of the two arrays.
 
     `other` is memory of the same size. The sort goes digit by digit. A digit that is the same in all integers needs no
     pass.

@@ -1,4 +1,4 @@
-"""Functions that compute the value of a task vector's element after each kind of sparsification.
+"""CPU functions that compute the value of a task vector's element after each kind of sparsification.
 
 The dict KEPT has the function of each type of sparsification.
 """
@@ -22,7 +22,7 @@ HASHES = 2.0**32  # number of different hashes
 
 
 def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
-    """Whether element i of source s, of magnitude `size`, is at a threshold or above.
+    """Whether element i of source s, of magnitude `size`, is at a threshold or above it.
 
     The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` determines the element's mark.
     `by` says how the element is compared with the threshold: with `ByMark`, by magnitude and mark; with `ByMagnitude`,
@@ -64,9 +64,9 @@ def _passes_threshold(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any,
 
 
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    """The value that the sparsification `sparse` gives to `tau`, element i of the task vector of source s.
+    """The value of element i of source s's task vector, `tau`, after the sparsification `sparse`.
 
-    It is 0 if the element is dropped, else `tau`, possibly rescaled. Callable only in compiled code.
+    The value is 0 if the element is dropped, else `tau`, possibly rescaled. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

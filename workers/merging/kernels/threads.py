@@ -1,4 +1,4 @@
-"""The threads of the CPU kernels: a separate pool, of which as many threads work as torch uses.
+"""Thread pool of the CPU kernels, which uses as many threads as torch.
 
 Kernels run without Python's interpreter lock.
 """
@@ -23,7 +23,7 @@ _local = threading.local()  # is_alone: this thread merges one of many small ten
 
 
 def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
-    """Divide a tensor of `num_elements` between threads, in whole blocks of `block` elements.
+    """Divide the indices of a tensor of `num_elements` between threads, in whole blocks of `block` elements.
 
     Returns (start, stop) for each piece. The result is empty if there are no elements.
     """
@@ -34,7 +34,7 @@ def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
 
 
 def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Run a kernel once for each tuple of arguments in `calls`, in several threads, and return the results in order.
+    """Run a kernel once for each tuple of arguments in `calls`, in several threads; return the results in order.
 
     The first call runs in the calling thread.
     """
@@ -43,7 +43,7 @@ def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[An
 
 
 def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call `function` once for each of `items`, in as many threads as torch uses; each call stays in one thread.
+    """Call `function` once for each of `items`, in as many threads as torch uses, with each call in one thread.
 
     The function is used for many small tensors, because waking a second thread takes as long as merging a small tensor.
     """

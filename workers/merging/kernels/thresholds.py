@@ -1,4 +1,4 @@
-"""Exact thresholds of magnitudes, which decide whether a merge method keeps an element.
+"""Exact magnitude thresholds, which decide whether a merge method keeps an element.
 
 A table of magnitudes gives two bounds of a threshold, and only a few elements are between them. A merge kernel collects
 these elements (`undecided`); then the exact threshold is found among them (`decided`).
@@ -24,7 +24,7 @@ U32, U64 = np.uint32, np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """SOME (1) if element i of any source is between the bounds of a threshold of `rule`, else NONE (0).
+    """Flag SOME (1) if element i of any source is between the bounds of a threshold of `rule`, else NONE (0).
 
     Whether the rule keeps such an element depends on the exact threshold, which is not known yet. `base` and `xs` are
     the arrays of the base and the sources. Callable only in compiled code.
@@ -63,11 +63,12 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
-    """SOME (1) if element i of source s, of magnitude `size`, may be strictly between two thresholds, else NONE (0).
+    """Flag SOME (1) if element i of source s may be strictly between two thresholds, else NONE (0).
 
-    Each threshold, `low` and `high`, is (magnitude, tie-breaking mark). `factor` determines the element's mark. `by`
-    says how the element is compared with the thresholds: `ByMark` compares magnitude and mark. `ByMagnitude` compares
-    the magnitude alone; an element for which this is not sufficient counts as between. Callable only in compiled code.
+    `size` is the element's magnitude. Each threshold, `low` and `high`, is (magnitude, tie-breaking mark). `factor`
+    determines the element's mark. `by` says how the element is compared with the thresholds: `ByMark` compares
+    magnitude and mark. `ByMagnitude` compares the magnitude alone; an element for which this is not sufficient counts
+    as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -90,10 +91,10 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 
 
 def most_undecided(rule: Any) -> int:
-    """The largest number of elements of a tensor for which a merge must still find out whether a rule keeps them.
+    """The largest number of a tensor's elements that the bounds of a rule's thresholds can leave undecided.
 
-    Only elements between the two bounds of a threshold are undecided. There are at most `MOST_LEFT` for each threshold
-    of the rule, and none for a rule without thresholds.
+    An element is undecided if it is between the two bounds of a threshold. There are at most `MOST_LEFT` of these
+    elements for each threshold of the rule, and none for a rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):
@@ -102,7 +103,7 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """Copy of a rule in which each threshold is exact; the rule itself has only two bounds of each threshold.
+    """Copy of a rule with exact thresholds in place of the two bounds of each threshold.
 
     Each threshold is found among the elements between its bounds. `positions` has the indices of all elements that are
     between the bounds of any threshold. `base` and `xs` are the elements of the base and the sources, as arrays.
@@ -126,7 +127,7 @@ def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: 
 def variance_threshold(
     trim: Trim, order: TieOrder, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray
 ) -> tuple[Threshold, bool]:
-    """Find the exact threshold of a rank among variances, and whether all elements with its variance reach it.
+    """Find the exact variance threshold of a given rank, and whether all elements of equal variance reach it.
 
     A variance is the variance of one element between the task vectors of the sources `xs`. `order` orders equal
     variances by tie-breaking marks. `trim` has two bounds of the threshold, and `positions` the indices of all elements
@@ -140,7 +141,7 @@ def variance_threshold(
 
 
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:
-    """The magnitude and tie-breaking mark of the element with a given rank between two bounds.
+    """The magnitude and tie-breaking hash ("mark") of the element that has a given rank between two bounds.
 
     The elements to choose from have the magnitudes `sizes` and the marks `marks`. `cut` is (magnitude of the lower
     bound, its mark, magnitude of the upper bound, its mark, rank). The rank counts elements strictly between the

@@ -1,4 +1,4 @@
-"""Plain merge methods: pure functions from tensors to a tensor, each with its equation.
+"""Merge methods in plain PyTorch: pure functions from tensors to a tensor, each with its equation.
 
 The functions define the results of merging. All arithmetic is in float32 on the tensors given, element by element in
 the order of the sources, without fused multiply-add; reductions over a tensor are summed in fixed blocks. So the same

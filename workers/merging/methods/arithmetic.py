@@ -1,7 +1,7 @@
-"""Building blocks of the merge methods: weighted sums, and reductions that do not depend on the number of threads.
+"""Building blocks of the merge methods in PyTorch: weighted sums, and reductions independent of the thread count.
 
-Everything here is plain torch. `workers.merging.kernels.reductions` computes the same reductions faster, bit for bit,
-because it adds in the order that BLOCK and PARTS define.
+`workers.merging.kernels.reductions` computes the same reductions faster, bit for bit, because it adds in the order that
+BLOCK and PARTS define.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GPU_CHUNK = 512 * BLOCK
 
 
 def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The weighted sum of tensors, sum_t w_t theta_t, added in the order given.
+    """The weighted sum of tensors, sum_t w_t theta_t, added in the given order.
 
     theta_t is tensor t, w_t its weight.
     """
@@ -50,7 +50,7 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """Apply a function to tensors element by element, and return the sum of the results in float64.
+    """The sum, in float64, of a function applied to tensors element by element.
 
     `function` receives chunks of the tensors, converted to float64, one argument per tensor.
     """
@@ -68,9 +68,9 @@ def norm(tensor: torch.Tensor) -> float:
 
 
 def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The cosine of the angle between two tensors taken as vectors, in [-1, 1].
+    """The cosine in [-1, 1] of the angle between two tensors taken as vectors.
 
-    It is 0 if one of the tensors has a norm of at most 1e-8, because its direction is not defined.
+    The result is 0 if one of the tensors has a norm of at most 1e-8, because its direction is not defined.
     """
     return cosine_of(inner_products((first, second)), 0, 1)
 
@@ -88,7 +88,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def cosine_of(products: Products, first: int, second: int) -> float:
-    """The cosine of the angle between two of N tensors, computed from the inner products of all pairs, [N, N].
+    """The cosine of the angle between two of N tensors, from the inner products [N, N] of all pairs.
 
     `first` and `second` are the indices of the two tensors. The result is 0 if one of the two tensors has a norm of at
     most 1e-8.
@@ -100,7 +100,7 @@ def cosine_of(products: Products, first: int, second: int) -> float:
 
 
 def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The cosines of the angles between the corresponding rows of two tensors [..., n], as float64 [..., 1].
+    """The cosines of the angles between corresponding rows of two tensors [..., n], as float64 [..., 1].
 
     A cosine is 0 if a row has a norm of at most 1e-8. Tensors with fewer than two dimensions are one row.
     """
@@ -114,7 +114,7 @@ def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def num_kept(k: float, num_elements: int) -> int:
-    """The number of elements that TIES keeps of n = `num_elements`: floor(k n), at least one.
+    """The number of elements that TIES keeps of n = `num_elements` at the share k: floor(k n), at least one.
 
     The product is exact for a share k with at most six decimals.
     """

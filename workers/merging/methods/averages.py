@@ -61,7 +61,10 @@ STOCK_ROUNDING = 1e-6
 
 @merges("passthrough", peak=Peak(0, 4))
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
-    """Copy the only source, or scale it: scale * theta, with theta its tensor (mergekit's passthrough with `scale`)."""
+    """Copy of the only source, or with `scale` a multiple of it: scale * theta (mergekit's passthrough).
+
+    theta is the source's tensor.
+    """
     is_copy = scale == 1 and not isinstance(scale, torch.Tensor)
     return tensors[0] if is_copy else tensors[0] * scale
 
@@ -87,7 +90,7 @@ def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch
 
 
 def linear_weights(weights: Sequence[float]) -> list[float]:
-    """The factor of each tensor in the method `linear`: its weight divided by the sum of the weights.
+    """The factor of each tensor in the merge method `linear`: its weight divided by the sum of the weights.
 
     Raises InvalidRecipe if the sum is zero.
     """
@@ -155,10 +158,10 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 
 @merges("nuslerp_columns", peak=Peak(0, 25, more_on_gpu=16))
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
-    """Spherical interpolation of two tensors, each vector along the first index by its own angle.
+    """Spherical interpolation of two tensors, each vector along the first dimension by its own angle.
 
-    It is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`). `weights`
-    are the weights w_1 and w_2 of the tensors: the second has the share w_2 / (w_1 + w_2).
+    The method is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`).
+    `weights` are the weights w_1 and w_2 of the tensors: the second has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
@@ -197,7 +200,7 @@ def nuslerp_rows_task_vectors(
 def nuslerp_columns_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """The base plus the spherical interpolation of two task vectors along the first index (`nuslerp_columns`).
+    """The base plus the spherical interpolation of two task vectors along the first dimension (`nuslerp_columns`).
 
     `weights` are the weights of the two task vectors. In mergekit this method is NuSLERP with a base model,
     `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
@@ -228,7 +231,7 @@ def model_stock(
 
 
 def model_stock_weights(products: Products, *, unbounded: bool = False, name: str = "") -> list[float]:
-    """The factor of each task vector in `model_stock`, from the inner products of the task vectors.
+    """The factor of each task vector in `model_stock`, from the task vectors' inner products.
 
     If the factors are so large that the result is meaningless, InvalidRecipe is raised or, with `unbounded`, a warning
     is logged. The message names the tensor by `name`.
@@ -244,7 +247,7 @@ def model_stock_weights(products: Products, *, unbounded: bool = False, name: st
 def model_stock_rows(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, unbounded: bool = False, name: str = ""
 ) -> torch.Tensor:
-    """Model Stock (`model_stock`) with a factor t for each row of the tensor (mergekit: `filter_wise: true`).
+    """Model Stock (`model_stock`) with a separate factor t for each row of the tensor (mergekit: `filter_wise: true`).
 
     A row is a vector along the last index. If a factor is not from -N to 1, where N is the number of models,
     InvalidRecipe is raised or, with `unbounded`, a warning is logged. The message names the tensor by `name`.
@@ -259,7 +262,7 @@ def model_stock_rows(
 
 
 def shares_of(method: str, weights: Sequence[float]) -> list[float]:
-    """Divide a method's weights by their sum. Raises InvalidRecipe, naming the method, if the sum is zero."""
+    """A method's weights divided by their sum. Raises InvalidRecipe, naming the method, if the sum is zero."""
     total = scalars.fsum(weights)
     if abs(total) < NO_WEIGHT:
         raise InvalidRecipe(f"{method}: weights {tuple(weights)} sum to {total}; they must not sum to zero")

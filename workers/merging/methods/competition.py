@@ -49,7 +49,7 @@ def sce(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE (FuseChat, arXiv:2408.07990): select the most variable elements, calculate weights, erase minority signs.
+    """SCE (FuseChat, arXiv:2408.07990): select the most variable elements, compute weights, erase minority signs.
 
     theta_pre is the base, and tau_t the task vectors, the differences of the models from the base. Only elements that
     vary between the task vectors count. Of these, SCE selects the share `select_topk` with the largest variance. The
@@ -84,7 +84,7 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE as in mergekit; the result differs from `sce` where task vectors sum to zero, and for small weights.
+    """SCE as in mergekit, which differs from `sce` where task vectors sum to zero, and for small weights.
 
     As in `sce`, a share `select_topk` of the elements is selected: those that vary most between the task vectors. The
     weight of a model is the mean square of its selected elements, and elements with a minority sign are erased. Weights
@@ -110,7 +110,7 @@ def sce_mergekit(
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
-    """The number of elements that SCE selects: a share of the elements that vary between task vectors.
+    """The number of elements that SCE selects: a share of those that vary between task vectors.
 
     `num_variable` is the number of elements that vary, `select_topk` the share.
     """
@@ -128,7 +128,7 @@ def sce_weights(squares: Sequence[float]) -> list[float]:
 
 @merges("ram", peak=Peak(5, 21))
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
-    """RAM (arXiv:2601.13572): add changes of single models, and average changes that several models made to an element.
+    """RAM (arXiv:2601.13572): average the changes of elements that several models changed, and add all other changes.
 
     A model has changed an element if it differs from the base by more than epsilon. If several models changed an
     element, the mean of their task vectors is added to the base. If one model changed an element, this model's task
@@ -141,7 +141,7 @@ def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) 
 def ramplus_tl(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, r: float, alpha: float, epsilon: float
 ) -> torch.Tensor:
-    """RAM+ with counts for each tensor (arXiv:2601.13572; mergekit calls it tensor-local).
+    """RAM+ with change counts for each tensor (arXiv:2601.13572), which mergekit calls tensor-local.
 
     A model has changed an element if it differs from the base by more than epsilon. If several models changed an
     element, the mean of their task vectors is added to the base. If one model changed an element, this model's task
@@ -155,7 +155,7 @@ def ramplus_tl(
 def pcb(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float, orders: Orders = None
 ) -> torch.Tensor:
-    """PCB-Merging as published (arXiv:2410.02396): a mean of the task vectors, weighted element by element.
+    """PCB-Merging as published (arXiv:2410.02396): a mean of the task vectors with weights for each element.
 
     theta_pre is the base, tau_i the task vector of model i, N the number of models, and Norm scales a tensor to [0, 1].
     The weights are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)); all but the share `density` of
@@ -303,7 +303,7 @@ def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[fl
 
 
 def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
-    """The variance of each element between the task vectors (each of `tensors` minus the base), in float32."""
+    """The variance of each element between the task vectors (`tensors` minus the base), in float32."""
     return _variance([tensor.float() - base.float() for tensor in tensors])
 
 
@@ -352,7 +352,7 @@ def _ram(
 
 
 def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
-    """The factor in RAM+ for the elements that only one model changed: 1 + r min(alpha, shared / alone).
+    """RAM+'s factor for the elements that only one model changed: 1 + r min(alpha, shared / alone).
 
     Of the `num_changed` elements that the model changed, `num_alone` were changed by no other model, and the others are
     shared.
@@ -380,13 +380,13 @@ def _balanced(
 
 
 def _unit_range(tensor: torch.Tensor) -> torch.Tensor:
-    """Scale a tensor to [0, 1]; the result is all zeros if all elements are equal."""
+    """Scale a tensor linearly to [0, 1]; the result is all zeros if all elements are equal."""
     low, high = torch.aminmax(tensor)
     return (tensor - low).div_(high - low) if high > low else torch.zeros_like(tensor)
 
 
 def _softmax(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute the softmax over a whole tensor in place.
+    """Compute the softmax over a whole tensor, in place.
 
     The elements must be so small that exp does not overflow.
     """
@@ -395,5 +395,5 @@ def _softmax(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _smallest(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """The element with the index `index`, from 0, if the elements of a tensor are sorted in ascending order."""
+    """The element at the index `index` (from 0) of a tensor's elements in ascending order."""
     return torch.kthvalue(tensor.flatten(), index + 1).values

@@ -1,4 +1,4 @@
-"""Merging of task vectors by elected signs: the variants of TIES.
+"""Merging of task vectors by elected signs, as in TIES and its variants.
 
 The functions take task vectors, one per source, and return the merged task vector; they may modify their arguments.
 """
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """For each element, the mean of the task vectors that have the elected sign (TIES).
+    """The element-wise mean of the task vectors that have the elected sign (TIES).
 
     The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero. The
     function computes equations 7 and 8 of "Automated Model Merging", which are those of TIES (arXiv:2306.01708).
@@ -33,7 +33,7 @@ def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def elected_balance(taus: Sequence[torch.Tensor]) -> int:
-    """Number of positive elements in the sum of the task vectors `taus`, minus the number of negative elements.
+    """The number of positive elements in the sum of the task vectors `taus`, minus the number of negative ones.
 
     The sign of the result is the majority sign: the sign that most elements of the sum have.
     """
@@ -42,7 +42,7 @@ def elected_balance(taus: Sequence[torch.Tensor]) -> int:
 
 
 def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = None) -> torch.Tensor:
-    """For each element, the mean of the task vectors that have the elected sign (MergeLM).
+    """The element-wise mean of the task vectors that have the elected sign, or the majority sign at ties (MergeLM).
 
     The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the elected sign is the
     sign of `majority`. By default, it is then the majority sign of the tensor: the sign that most elements of the sum
@@ -52,7 +52,7 @@ def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = 
 
 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """For each element, the sum of the task vectors that have the elected sign (MergeBench).
+    """The element-wise sum of the task vectors that have the elected sign (MergeBench).
 
     The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero.
     """
@@ -64,7 +64,7 @@ def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *, normalize: bool) -> torch.Tensor:
-    """For each element, the weighted sum of the task vectors that have the elected sign (mergekit).
+    """The element-wise weighted sum of the task vectors that have the elected sign (mergekit).
 
     `taus` are the task vectors. The elected sign is the sign of the weighted sum of all task vectors; it is positive if
     this sum is zero. With `normalize`, the result is divided by the sum of the weights of the task vectors that have
@@ -83,7 +83,7 @@ def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *,
 
 
 def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """For each element, a weighted sum of the task vectors that have the elected sign, divided by their number (PEFT).
+    """The element-wise weighted sum of the task vectors that have the elected sign, divided by their number (PEFT).
 
     The elected sign is the sign of the unweighted sum of all task vectors `taus`; it is positive if this sum is zero.
     """
@@ -98,12 +98,11 @@ def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float
 
 
 def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """For each element, the weighted mean of the task vectors that have the elected sign.
+    """The element-wise weighted mean of the task vectors that have the elected sign (Mixup Model Merge, M3).
 
     The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero. The
     weights are divided by the sum of the weights of the task vectors that have the elected sign. If only one task
-    vector has the elected sign, the result is this task vector. This is the interpolation of Mixup Model Merge (M3),
-    appendix H.
+    vector has the elected sign, the result is this task vector. The interpolation is that of M3, appendix H.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)
@@ -122,7 +121,7 @@ def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float
 def disjoint_majority_interpolation(
     taus: Sequence[torch.Tensor], weights: Sequence[float], majority: int | None = None
 ) -> torch.Tensor:
-    """For each element, an interpolation of the task vectors that have the elected sign; it is continuous in `weights`.
+    """The element-wise interpolation of the task vectors that have the elected sign, continuous in `weights`.
 
     The elected sign is the sign of the sum of all task vectors `taus`. If this sum is zero, the elected sign is the
     majority sign, as in `disjoint_majority_mean`. The share of a task vector is its weight divided by the sum of all

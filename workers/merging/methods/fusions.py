@@ -16,7 +16,7 @@ __all__ = ["Importance", "ImportancesAt", "arcee_fusion", "importance_of", "impo
 
 @merges("nearswap", peak=Peak(0, 16))
 def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
-    """The first model, with each element moved towards the second's by at most t (mergekit's NearSwap).
+    """The first model, with each element moved towards the second model's by at most t (mergekit's NearSwap).
 
     With theta_1 and theta_2 the tensors of the two models, the result is w theta_2 + (1 - w) theta_1 with w = min(1, t
     / |theta_1 - theta_2|).
@@ -44,7 +44,7 @@ ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tenso
 
 @merges("arcee_fusion", peak=Peak(0, 9))
 def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
-    """The first model with the second's most important changes (mergekit's Arcee Fusion).
+    """The first model with the most important changes of the second (mergekit's Arcee Fusion).
 
     theta_1 and theta_2 are the tensors of the two models. The importance of an element is |theta_2 - theta_1| *
     KL(softmax of theta_2's row | softmax of theta_1's row), with KL the Kullback-Leibler divergence. Elements whose
@@ -61,10 +61,10 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 def importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The importances at the indices `indices` of the sorted importances; index 0 is the smallest.
+    """The elements' importances in Arcee Fusion at the indices `indices` of their ascending order.
 
-    The importance of an element is the absolute difference of `first` and `second`, times the number of its row in
-    `rows`. Arcee Fusion takes elements of high importance from the second model.
+    Index 0 is the smallest. The importance of an element is the absolute difference of `first` and `second`, times the
+    number of its row in `rows`. Arcee Fusion takes elements of high importance from the second model.
     """
     importances = ((second.float() - first.float()).abs_() * rows).flatten()
     return [torch.kthvalue(importances, index + 1).values for index in indices]
@@ -87,7 +87,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor, select: Importances
 
 
 def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """For each row, the Kullback-Leibler divergence of softmax(row of `first`) from softmax(row of `second`).
+    """The Kullback-Leibler divergence of softmax(row of `first`) from softmax(row of `second`), for each row.
 
     Rounding may make the divergence of nearly equal rows slightly negative.
     """

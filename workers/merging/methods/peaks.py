@@ -1,4 +1,4 @@
-"""The memory that a plain method takes while it computes, beside its operands.
+"""The memory that a merge method's PyTorch function takes while it computes, beside its operands.
 
 Numbers are those of PyTorch's allocator, per element of the merged tensor, for every choice of coefficients. They were
 measured on CPU, and compared with a GPU (`tests/gpu`).
@@ -17,10 +17,11 @@ GPU_BLOCK_BYTES = 256 << 20
 
 
 class Peak(NamedTuple):
-    """Bytes at the peak of a plain method, result included: (`per_source` N + `fixed`) n + `per_square` c^2.
+    """Peak memory of a merge method's PyTorch function in bytes: (`per_source` N + `fixed`) n + `per_square` c^2.
 
     N is the number of sources, n the number of elements of the merged tensor, and c the number of columns of a matrix,
-    0 for tensors of other dimensions. Operands are not counted; they are float32. A GPU takes `more_on_gpu` n more.
+    0 for tensors of other dimensions. The result is counted; operands, which are float32, are not. A GPU takes
+    `more_on_gpu` n more.
     """
 
     per_source: float

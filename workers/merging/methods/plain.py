@@ -1,4 +1,4 @@
-"""The plain methods by name, and how they are called.
+"""Table of the merge methods' PyTorch functions by name, and the arguments with which they are called.
 
 A function receives the tensors, the base if its method needs one, and the coefficients by name. The name of a
 coefficient with a number for each source is in the plural, such as `lambdas`; `lambda_` is one number for all. The
@@ -40,7 +40,7 @@ Statistic = Literal["cosine", "importance", "magnitudes", "majority", "norms", "
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of one merge: the same tensor of every source, in one shape; none of them is modified.
+    """The operands of one merge: the same tensor of every source, all of one shape; none of them is modified.
 
     - `tensors`: the tensor of each source, in the order of the merge's sources
     - `base`: the base model's tensor, for methods that need it
@@ -87,7 +87,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class PlainMethod:
-    """A declared merge method with the function that computes it in plain torch.
+    """A declared merge method with the PyTorch function that computes it.
 
     `uses` are the statistics of the sources that the function has parameters for. `is_told_name` says whether the
     function has a parameter for the tensor's name. `order_parameter` is the name of the function's parameter for the
@@ -112,7 +112,7 @@ class PlainMethod:
         *,
         given: Mapping[str, Sequence[torch.Tensor] | torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute the merge `merge` of `operands` by this method's function, with the coefficients of the merge.
+        """Compute `merge` from `operands` by this method's function, with the coefficients of the merge.
 
         `given` may have tensors without dimensions, by name, that replace coefficients; the result then has gradients
         with respect to these. Raises InvalidRecipe if the method does not have one of the coefficients.
@@ -138,7 +138,7 @@ class PlainMethod:
 
 
 def merge_tensors(merge: Merge, operands: Operands) -> torch.Tensor:
-    """Compute a merged tensor from its operands by the plain torch function of the merge's method.
+    """Compute a merged tensor from its operands with the PyTorch function of the merge's method.
 
     Raises InvalidRecipe if the method does not accept the merge's sources or coefficients.
     """

@@ -1,4 +1,4 @@
-"""The decorator that registers the plain function of a merge method."""
+"""The decorator that registers the PyTorch function of a merge method."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PEAKS: dict[str, Peak] = {}  # of the same methods
 
 
 def merges(name: str, *, peak: Peak = UNKNOWN) -> Callable[[Function], Function]:
-    """Decorator that registers a function as the one that computes the merge method `name`.
+    """Decorator that registers a function as the PyTorch implementation of the merge method `name`.
 
     `peak` is the memory that the function takes at most. Raises ValueError if `search_spaces.methods` does not declare
     the method, or if the method already has a function.

@@ -1,4 +1,4 @@
-"""Arithmetic on coefficients: on numbers, or on tensors without dimensions if gradients are needed.
+"""Arithmetic on merge coefficients: on numbers, or on zero-dimensional tensors if gradients are needed.
 
 Arithmetic on numbers uses `math`, so that results have the bits of `math`. `math` would detach a tensor from its
 gradient.
@@ -15,7 +15,7 @@ __all__ = ["acos", "cos", "fsum", "sin", "sqrt"]
 
 
 def fsum(numbers: Iterable[float]) -> float:
-    """The sum of coefficients: for numbers the exact sum, rounded once; for tensors their sum with its gradient.
+    """The sum of coefficients: of numbers exactly, rounded once; of tensors with its gradient.
 
     If any coefficient is a tensor, the result is a tensor.
     """

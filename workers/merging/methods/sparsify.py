@@ -1,7 +1,7 @@
-"""Sparse task vectors: by magnitude (TIES, Model Breadcrumbs), at random (DARE), at random by magnitude (DELLA).
+"""Sparsification of task vectors: by magnitude (TIES, Model Breadcrumbs) and at random (DARE, DELLA).
 
-Each function returns the sparse task vector and may modify its argument. Random masks are those of
-`workers.merging.masks`; the key of a mask is made from seed, model and tensor name.
+DELLA keeps larger elements with higher probability. Each function returns the sparse task vector and may modify its
+argument. Random masks are those of `workers.merging.masks`; the key of a mask is made from seed, model and tensor name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_NORM = 1e-7
 
 
 def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | None = None) -> torch.Tensor:
-    """Set all but the largest magnitudes of a task vector to zero (TIES, arXiv:2306.01708).
+    """Set all but the largest-magnitude elements of a task vector to zero (TIES, arXiv:2306.01708).
 
     `num_kept(k, n)` of the n elements of `tau` are kept; this is equation 6 of "Automated Model Merging". `order`
     orders equal magnitudes; `magnitudes` is the table of the magnitudes, if known. If the table is that of a whole
@@ -52,12 +52,12 @@ def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | N
 def cut_both_ends(
     tau: torch.Tensor, density: float, gamma: float, order: TieOrder, magnitudes: Ranked | None = None
 ) -> torch.Tensor:
-    """Set the largest and the smallest elements of a task vector to zero (Model Breadcrumbs, arXiv:2312.06795).
+    """Set the elements of largest and of smallest magnitude in a task vector to zero (Model Breadcrumbs).
 
-    Of the n elements of `tau`, the floor(gamma n) largest magnitudes are dropped, and the floor(density n) largest of
-    the others are kept. The paper's two percentiles are 1 - gamma and 1 - gamma - density. `order` orders equal
-    magnitudes; `magnitudes` is the table of the magnitudes, if known. If the table is that of a whole model, n is the
-    model's number of elements. `tau` may be modified.
+    The method is that of arXiv:2312.06795. Of the n elements of `tau`, the floor(gamma n) largest magnitudes are
+    dropped, and the floor(density n) largest of the others are kept. The paper's two percentiles are 1 - gamma and 1 -
+    gamma - density. `order` orders equal magnitudes; `magnitudes` is the table of the magnitudes, if known. If the
+    table is that of a whole model, n is the model's number of elements. `tau` may be modified.
     """
     ranks = cut_ranks(density, gamma, tau.numel() if magnitudes is None else magnitudes.num_elements)
     if ranks is None:
@@ -72,19 +72,19 @@ def cut_both_ends(
 
 @dataclass(frozen=True)
 class CutRanks:
-    """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; rank 1 is the largest of all."""
+    """The ranks of the largest and smallest magnitudes that `cut_both_ends` keeps; rank 1 is the largest magnitude."""
 
     largest: int
     smallest: int
 
     @property
     def is_empty(self) -> bool:
-        """Whether no element is kept."""
+        """Whether `cut_both_ends` keeps no element."""
         return self.smallest < self.largest
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
-    """The ranks of the magnitudes that `cut_both_ends` keeps of `num_elements` elements; None if it keeps all.
+    """The ranks between which `cut_both_ends` keeps magnitudes of `num_elements` elements; None if it keeps all.
 
     `cut_both_ends` drops the largest elements, a share `gamma` of all elements, and keeps the next largest, a share
     `density` of all elements. If the two shares sum to more than 1, it drops fewer of the largest elements.
@@ -95,10 +95,10 @@ def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | Non
 
 
 def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
-    """Keep each element of a task vector with probability `density` (DARE, arXiv:2311.03099).
+    """Keep each element of a task vector with probability `density`, and set the others to zero (DARE).
 
-    `key` is the key of the random mask. The other elements are set to zero; the kept elements are not rescaled. `tau`
-    is modified.
+    DARE is described in arXiv:2311.03099. `key` is the key of the random mask. The kept elements are not rescaled.
+    `tau` is modified.
     """
     return tau.masked_fill_(~masks.keep(key, tau.shape, density, device=tau.device), 0)
 
@@ -106,7 +106,7 @@ def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
 def masked_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, densities: Sequence[float], keys: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Task vectors (tensors minus base) after a random mask, divided by the share of elements that it keeps (DARE).
+    """Task vectors (tensors minus base) after a random mask, divided by the share of elements it keeps (DARE).
 
     `densities` has the share for each tensor, and `keys` the key of its mask.
     """
@@ -127,7 +127,7 @@ def magnitude_sampled(
     rescale: bool = True,
     ranks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """MagPrune (DELLA, arXiv:2406.11617): keep larger elements of a row with higher probability.
+    """MagPrune (DELLA, arXiv:2406.11617): keep elements at random, larger ones of a row with higher probability.
 
     The probability of keeping an element is from density - epsilon to density + epsilon, in steps by the rank of its
     magnitude in its row. `key` is the key of the random mask. With `rescale`, elements that are kept are divided by
@@ -155,7 +155,7 @@ def row_width(tensor: torch.Tensor) -> int:
 
 
 def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
-    """The numbers (origin, start, step) that give MagPrune's probability in a row of `width` elements.
+    """The numbers (origin, start, step) that give MagPrune's probability of keeping an element in a row of `width`.
 
     The probability of keeping the element of a rank is start + |rank - origin| step; rank 0 is the smallest magnitude.
     It is from density - epsilon to density + epsilon. With `is_symmetric` both ends are reached; without `is_symmetric`
@@ -167,7 +167,7 @@ def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmet
 
 
 def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The rank of each element's magnitude in its row, from 0, the smallest; int64 in the shape of `tau`.
+    """The rank of each element's magnitude in its row, from 0 for the smallest; int64 in the shape of `tau`.
 
     `order` orders equal magnitudes. A tensor with fewer than two dimensions is one row.
     """
@@ -180,7 +180,7 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
 
 
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
-    """Scale a sparse task vector to the sum of magnitudes of the whole task vector `tau`, as in mergekit.
+    """Scale a sparse task vector to the L1 norm of the whole task vector `tau`, as in mergekit.
 
     `norm` is the sum of magnitudes of `tau`, if known. The sparse task vector is returned unchanged if either sum is
     below 1e-7.

@@ -1,4 +1,4 @@
-"""Means of several models on a sphere: Multi-SLERP and the Karcher mean.
+"""Spherical means of several models: Multi-SLERP and the Karcher mean.
 
 Both are weighted sums of the models, whose weights follow from inner products alone.
 """
@@ -69,7 +69,7 @@ def multislerp_unscaled(
     eps: float = MULTISLERP_EPSILON,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """Multi-SLERP (`multislerp`) with weights that are used as given (mergekit: `normalize_weights: false`).
+    """Multi-SLERP (`multislerp`) with weights used as given (mergekit: `normalize_weights: false`).
 
     The mean direction is that of `multislerp`, because it does not depend on the sum of the weights. The length of the
     result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small number that
@@ -84,7 +84,7 @@ def multislerp_unscaled(
 def multislerp_weights(
     weights: Sequence[float], products: Products, *, eps: float = MULTISLERP_EPSILON, normalize: bool = True
 ) -> list[float]:
-    """The factor of each tensor in `multislerp`, or without `normalize` in `multislerp_unscaled`.
+    """The factor of each tensor in `multislerp` or, without `normalize`, in `multislerp_unscaled`.
 
     `products` are the inner products of the tensors; `eps` is a small number that is added to norms. Raises
     InvalidRecipe if the directions of more than two tensors cancel each other.
@@ -155,13 +155,13 @@ def karcher(
     tol: float = KARCHER_TOLERANCE,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """The Karcher (Riemannian) mean of directions on the unit sphere, times the mean norm (arXiv:2603.04972).
+    """The Karcher (Riemannian) mean of the tensors' directions on the unit sphere, times their mean norm.
 
-    u_t are the directions of the tensors and w_t their weights. The mean direction is the m with sum_t w_t log_m(u_t) =
-    0, where exp_m and log_m map between the sphere and its tangent space at m. It is found by steps m <- exp_m(sum_t
-    w_t log_m(u_t)) from the normalised mean: at most `max_iter` steps, none shorter than `tol`. Tensors with a norm of
-    at most `tol` count in the mean norm, but not in the direction. A single tensor is returned unchanged. The paper's
-    weights are equal. `products` are the inner products of the tensors, if known.
+    The paper is arXiv:2603.04972. u_t are the directions of the tensors and w_t their weights. The mean direction is
+    the m with sum_t w_t log_m(u_t) = 0, where exp_m and log_m map between the sphere and its tangent space at m. It is
+    found by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean: at most `max_iter` steps, none shorter
+    than `tol`. Tensors with a norm of at most `tol` count in the mean norm, but not in the direction. A single tensor
+    is returned unchanged. The paper's weights are equal. `products` are the inner products of the tensors, if known.
     """
     if len(tensors) == 1:
         return tensors[0]

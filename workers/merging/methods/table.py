@@ -1,4 +1,4 @@
-"""The table of the declared methods in this folder's README.md.
+"""The Markdown table of the merge methods in this folder's README.md.
 
 Run the module to print the table: `python -m workers.merging.methods.table`.
 """
@@ -12,7 +12,7 @@ __all__ = ["table"]
 
 
 def table() -> str:
-    """The declared merge methods as a Markdown table, with a row for each method.
+    """The merge methods as a Markdown table with one row for each method.
 
     Its columns are the sources, the coefficients, the ranges in which studies search these, the publication, the
     variant of the method, and the name of the same method in mergekit.

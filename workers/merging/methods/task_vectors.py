@@ -1,4 +1,4 @@
-"""Task arithmetic and related methods: task vectors are sparsified, merged by sign or weight, and added to the base.
+"""Task arithmetic and related methods, which sparsify task vectors, merge them by sign or weight, and add the base.
 
 Equation numbers are those of "Automated Model Merging", section A.2, unless another source is named. `magnitudes` has a
 table of |source - base| for each source, and `ranks` has the ranks of these magnitudes in their rows. Both are None if
@@ -74,7 +74,7 @@ def ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES-Merging (arXiv:2306.01708): trim task vectors, elect signs, average elements with these signs, and scale.
+    """TIES-Merging (arXiv:2306.01708): trim task vectors, elect signs, and average the elements with these signs.
 
     The method is defined by equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest
     magnitudes of the n elements of a tensor. The elected sign of an element is the sign of the unweighted sum of the
@@ -98,7 +98,7 @@ def ties_majority(
     orders: Orders = None,
     majority: int | None = None,
 ) -> torch.Tensor:
-    """TIES-Merging (`ties`) with the majority sign where the trimmed task vectors cancel (MergeLM).
+    """TIES-Merging (`ties`) in which the majority sign is elected where the trimmed task vectors cancel (MergeLM).
 
     The majority sign is the sign of `majority`; by default it is the sign elected for most elements of the tensor.
     Where the trimmed task vectors sum to zero, the task vectors that have the majority sign are averaged. "Automated
@@ -121,7 +121,7 @@ def ties_sum(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES-Merging (`ties`) in which the task vectors that have the elected sign are added, not averaged.
+    """TIES-Merging (`ties`) in which the task vectors that have the elected sign are summed, not averaged.
 
     This method is the variant "sum" of MergeBench. k is the share of elements that trimming keeps; the merged task
     vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, the table of its task
@@ -144,7 +144,7 @@ def ties_weighted(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES-Merging with weights that count in the election of signs and in the mean (mergekit's TIES).
+    """TIES-Merging with weights in both the election of signs and the mean (mergekit's TIES).
 
     `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
     Where the weighted sum of the trimmed task vectors is zero, the positive sign is elected. With `normalize`, the
@@ -171,7 +171,7 @@ def ties_peft(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES-Merging with weights that do not count in the election of signs (PEFT, GENOME).
+    """TIES-Merging with weights in the mean, but not in the election of signs (PEFT, GENOME).
 
     `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
     Where the sum of the trimmed task vectors is zero, the positive sign is elected. The weighted sum of the trimmed
@@ -194,7 +194,7 @@ def m3_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Mixup Model Merge inside TIES (M3, appendix H): elements that several task vectors keep are interpolated.
+    """TIES-Merging that interpolates the elements which several task vectors keep (Mixup Model Merge, M3, appendix H).
 
     Task vectors are trimmed to the share k of their elements, and only elements that have the elected sign count. An
     element that several task vectors keep is interpolated with their weights; an element that a single task vector
@@ -222,11 +222,12 @@ def m3_ties_majority(
     orders: Orders = None,
     majority: int | None = None,
 ) -> torch.Tensor:
-    """Mixup Model Merge inside TIES (M3, appendix H) as in its code: with the majority sign where signs cancel.
+    """TIES-Merging with interpolation as in the code of Mixup Model Merge (M3): the majority sign decides ties.
 
-    Task vectors are trimmed to the share k of their elements, and only elements that have the elected sign count. Where
-    the trimmed task vectors sum to zero, the sign of `majority` is elected; by default it is the sign elected for most
-    elements of the tensor. The result is multiplied by lambda and added to the base.
+    M3's appendix H has the method. Task vectors are trimmed to the share k of their elements, and only elements that
+    have the elected sign count. Where the trimmed task vectors sum to zero, the sign of `majority` is elected; by
+    default it is the sign elected for most elements of the tensor. The result is multiplied by lambda and added to the
+    base.
 
     The authors' code merges two models with weights w and 1 - w. In this code, an element that both models keep is
     interpolated, and an element that a single model keeps is used without a weight. With more models, the shares of the
@@ -253,7 +254,7 @@ def m3_dare_ties(
     orders: Orders = None,
     majority: int | None = None,
 ) -> torch.Tensor:
-    """DARE, then Mixup Model Merge inside TIES (M3, table 7), in the order of the authors' code.
+    """DARE followed by Mixup Model Merge inside TIES (M3, table 7), in the order of the authors' code.
 
     A random mask keeps the share density_t of the elements of task vector t. The kept elements are divided by
     density_t, and the other elements are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority`
@@ -305,7 +306,7 @@ def dare_linear_l1(
     rescale: bool = True,
     norms: Norms = None,
 ) -> torch.Tensor:
-    """DARE with task arithmetic, rescaled as in mergekit (dare_linear).
+    """DARE with task arithmetic, rescaled by L1 norms as in mergekit (dare_linear).
 
     The method is `dare_linear`, except that the elements that the random mask keeps are not divided by the density. If
     `rescale` is true, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms` has this
@@ -327,7 +328,7 @@ def dare_ties(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """DARE in place of TIES' trimming (arXiv:2311.03099): signs are elected among m_t tau_t / density_t.
+    """TIES with DARE in place of trimming (arXiv:2311.03099): signs are elected among m_t tau_t / density_t.
 
     tau_t is the task vector of model t. m_t is a random mask that keeps the share density_t of the elements of tau_t;
     `keys` has the mask's key for each model. For each element, the sparse task vectors that have the sign of the sum of
@@ -349,7 +350,7 @@ def dare_ties_l1(
     rescale: bool = True,
     norms: Norms = None,
 ) -> torch.Tensor:
-    """TIES with weights, on task vectors from which DARE has dropped elements (mergekit's dare_ties).
+    """TIES with weights on task vectors whose elements DARE has dropped at random (mergekit's dare_ties).
 
     DARE keeps the share `densities` of the elements of each task vector at random, by masks with the keys `keys`. With
     `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task vector; `norms` has this sum for
@@ -374,7 +375,7 @@ def m3_dare(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """Mixup Model Merge of task vectors with elements dropped by DARE (M3, section 4.4).
+    """Mixup Model Merge (M3, section 4.4) of task vectors whose elements DARE has dropped at random.
 
     The result is theta_pre + lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, and tau_t is the task
     vector of model t. m_t is a random mask that keeps the share density_t of the elements of tau_t; `keys` has the
@@ -385,7 +386,7 @@ def m3_dare(
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The lambda of each model with which `dare_linear` computes the result of `m3_dare`.
+    """The lambda of each model with which `dare_linear` gives the result of `m3_dare`.
 
     The lambda of a model is `lambda_` times the model's weight, divided by the sum of the weights.
     """
@@ -405,7 +406,7 @@ def della(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """DELLA (arXiv:2406.11617): TIES with MagPrune in place of trimming.
+    """DELLA (arXiv:2406.11617): TIES with MagPrune (random dropping by magnitude) in place of trimming.
 
     MagPrune (`sparsify.magnitude_sampled`) drops elements at random; it drops smaller elements more often, and divides
     each kept element by the probability of keeping it. This probability is from density - epsilon to density + epsilon.
@@ -438,7 +439,7 @@ def della_l1(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES with weights, on task vectors from which MagPrune has dropped elements (mergekit's della).
+    """TIES with weights on task vectors whose elements MagPrune has dropped at random (mergekit's della).
 
     MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density +
     epsilon, by the rank of its magnitude in its row; `keys` are the keys of the random masks. With `rescale`, the kept
@@ -469,7 +470,7 @@ def della_linear(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """DELLA without the election of signs (arXiv:2406.11617): theta_pre + sum_t lambda_t MagPrune(tau_t).
+    """DELLA (arXiv:2406.11617) without the election of signs: theta_pre + sum_t lambda_t MagPrune(tau_t).
 
     theta_pre is the base, and tau_t is the task vector of model t. MagPrune (`sparsify.magnitude_sampled`) keeps each
     element with a probability from density - epsilon to density + epsilon, and divides each kept element by this
@@ -497,7 +498,7 @@ def della_linear_l1(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """DELLA without the election of signs, as in mergekit (della_linear): the base plus sum_t lambda_t tau_t.
+    """DELLA without the election of signs as in mergekit (della_linear): the base plus sum_t lambda_t tau_t.
 
     tau_t has the elements of the task vector of model t that MagPrune (`sparsify.magnitude_sampled`) keeps. MagPrune
     keeps each element with a probability from density - epsilon to density + epsilon, by masks with the keys `keys`.
@@ -558,7 +559,7 @@ def breadcrumbs_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES with weights, on task vectors without their largest and smallest elements (mergekit's breadcrumbs_ties).
+    """TIES with weights on task vectors without their largest and smallest elements (mergekit's breadcrumbs_ties).
 
     The largest elements of each task vector (the share gamma) and its smallest elements are set to zero, so that the
     share density is left. With `rescale`, the remaining elements are scaled to the sum of magnitudes of the whole task

@@ -1,4 +1,4 @@
-"""Task vectors without their smallest elements, or without both ends: the first step of several methods.
+"""Trimming of task vectors, the first step of several methods: dropping the smallest elements, or also the largest.
 
 `magnitudes` are the tables of |source - base|, one per source, if known; `orders` determine the order of elements of
 equal magnitude in each source. With `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task
@@ -32,7 +32,7 @@ def trimmed_task_vectors(
     *,
     rescale: bool = False,
 ) -> list[torch.Tensor]:
-    """The task vectors (tensors minus base), each with all but its largest magnitudes set to zero.
+    """The task vectors (tensors minus base), with all but their largest-magnitude elements set to zero.
 
     `shares` has the share of elements to keep for each tensor. `magnitudes` has for each tensor the table of |tensor -
     base|, if known, and `orders` the order of equal magnitudes. With `rescale` the results are scaled to the sum of
@@ -56,11 +56,11 @@ def trimmed_breadcrumbs(
     *,
     rescale: bool = False,
 ) -> list[torch.Tensor]:
-    """The task vectors (tensors minus base) without their largest and smallest elements (Model Breadcrumbs).
+    """The task vectors (tensors minus base) with their largest and smallest elements set to zero (Model Breadcrumbs).
 
-    Elements that are dropped are set to zero. For each tensor, `densities` has the share of elements to keep, `gammas`
-    the share to drop at the top, `magnitudes` the table of |tensor - base|, if known, and `orders` the order of equal
-    magnitudes. With `rescale` the results are scaled to the sum of magnitudes of the whole task vectors.
+    For each tensor, `densities` has the share of elements to keep, `gammas` the share to drop at the top, `magnitudes`
+    the table of |tensor - base|, if known, and `orders` the order of equal magnitudes. With `rescale` the results are
+    scaled to the sum of magnitudes of the whole task vectors.
     """
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
@@ -71,10 +71,10 @@ def trimmed_breadcrumbs(
 
 
 def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
-    """For each source, the ranks at which a merge's method cuts the magnitudes of `num_elements` elements.
+    """The ranks of the magnitudes that a merge's method uses as thresholds, for each source.
 
-    Rank 1 is the largest magnitude. TIES cuts at one rank; Model Breadcrumbs cut at two, or at none if they keep all or
-    nothing. The method must be one that trims (`MergeMethod.trims`).
+    Rank 1 is the largest of `num_elements` magnitudes. TIES has one threshold; Model Breadcrumbs has two, or none if it
+    keeps all or nothing. The method must be one that trims (`MergeMethod.trims`).
     """
     declared = METHODS[merge.method]
     if declared.coefficient("gamma") is None:
@@ -86,9 +86,9 @@ def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """The order of elements of equal magnitude in each of `tensors`.
+    """The order of elements of equal magnitude in each of `tensors`: `orders`, or a default.
 
-    The result is `orders`, if given. Otherwise each tensor has a separate order, which is the same at every call.
+    By default each tensor has a separate order, which is the same at every call.
     """
     return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
 

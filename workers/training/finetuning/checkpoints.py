@@ -1,4 +1,4 @@
-"""The state of a training on disk: trained weights, the optimizer's state, and the step. No pickle is used.
+"""Checkpoints of a training on disk: trained weights, the optimizer's state, and the step, without pickle.
 
 A checkpoint's directory appears only when it is complete (`workers.directories`), so the newest checkpoint can always
 be loaded.
@@ -28,7 +28,7 @@ WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "state
 
 
 def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], optimizer: Optimizer, loss: float) -> Path:
-    """Write a checkpoint of a training below `directory`, after `step` updates, and return the checkpoint's directory.
+    """Write a checkpoint of a training below `directory`, after `step` updates, and return its directory.
 
     `trained` are the trained weights by name; `loss` is the loss of the last update. An existing checkpoint is not
     changed. The oldest checkpoints beyond the newest KEPT are removed.
@@ -52,7 +52,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """The number of updates that were made before a checkpoint; 0 if `checkpoint` is None."""
+    """The number of updates before a checkpoint; 0 if `checkpoint` is None."""
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix(PREFIX))
 
 
@@ -81,7 +81,7 @@ def _all(directory: Path) -> list[Path]:
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split the state of an optimizer (`state_dict`) into its tensors and the rest as plain data.
+    """Split an optimizer's state (`state_dict`) into its tensors and the rest as plain data.
 
     A tensor's name is "N.NAME", where N is the number of the parameter and NAME the name in the optimizer's state.
     """

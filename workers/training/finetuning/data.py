@@ -1,4 +1,4 @@
-"""Training data: rows of a JSONL file or dataset as documents of tokens, packed into rows of one length.
+"""Training data: rows of a JSONL file or dataset as tokenized documents, packed into rows of one length.
 
 A token's loss counts if the token belongs to a completion, or ends a completion. The order of rows depends only on the
 seed, so that every rank has the same rows and takes its own part of each batch.
@@ -29,7 +29,7 @@ MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 
 @dataclass(frozen=True)
 class Document:
-    """A training text as token ids.
+    """A training text as token ids, with the tokens that count for the loss.
 
     `has_loss` says for each token whether its loss counts. `origin` says where the text comes from, for messages.
     """
@@ -41,7 +41,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens in the form of the model's input, as tensors of [rows, length].
+    """Rows of token ids as a model's input, as tensors of [rows, length].
 
     `tokens` are ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or IGNORED for
     tokens whose loss does not count.
@@ -57,7 +57,7 @@ class Batch:
 
 
 def read_documents(data: Data, prompts: Prompts) -> list[Document]:
-    """Read all documents of the training data, in their order.
+    """Read and tokenize all documents of the training data, in their order.
 
     Raises InvalidTask if data are missing, malformed or empty (with the line), if there is no completion to learn from,
     if a document is longer than a row, or if the tokenizer has no end-of-text token.
@@ -108,7 +108,7 @@ def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int
     """Distribute documents over rows of at most `length` tokens, in an order given by `seed`.
 
     With `packing` a row has as many documents as fit; otherwise it has one document. A document goes into the fullest
-    row that has room for it; only the newest rows are considered.
+    row that has enough space for it; only the newest rows are considered.
     """
     order = list(documents)
     random.Random(f"documents {seed}").shuffle(order)
@@ -137,7 +137,7 @@ MAX_OPEN = 63
 
 
 def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
-    """The indices of the `batch` rows that update number `step`, counted from 0, uses.
+    """The indices of the `batch` rows that update number `step` (from 0) is computed on.
 
     Each pass over all rows has its own order, which `seed` determines.
     """
@@ -149,7 +149,7 @@ def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
 
 
 def tensors_of(rows: Sequence[Sequence[Document]], *, pad: int) -> Batch:
-    """Rows of documents as tensors, padded to the longest row with the token id `pad`."""
+    """Convert rows of documents to tensors, padded to the longest row with the token id `pad`."""
     width = max(sum(len(document.tokens) for document in row) for row in rows)
     tokens = torch.full((len(rows), width), pad)
     positions = torch.zeros_like(tokens)
@@ -184,7 +184,7 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
 
 
 def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[Any] | None:
-    """The messages of a row whose prompt and completion are both lists of messages; None if both are other values.
+    """The messages of a row whose prompt and completion are both lists of messages; None if neither is nested.
 
     Rows of this form are TRL's conversational rows. Templates may use a key's value in any way, so only the keys that
     the default templates write into the text are checked. Raises InvalidTask for a list or an object that would be
@@ -206,7 +206,7 @@ def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[An
 
 
 def _rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of the training data, each with a text that says where the row comes from, for messages."""
+    """Yield the rows of the training data, each with a description of its source for messages."""
     return _lines(data) if data.file is not None else _dataset_rows(data)
 
 
@@ -235,7 +235,7 @@ def _dataset_rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin: str) -> Document:
-    """Make a document of a prompt, its completion and an end-of-text token (id `eos`).
+    """Make a document from a prompt, its completion and an end-of-text token (id `eos`).
 
     The loss counts for the completion and the end-of-text token. The two texts are tokenized together, unless this
     would change the prompt's tokens. `origin` says where the texts come from, for messages. Raises InvalidTask for an
@@ -252,7 +252,7 @@ def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin
 
 
 def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES, first: int = 0) -> Document:
-    """Make a document of a conversation by the tokenizer's chat template.
+    """Make a document from a conversation with the tokenizer's chat template.
 
     `messages` should be a list of objects with role and content. The loss counts for the assistant's messages from
     message number `first` on, including the end of each turn. `name` and `origin` say where the conversation comes

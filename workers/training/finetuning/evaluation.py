@@ -1,4 +1,4 @@
-"""Scores the tasks of studies during training, with the same prompts, samples and metrics, by plain transformers."""
+"""Scoring of evaluation tasks during training by plain transformers, with the prompts and metrics of studies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TaskScorer:
         return self._evaluator.describe(task).num_samples
 
     def values(self, spans: Sequence[Span]) -> dict[str, float]:
-        """The mean of each objective over its samples in `spans`."""
+        """The mean metric of each objective over its samples in `spans`."""
         found: dict[str, list[float]] = {}
         for sample in self._evaluator.score(spans).samples:
             found.setdefault(sample.objective, []).append(sample.value)
@@ -47,7 +47,7 @@ class TaskScorer:
 
 
 class Evaluator:
-    """Scores the objectives of a specification's evaluation (`section`) on a model that is being trained.
+    """Scores the evaluation objectives of a fine-tuning's specification (`section`) on the model in training.
 
     `base` is the directory of the base model, whose tokenizer is used. `max_length` is the largest number of tokens in
     a text. With `chat_template`, prompts are formatted with the tokenizer's chat template. `linearized`, a
@@ -76,7 +76,7 @@ class Evaluator:
             self._spans.append(Span(spec.name, task, 0, min(section.samples, self._scorer.num_samples(task))))
 
     def values(self) -> dict[str, float]:
-        """Score the model in its present state, and return the mean of each objective over its samples."""
+        """Score the model with its current weights, and return the mean metric of each objective."""
         was_training = self._model.training
         self._model.eval()
         try:

@@ -1,4 +1,4 @@
-"""Fleets and pipelines: one specification for an expert per task, and for the study that merges them.
+"""Specification files of several experts, one per task (a fleet), with an optional study that merges them.
 
 A fleet is a specification with `experts`: for each alias, the options that differ for this expert, section by section.
 A pipeline is a fleet with `study`: a study without the section `models`, because its models are the base and the
@@ -85,14 +85,14 @@ class Pipeline:
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 
     def field_of(self, alias: str, field: str = "") -> str:
-        """Dotted path of an expert's option `field` in the specification file, such as "experts.math.data".
+        """Dotted path, for messages, of an expert's option `field` in the specification file: "experts.math.data".
 
-        The path is for messages. If `field` is "", it is the path of the expert.
+        If `field` is "", the result is the path of the expert.
         """
         return ".".join(filter(None, [*((EXPERTS, alias) if self.is_fleet else ()), field]))
 
     def canonical(self) -> dict[str, Any]:
-        """The pipeline as plain data, with all defaults and with absolute paths.
+        """The pipeline as plain data, with all defaults and absolute paths.
 
         `parse_pipeline` returns an equal pipeline from these data, except for `directory`, which then has no effect.
         """
@@ -126,7 +126,7 @@ def _model(place: Path | str) -> str:
 
 
 def is_pipeline(document: Mapping[str, Any]) -> bool:
-    """Whether a document describes a fine-tuning and not a study.
+    """Whether a document describes a fine-tuning rather than a study.
 
     A study has the key `models`; a fine-tuning has the key `base` instead.
     """
@@ -134,7 +134,7 @@ def is_pipeline(document: Mapping[str, Any]) -> bool:
 
 
 def load_pipeline(file: Path) -> Pipeline:
-    """Read the fine-tuning of one or several experts from a YAML or JSON file.
+    """Read the specification of a fine-tuning of one or several experts from a YAML or JSON file.
 
     Relative paths are relative to the file's directory. A single expert's alias is the specification's name. Raises
     InvalidStudy with every problem found.
@@ -143,7 +143,7 @@ def load_pipeline(file: Path) -> Pipeline:
 
 
 def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
-    """Read the fine-tuning of one or several experts from a document, the parsed content of a specification file.
+    """Read the specification of a fine-tuning of one or several experts from a parsed document.
 
     Relative paths are relative to `directory`. Raises InvalidStudy with every problem found.
     """
@@ -166,7 +166,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
         if not isinstance(shared.get(key, {}), Mapping) and not (shared[key] is None and key in OPTIONAL_SECTIONS):
             problems.append(Problem(key, f"{shared[key]!r:.60} is no mapping; give the options that experts share"))
     if not isinstance(given, Mapping) or not given:
-        raise InvalidStudy((Problem(EXPERTS, "expected a mapping of aliases to what is different for each expert"),))
+        raise InvalidStudy((Problem(EXPERTS, "expected a mapping of aliases to the options of each expert"),))
     for alias, own in given.items():
         field = f"{EXPERTS}.{alias}"
         if not re.fullmatch(NAME, alias) or alias == "base":
@@ -197,10 +197,10 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
 
 
 def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
-    """Set the layers to which MergOPT adds noise, if all experts train only some layers.
+    """Set the layers to which MergOPT adds noise, if all experts of a fleet train only some layers.
 
     Each expert then has noise in all layers that any of the experts trains, because merges of the experts change these
-    layers. An expert whose options name the layers with noise is not changed.
+    layers. The options of an expert that name the layers with noise are not changed.
     """
     trained = [spec.training.layers for spec in experts.values()]
     if any(layers is None for layers in trained) or any(spec.adapter is not None for spec in experts.values()):
@@ -215,7 +215,7 @@ def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, Finetun
 
 
 def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
-    """Read the options of the analysis of trained experts, and add problems to `problems`.
+    """Read the options of the analysis of trained experts, and append their errors to `problems`.
 
     Returns None if no analysis is requested (`given` is None), or if the options are not valid.
     """
@@ -230,7 +230,7 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one expert of a fleet: the options that all experts share, overridden by the expert's own options.
+    """The options of one expert of a fleet: the shared options, overridden by the expert's own options.
 
     If both have a section, the expert's options override the shared options of the same name; the other options of the
     section are kept.

@@ -1,4 +1,4 @@
-"""The numbers of a training, one line for every update and for every evaluation.
+"""The history of a training: one JSON line for every update and every evaluation.
 
 {"step": 1, "steps": 500, "loss": 2.3, "gradient_norm": 0.8, "learning_rate": 1e-5, "tokens": 512, "seconds": 0.4}
 {"step": 50, "values": {"math": 0.61}}
@@ -42,7 +42,7 @@ Report = Callable[[Mapping[str, Any]], None]
 
 
 def read_history(file: Path) -> list[dict[str, Any]]:
-    """Read all lines of a training's history. A last line that a killed process left incomplete is skipped."""
+    """Read all lines of a training's history, without an incomplete last line that a killed process left."""
     try:
         lines = file.read_text().splitlines()
     except FileNotFoundError:
@@ -64,9 +64,9 @@ class HistoryReader:
         self._inode = self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The complete lines that were written since the last call; the first call returns all complete lines.
+        """The complete lines that were written since the last call, or all complete lines at the first call.
 
-        If the file was replaced (by the method `forget_after` of `History`), all its lines are returned.
+        If `History.forget_after` has replaced the file, all its lines are returned.
         """
         try:
             with self._file.open("rb") as stream:
@@ -83,7 +83,7 @@ class HistoryReader:
 
 
 class History:
-    """The history of a training: a file with one JSON line for each update and evaluation.
+    """Writer of a training's history: a file with one JSON line for each update and evaluation.
 
     One rank writes the file (`is_writer`). Every rank calls `report` with the line.
     """
@@ -98,7 +98,7 @@ class History:
         self._report(line)
 
     def forget_after(self, step: int) -> None:
-        """Remove the lines of updates after `step`, because these updates are made again from a checkpoint."""
+        """Remove the lines of updates after `step`, because training repeats these updates from a checkpoint."""
         if self._is_writer:
             kept = [line for line in read_history(self._file) if line["step"] <= step]
             write_file(self._file, "".join(json.dumps(line) + "\n" for line in kept))

@@ -69,7 +69,7 @@ MAX_TOKENS = 4096  # in one forward pass
 
 @dataclass(frozen=True)
 class Landscape:
-    """The sum of two experts' losses for merges with a grid of coefficients.
+    """The sum of two experts' losses on merges over a grid of their coefficients.
 
     The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector plus
     `coefficients`[j] times the second expert's task vector. An expert's loss is the loss of the merge on this expert's
@@ -82,7 +82,7 @@ class Landscape:
 
 
 class Candidate(NamedTuple):
-    """A merge of experts by a published method, with one of the coefficients that are compared for this method.
+    """A merge of experts by a published method with one coefficient, compared with other coefficients of the method.
 
     `method` is the method's name in tables. `coefficient` is None for a method without a coefficient.
     """
@@ -121,7 +121,7 @@ class MergeLoss:
 
 
 class Report(NamedTuple):
-    """The losses and metrics that are reported of a merge.
+    """The losses and metrics of a merge on the samples that are used for reporting only.
 
     `losses` has the mean loss on the tasks of each merged expert, by the expert's alias. `values` has the mean metric
     on the tasks of each merged expert, by the expert's alias.
@@ -132,7 +132,7 @@ class Report(NamedTuple):
 
 
 class MergeLosses:
-    """Measures merges of trained experts on each expert's tasks.
+    """Measures losses and metrics of merges of trained experts on each expert's tasks.
 
     Coefficients are chosen on the first `samples` samples of each task, and merges are reported on the next `samples`
     samples. If a task has fewer than twice `samples` samples, half of its samples are used to choose coefficients, and
@@ -177,17 +177,17 @@ class MergeLosses:
             self._scorers[alias] = TaskScorer(str(self._bank.sources.result_dir), options, self._called)
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """The mean loss of a merge on the tasks of each merged expert, by the expert's alias.
+        """The mean loss of a merge on the tasks of each merged expert, for choosing coefficients.
 
-        The losses are measured on the samples by which coefficients are chosen.
+        The result is by the experts' aliases. The losses are measured on the samples by which coefficients are chosen.
         """
         self._hold(merge)
         return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}
 
     def report(self, merge: Merge) -> Report:
-        """The mean loss and the mean metric of a merge on the tasks of each merged expert, by the expert's alias.
+        """The mean loss and metric of a merge on the tasks of each merged expert, for reports.
 
-        Both are measured on the samples on which merges are reported. No coefficient is chosen by these samples.
+        The results are by the experts' aliases. They are measured on samples by which no coefficient is chosen.
         """
         self._hold(merge)
         aliases = [source.model for source in merge.sources]
@@ -219,7 +219,7 @@ class MergeLosses:
 
 @dataclass(frozen=True)
 class _TaskSamples:
-    """A task's samples in two parts: the samples to choose coefficients by, and the samples to report merges on.
+    """A task's samples in two disjoint parts: one for choosing coefficients, one for reporting merges.
 
     `chosen_by` and `reported` have the reference answers of the two parts. `span` has the positions of the reported
     samples: the first position, and the position after the last. Losses are divided by `unit`.
@@ -233,7 +233,7 @@ class _TaskSamples:
 
     @classmethod
     def of(cls, task: TaskSpec, references: References, samples: int) -> _TaskSamples:
-        """Divide the samples of a task into the samples to choose coefficients by and the samples to report merges on.
+        """Divide the samples of a task into a part for choosing coefficients and a part for reporting merges.
 
         Each part has `samples` samples, or about half of the task's samples if the task has fewer than twice as many.
         `references` computes the reference answers of the samples. Raises InvalidTask if the task has fewer than two
@@ -252,7 +252,7 @@ class _TaskSamples:
 
 
 class _Linearized:
-    """Adapter of a linearized model to the interface that the computation of sample losses calls."""
+    """Adapter that gives a linearized model the interface `ModelOfLogits`, from which sample losses are computed."""
 
     def __init__(self, model: LinearizedModel, device: torch.device) -> None:
         self._model, self.device = model, device
@@ -265,14 +265,14 @@ class _Linearized:
 def lack_of_losses(
     experts: Mapping[str, FinetuneSpec], *, access: FileAccess | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the reasons why the losses of merges of a fleet's experts cannot be measured, each with an expert's alias.
+    """Yield (alias, reason) for each reason why the losses of merges of a fleet's experts cannot be measured.
 
     A fleet consists of the experts that one fine-tuning trains. Nothing is yielded for a fleet with a single expert,
     because merges of one expert are never measured. `access` limits the files that tasks may use; None means no limit.
     """
     for alias, spec in experts.items() if len(experts) > 1 else ():
         if spec.evaluation is None:
-            yield alias, "has no evaluation; losses of merges are those of its reference answers"
+            yield alias, "has no evaluation; losses of merges need its reference answers"
             continue
         for each in spec.evaluation.objectives:
             try:
@@ -282,7 +282,7 @@ def lack_of_losses(
             if lack is not None:
                 yield (
                     alias,
-                    f"objective {each.name!r} has no reference answers, to measure merges by: {lack}",
+                    f"objective {each.name!r} has no reference answers to measure merges on: {lack}",
                 )
 
 
@@ -294,7 +294,7 @@ def losses_of_experts(
     is_linearized: bool = False,
     access: FileAccess | None = None,
 ) -> MergeLosses:
-    """Prepare to measure merges of a fleet's trained experts.
+    """Prepare to measure the losses and metrics of merges of a fleet's trained experts.
 
     A fleet consists of the experts that one fine-tuning trains. `directories` has the directory of each trained expert,
     by alias. The arguments `samples` and `is_linearized` are passed on to `MergeLosses`: coefficients are chosen on
@@ -305,7 +305,7 @@ def losses_of_experts(
     tasks = {}
     for alias, spec in experts.items():
         if spec.evaluation is None:
-            raise InvalidTask(f"{alias}: has no evaluation; losses of merges are those of its reference answers")
+            raise InvalidTask(f"{alias}: has no evaluation; losses of merges need its reference answers")
         tasks[alias] = [task_of(each, seed=spec.seed, access=access) for each in spec.evaluation.objectives]
     first = next(iter(experts.values()))
     longest = max(spec.data.max_length for spec in experts.values())
@@ -342,7 +342,7 @@ def landscape(
 def landscapes(
     measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, grid: Sequence[float] = GRID
 ) -> tuple[Landscape, ...]:
-    """The landscapes of the first NUM_LANDSCAPES pairs of experts.
+    """The loss landscapes of the first NUM_LANDSCAPES pairs of experts.
 
     `measure` and `grid` are passed on to `landscape`.
     """
@@ -351,7 +351,7 @@ def landscapes(
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
-    """Yield the merges of experts by the methods of the MergOPT paper, with all coefficients that are compared.
+    """Yield merges of experts by the methods of the MergOPT paper, each with every coefficient to compare.
 
     The methods are weight averaging, task arithmetic, TIES and DARE. With `wudi`, WUDI-Merging (table 5) is a further
     method; it computes several hundred matrix products for each matrix. `seed` determines the random masks of DARE.
@@ -377,7 +377,7 @@ def merge_table(
     seed: int = 0,
     wudi: bool = False,
 ) -> tuple[MergeLoss, ...]:
-    """Measure merges of experts: a row for each method and number of experts.
+    """Measure merges of experts: one row for each merge method and number of experts.
 
     If there are more than two experts, the first rows are for pairs: all pairs of the first IN_PAIRS experts are
     merged. The other rows are for the merge of all experts together. `measure` returns the loss on each expert's tasks,
@@ -400,7 +400,7 @@ def mixed_table(
     seed: int = 0,
     wudi: bool = False,
 ) -> tuple[MergeLoss, ...]:
-    """Measure merges of two experts that were trained in different ways: a row for each method (MergOPT, table 19).
+    """Measure merges of two experts that were trained differently: one row for each merge method (MergOPT, table 19).
 
     For each expert, `experts` has its alias and the alias of another expert that was trained in another way for the
     same tasks. From each pair of the first IN_PAIRS experts, two merges are made: in each merge, one of the two experts
@@ -429,7 +429,7 @@ def _rows(
     seed: int,
     wudi: bool,
 ) -> Iterator[MergeLoss]:
-    """Yield a row for each method, with means over the sets of experts in `sets`.
+    """Yield one row of measurements for each merge method, with means over the sets of experts in `sets`.
 
     All sets have the same number of experts. The other arguments are those of `merge_table`.
     """
@@ -456,7 +456,7 @@ def _rows(
 
 
 def _by_expert(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each expert's numbers over the merges that contain the expert."""
+    """The mean of each expert's values over the merges that contain the expert."""
     aliases = dict.fromkeys(alias for numbers in each for alias in numbers)
     return {alias: _mean(numbers[alias] for numbers in each if alias in numbers) for alias in aliases}
 

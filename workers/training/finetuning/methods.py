@@ -1,4 +1,4 @@
-"""The optimizers that the specification of a fine-tuning may name.
+"""The optimizers that the specification of a fine-tuning can name.
 
 A step of each optimizer is the call `step(closure)`.
 """
@@ -40,13 +40,13 @@ def fitted_scale(method: Method, base: Path) -> Fit | None:
 def read_task_vectors(
     method: Method, base: Path, model: torch.nn.Module, moved: Sequence[torch.nn.Parameter] | None = None
 ) -> TaskVectors | None:
-    """Read the task vectors of experts, if MergOPT makes its offsets from them.
+    """Read the task vectors of experts, if MergOPT computes its offsets from them.
 
-    An offset is what MergOPT adds to the parameters while the gradient is computed. The option `fit_to` of `method`
-    names the experts. Returns None if the method is not MergOPT, or if its offsets are random noise. `base` is the
-    directory of the base model. `model` is a transformers model in float32 that still has the weights of the base
-    model. `moved` are the parameters that get an offset; None means all parameters of `model`. Raises InvalidModel if
-    an expert has other tensors than the base model.
+    MergOPT adds an offset to the parameters while the gradient is computed. The option `fit_to` of `method` names the
+    experts. Returns None if the method is not MergOPT, or if its offsets are random noise. `base` is the directory of
+    the base model. `model` is a transformers model in float32 that still has the weights of the base model. `moved` are
+    the parameters that get an offset; None means all parameters of `model`. Raises InvalidModel if an expert has other
+    tensors than the base model.
     """
     if method.kind != "mergopt" or method.noise not in OF_EXPERTS:
         return None
@@ -87,7 +87,7 @@ def make_optimizer(
     fitted: Fit | None = None,
     vectors: TaskVectors | None = None,
 ) -> Optimizer:
-    """Make the optimizer that a specification names, for the parameters `trained` of `model`.
+    """Make the optimizer that a specification names for the parameters `trained` of `model`.
 
     `moved` are the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
     parameters. `fitted` is the result of `fitted_scale`, which gives the scale of MergOPT's noise; if it is None, the

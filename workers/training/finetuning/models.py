@@ -1,4 +1,4 @@
-"""The model that a fine-tuning trains: all its weights, weights of some layers, or LoRA adapters on frozen weights."""
+"""The model that a fine-tuning trains: all weights, the weights of some layers, or LoRA adapters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TrainedModel:
 
 
 class _Logits(torch.nn.Module):
-    """A transformers model as a module that returns only the logits [rows, columns, vocabulary]."""
+    """Module that wraps a transformers model and returns only the logits [rows, columns, vocabulary]."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _Logits(torch.nn.Module):
 
 
 def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedModel:
-    """Load the base model to train, in float32 on `device` and in training mode.
+    """Load the base model for training, in float32 on `device` and in training mode.
 
     Raises InvalidModel for layers that the base does not have, and for adapter targets that match nothing.
     """
@@ -86,7 +86,7 @@ def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedM
 
 @torch.no_grad()
 def check_packing(model: Any) -> None:
-    """Check that a document in a row has no influence on the outputs for the next document of the row.
+    """Check that packed documents are independent: none changes the model's outputs for the next document in its row.
 
     In `model`, a transformers model in float32, the positions restrict attention to one document, but layers with a
     state (recurrent or convolutional) keep it from one document to the next. The check compares two rows whose first
@@ -107,8 +107,8 @@ def check_packing(model: Any) -> None:
         raise InvalidModel(
             (
                 f"data.packing: true; in models of type {model.config.model_type!r} a document of a row changes the "
-                f"outputs for the next one (by {difference:.2g} in a logit), because layers carry a state on; expected "
-                "data.packing: false",
+                f"outputs for the next one (by {difference:.2g} in a logit), because layers keep a state across "
+                "documents; expected data.packing: false",
             )
         )
 

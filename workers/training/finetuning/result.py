@@ -1,4 +1,4 @@
-"""The trained expert as a directory that studies accept: safetensors, tokenizer, model card, training record."""
+"""The trained expert as a model directory for studies: safetensors, tokenizer, model card, training record."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def write_expert(
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
-    """Description of the expert's inputs for the training record.
+    """The inputs of a training, for its record: fingerprint of the base, hash of the data file.
 
-    It has the fingerprint of the base, computed as in studies, and the sha256 (hex) of the data file.
+    The fingerprint is computed as in studies; the hash is a sha256 (hex).
     """
     data = {} if spec.data.file is None else {"data": content_hash(spec.data.file)}
     return {"base": fingerprint(open_checkpoint(base)), **data}

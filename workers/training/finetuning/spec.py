@@ -110,7 +110,7 @@ class Method(Section):
 
 
 class Training(Section):
-    """Length and settings of the training; the length is given as either `steps` or `epochs`."""
+    """Length and settings of a training; the length is given as either `steps` or `epochs`."""
 
     steps: Count | None = None
     """The number of updates."""
@@ -136,7 +136,7 @@ class Training(Section):
 
 
 class Adapter(Section):
-    """A LoRA adapter (library peft), which is trained instead of the full weights."""
+    """A LoRA adapter (library peft), which is trained in place of the full weights."""
 
     rank: Count = 16
     alpha: Positive = 32
@@ -180,7 +180,7 @@ class FinetuneSpec(Section):
 
 @cache
 def finetune_json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a fine-tuning's specification."""
+    """The JSON Schema (draft 2020-12) of a fine-tuning's specification file."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **FinetuneSpec.model_json_schema()}
 
 
@@ -194,7 +194,7 @@ def load_spec(file: Path | str) -> FinetuneSpec:
 
 
 def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> FinetuneSpec:
-    """Read a fine-tuning's specification from a document.
+    """Read a fine-tuning's specification from a parsed document.
 
     Relative paths are resolved against `directory`, or left as they are if it is None. Raises InvalidStudy with every
     problem found.
@@ -210,7 +210,7 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
 
 
 def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = None) -> TaskSpec:
-    """The evaluation task of an objective, in the form from which it is built during training.
+    """The evaluation task of an objective, in the form from which training builds it.
 
     `access` limits the files that are read, or is None for no limit.
     """

@@ -1,4 +1,4 @@
-"""The distribution of a trained expert's task vector, and how well Laplace's and Gauss' distributions fit it.
+"""The distribution of a trained expert's task vector, and its fits by Laplace and normal distributions.
 
 Paper: "MergOPT: A merge-aware optimizer for robust model merging", table 10, and figure 1 for the sum of all experts'.
 """
@@ -42,7 +42,7 @@ class TaskVector:
 
 
 def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
-    """Measure the distribution of one expert's task vector, from about a million of its elements.
+    """Measure the distribution of one expert's task vector on about a million of its elements.
 
     Raises InvalidModel, and ValueError if the task vector is 0.
     """
@@ -50,7 +50,7 @@ def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
 
 
 def accumulated_vector(base: Path, experts: Sequence[Path]) -> TaskVector:
-    """Measure the distribution of the sum of the experts' task vectors, from about a million of its elements.
+    """Measure the distribution of the sum of the experts' task vectors on about a million of its elements.
 
     The elements are evenly spaced in the tensors that any expert changes. Raises InvalidModel, and ValueError if all
     task vectors are 0.
@@ -69,7 +69,7 @@ def accumulated_vector(base: Path, experts: Sequence[Path]) -> TaskVector:
 
 
 def _distribution(alias: str, elements: torch.Tensor) -> TaskVector:
-    """The distribution of `elements` of a task vector. Raises ValueError if all are 0."""
+    """The distribution of `elements` of a task vector. Raises ValueError if all of them are 0."""
     changed = elements[elements != 0].double()
     fits = (fit(elements, "laplace"), fit(elements, "gaussian"))
     reach = REACH * (float(changed.abs().mean()) if len(changed) else 1.0)

@@ -1,4 +1,4 @@
-"""The training loop, on one rank or several; batches, random draws and losses do not depend on the number of ranks.
+"""The training loop on one or several ranks, whose results do not depend on their number, except for rounding.
 
 Ranks share each batch's rows and average gradients (DDP). The loss of an update is the mean over the targets of the
 whole batch, so the number of workers, and of rows in a forward pass, changes only rounding. A training that was killed
@@ -75,7 +75,7 @@ def train(
     device: torch.device | None = None,
     access: FileAccess | None = None,
 ) -> dict[str, Any]:
-    """Train an expert as `spec` describes, or continue its training, in the directory `out`.
+    """Train an expert according to `spec` in the directory `out`, or continue its training from a checkpoint.
 
     No other training may use `out`. The function runs on every rank of the process group, if there is one. Each rank
     calls `report` with the numbers of every update and evaluation, as METRICS lists them. `device` is this rank's
@@ -163,7 +163,7 @@ def train(
 def _evaluators(
     spec: FinetuneSpec, base: Path, model: TrainedModel, *, access: FileAccess | None
 ) -> dict[str, Evaluator]:
-    """The evaluators of the specification's tasks, by the name of their values in the history; empty without tasks.
+    """The evaluators of a specification's tasks, by the key of their values in the history; empty without tasks.
 
     With the method tangent, two models are scored: the model with the exported weights, and the linearized model that
     was trained.
@@ -190,7 +190,7 @@ def _evaluators(
 
 
 def noise_seed(spec: FinetuneSpec) -> int:
-    """The seed of MergOPT's draws, a function of the specification's seed and name.
+    """The seed of MergOPT's random draws, a function of the specification's seed and name.
 
     Experts of a fleet have the same seed. Without the name, they would share all draws, although merges combine
     independent experts.
@@ -200,7 +200,7 @@ def noise_seed(spec: FinetuneSpec) -> int:
 
 
 def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Continue from a checkpoint. Raises InvalidModel if it is from a training with noise on other weights."""
+    """Restore a training from a checkpoint. Raises InvalidModel if its noise was on other weights."""
     had_noise_on_trained = (
         isinstance(optimizer, MergOPT)
         and spec.training.layers is not None
@@ -219,7 +219,7 @@ def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: 
 
 
 def check(spec: FinetuneSpec) -> None:
-    """Check everything about a fine-tuning that does not need the model's weights.
+    """Check everything about a fine-tuning that can be checked without the model's weights.
 
     Raises InvalidModel for problems of the base, and InvalidTask for problems of the data or of evaluation tasks.
     """
@@ -229,7 +229,7 @@ def check(spec: FinetuneSpec) -> None:
 
 
 def check_data(spec: FinetuneSpec) -> None:
-    """Make the checks of `check`, except those of the evaluation tasks.
+    """Check the base and the data of a fine-tuning, like `check` without the evaluation tasks.
 
     Raises InvalidModel for problems of the base, and InvalidTask for problems of the data.
     """
@@ -245,7 +245,7 @@ def check_data(spec: FinetuneSpec) -> None:
 
 
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
-    """The learning rate of update number `step`, from 0.
+    """The learning rate of update number `step`, counted from 0.
 
     It rises linearly during the warm-up. Then it decays to 0 after the last update, or stays the same with the schedule
     "constant".
@@ -260,7 +260,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The processes that train together: this process's rank, their number (`size`), and operations over all."""
+    """This process's place among the processes that train together: its rank, their number, collective operations."""
 
     rank: int
     size: int
@@ -278,7 +278,7 @@ class _Ranks:
             dist.barrier()
 
     def total(self, number: float) -> float:
-        """The sum of `number` over all processes that train together; each of them must call this method."""
+        """The sum of `number` over all training processes, each of which must call this method."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -287,7 +287,7 @@ class _Ranks:
 
 
 class _Passes:
-    """Forward and backward passes of a training over this rank's rows of each batch.
+    """Forward and backward passes over this rank's rows of each batch.
 
     `rows` are the packed documents of the whole training data; `pad` is the id of the token with which rows are padded.
     """
@@ -319,7 +319,7 @@ class _Passes:
         return logits
 
     def without_averaging(self) -> AbstractContextManager[Any]:
-        """Context manager in which backward passes add to this rank's gradients, without averaging over ranks.
+        """Context manager in which backward passes accumulate this rank's gradients without averaging over ranks.
 
         It is used for all portions of a batch except the last, so that gradients are averaged once for each update.
         """
@@ -330,7 +330,7 @@ class _Passes:
 
 
 class _Update:
-    """The batch of one update, and the closure that computes its gradients.
+    """The batch of one update, and the closure that computes its gradients for the optimizer.
 
     The method `gradients` is the closure, which an optimizer may call more than once; `loss` and `norm` are the loss
     and the gradient's norm at its first call, `second_loss` is the loss at its second call. `step` is the number of the
@@ -354,7 +354,7 @@ class _Update:
         self._is_first = True
 
     def gradients(self) -> float:
-        """Compute the gradients of the mean loss over all targets of the batch, and return the loss.
+        """Compute the gradients of the mean loss over all target tokens of the batch, and return the loss.
 
         A target is a token whose loss counts. Gradients are over all ranks, and clipped to the specification's norm.
         Raises TrainingFailed if the loss or the norm is NaN or infinite.
@@ -381,7 +381,7 @@ class _Update:
 
     @torch.no_grad()
     def loss_at_weights(self) -> float:
-        """The mean loss over all targets of the batch at the present weights, without gradients.
+        """The mean loss over all target tokens of the batch at the current weights, without gradients.
 
         Dropout uses the same random numbers as in `gradients`.
         """
@@ -392,15 +392,15 @@ class _Update:
         return ranks.total(total) / self.num_targets
 
     def _loss(self, rows: Sequence[tuple[Document, ...]]) -> torch.Tensor:
-        """The sum of the losses over the targets of some rows."""
+        """The sum of the losses over the target tokens of some rows."""
         batch = tensors_of(rows, pad=self._passes.pad)
         logits = self._passes.logits(batch.tokens, batch.positions).flatten(0, 1).float()
         return cross_entropy(logits, batch.labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
-        """Yield this rank's rows of the batch in portions, each with a flag that is True for the last portion.
+        """Yield this rank's micro-batches of the batch, each with a flag that is True for the last one.
 
-        One forward pass takes the rows of one portion.
+        One forward pass takes the rows of one micro-batch.
         """
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]

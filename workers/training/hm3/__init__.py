@@ -1,4 +1,4 @@
-"""HM3's lower level: an actor-critic that learns which layer of which model comes next in a layer path.
+"""The lower level of HM3: an actor-critic that learns which layer of which model comes next in a layer path.
 
 The paper is "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" (arXiv:2409.18893). The state is
 the path so far. An action is a layer of a model, or the end of the path. The reward is known once the whole path is

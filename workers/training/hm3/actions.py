@@ -1,4 +1,4 @@
-"""The distributions from which a policy draws its actions: points among embeddings, or the steps that are allowed.
+"""The distributions from which HM3's policy draws actions: points near steps' embeddings, or allowed steps.
 
 A policy draws an action for each step of a layer path, which is a sequence of layers of the source models. With the
 action WOLPERTINGER, a policy draws a proto-action, a point in the space of the steps' embeddings, from a normal
@@ -32,7 +32,7 @@ FORBIDDEN = -1e9
 
 
 class Action(StrEnum):
-    """The kind of action that a policy draws to choose the next step of a layer path.
+    """The kind of action that a policy draws to choose the next layer of a layer path.
 
     A layer path is a sequence of steps, each of which is a layer of a source model.
 
@@ -45,7 +45,7 @@ class Action(StrEnum):
 
 
 def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tensor:
-    """The logits [..., A] of all steps; steps that are not allowed get a very low logit.
+    """The logits [..., A] of all possible steps of a layer path; steps that are not allowed get a very low logit.
 
     `protos` [..., D] are the outputs of the policy network. `allowed` [..., A] says which steps are allowed.
     """
@@ -68,20 +68,21 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """The proto-actions [B, D] of episodes that follow a given path, whose steps have the embeddings `taken_BE`.
+    """The continuous actions (proto-actions) [B, D] of episodes that follow a given layer path.
 
-    `places_B` has the place of the given scale of each episode. If it is NaN, the place that `proto_BD` has is kept.
-    Without scales D = E.
+    `taken_BE` are the embeddings of the path's steps. `places_B` has, for each episode, the place of the given layer
+    scale in the range of scales. If it is NaN, the place in `proto_BD` is kept. Without scales D = E.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)
 
 
 def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: int) -> Tensor:
-    """The places [B, length] of given scales of B paths, by the step before which each scale is applied.
+    """Given layer scales of B layer paths, as places in the range of scales, by step: [B, length].
 
-    A place is NaN if no scale is applied before the step. The scale of the first layer is applied before the second
-    step. `scales` has the scales of each path. If `scales` is empty, the result has no rows.
+    The step is the one before which the scale is applied; its place is NaN if no scale is applied there. The scale of
+    the first layer is applied before the second step. `scales` has the scales of each path. If `scales` is empty, the
+    result has no rows.
     """
     found = torch.full((len(scales), length), torch.nan)
     for row, given in enumerate(scales):
@@ -90,7 +91,7 @@ def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: i
 
 
 class LegalSteps:
-    """The steps that may follow each beginning of a path, as a table for whole batches of paths.
+    """Table of the steps that may follow each beginning of a layer path, for whole batches of paths.
 
     The steps that may follow depend only on the number of steps so far and on the last layer.
     """
@@ -106,11 +107,11 @@ class LegalSteps:
 
     @property
     def most(self) -> int:
-        """The largest number of steps that may follow a beginning of a path."""
+        """The largest number of steps that may follow any beginning of a layer path."""
         return int(self._table.sum(dim=2).max())
 
     def before(self, steps_BT: Tensor) -> Tensor:
-        """The steps that were allowed in place of each step of the paths `steps_BT`, as bool [B, T, A]."""
+        """The alternatives to each step of the layer paths `steps_BT`: the steps allowed there, as bool [B, T, A]."""
         begun = torch.cat([steps_BT.new_zeros(len(steps_BT), 1), steps_BT[:, :-1]], dim=1)
         # After the end of a path there is padding, whatever it is.
         layers = torch.where(begun == self._stop, 0, begun % self._num_layers)

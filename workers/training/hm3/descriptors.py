@@ -1,4 +1,4 @@
-"""Statistics of each layer's weights, which describe a layer to a policy without naming its model.
+"""Statistics of each layer's weights, which describe the layer to a policy without naming its model.
 
 They are computed over all numbers of each component of a layer (attention, MLP, norms): the mean, the logarithm of the
 standard deviation, the kurtosis, and the logarithm of the distance from the base's layer relative to the base's norm.
@@ -31,7 +31,7 @@ SMALLEST = 1e-8
 
 @lru_cache(maxsize=4)
 def layer_descriptors(family: Family, models: tuple[str, ...]) -> Tensor:
-    """Statistics of each layer's weights, for several models: [num_models, num_layers, num_components * 4].
+    """Statistics of each layer's weights for several models, [num_models, num_layers, num_components * 4].
 
     Each statistic is standardised over all layers of all models; a constant one is 0. `models` are aliases. Results are
     cached by the models' fingerprints.

@@ -25,7 +25,7 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 
 @dataclass(frozen=True)
 class Role:
-    """How one episode is built: its preference vector, its randomness, and its path if that is given.
+    """Settings of one episode: its preference vector, its randomness, and its layer path if that is given.
 
     `number` is the episode's number. `preference` is the preference vector. `exploration` is the probability, in
     [0, 1], that a step is drawn at random. `noise` multiplies the standard deviation of the point that the policy draws
@@ -43,7 +43,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Episode:
-    """A layer path that a policy built step by step, and the data that the policy learns from.
+    """A layer path that a policy built step by step, and the data from which the policy learns.
 
     `steps` [T] are the indices of the T steps, including the end of the path if the policy chose it; `path` is without
     the end. `protos` [T, D] are the proto-actions: for each step a point in the D-dimensional space of embeddings,
@@ -80,7 +80,7 @@ def play(
     action: Action = Action.WOLPERTINGER,
     ideal: Tensor | None = None,
 ) -> list[Episode]:
-    """Build several layer paths with a policy, side by side; each path is an episode with a role of its own.
+    """Build several layer paths with a policy, side by side; each path is an episode with its own settings (role).
 
     With the action WOLPERTINGER the policy draws, for each step, a proto-action: a point in the space of the steps'
     embeddings. The `k` nearest allowed steps are the candidates, of which the one with the best expected outcome is
@@ -159,7 +159,7 @@ def play(
 def _random_numbers(
     networks: Networks, roles: Sequence[Role], *, seed: int | str, action: Action
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The random numbers of B episodes of at most T steps, for embeddings of dimension D.
+    """The random numbers of B episodes of at most T steps, for embeddings with D dimensions.
 
     The first result has normal numbers [B, T, D], times the role's noise. They displace the points that the policy
     chooses among the embeddings. The second result has two uniform numbers for each step, [B, T, 2]: one decides
@@ -178,7 +178,7 @@ def _random_numbers(
 
 
 def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
-    """Which steps may follow `steps`, the beginning of a path: bool [paths.num_steps + 1], the last for the path's end.
+    """The steps that may follow `steps`, the start of a layer path: bool [paths.num_steps + 1], the last for its end.
 
     If `steps` already has the end, only the end is allowed, and repeating it has no effect on the path.
     """
@@ -188,10 +188,10 @@ def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
 
 
 def _after(networks: Networks, hidden_1BH: Tensor, steps_BCD: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of B paths after each of C candidate steps, and the encoder's memory there: [B, C, H] each.
+    """The states and encoder memories of B layer paths after each of C candidate steps: [B, C, H] each.
 
-    A state has H numbers. `hidden_1BH` is the encoder's memory before the step, `steps_BCD` are the embeddings of the
-    candidates.
+    A state has H numbers, and so has the encoder's memory. `hidden_1BH` is the encoder's memory before the step,
+    `steps_BCD` are the embeddings of the candidates.
     """
     count, num = steps_BCD.shape[:2]
     before = hidden_1BH.repeat_interleave(num, dim=1)

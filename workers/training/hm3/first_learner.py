@@ -1,4 +1,4 @@
-"""The learner of studies of version 1 of the searcher `hm3`, which continue with it.
+"""The PPO learner of version 1 of the searcher `hm3`, with which studies of that version continue.
 
 It differs from `learner` in three points:
 
@@ -34,7 +34,7 @@ __all__ = ["FirstLearner"]
 
 
 class FirstLearner(BaseLearner):
-    """The learner of version 1, whose networks have one optimizer."""
+    """The PPO learner of version 1, in which all networks have one common optimizer."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The learner of HM3's policies, which updates a policy's networks by the episodes of one iteration, with PPO.
+"""The PPO learner of HM3's policies, which updates a policy's networks with the episodes of one iteration.
 
 The learner's state is saved and restored as bytes.
 """
@@ -66,7 +66,7 @@ class LearnerOptions:
 
 @dataclass(frozen=True)
 class UpdateStatistics:
-    """Losses and entropy of one update, as means over its mini-batches, and how far the policy moved.
+    """Losses, entropy and policy changes of one update; losses and entropy are means over its mini-batches.
 
     - `kl`: the KL divergence, in nats per step, of the policy after its epochs from the policy before them
     - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after the epochs
@@ -87,10 +87,10 @@ class UpdateStatistics:
 
 
 class BaseLearner:
-    """The networks of a policy, the number of iterations that they have learned from, and the remembered episodes.
+    """Base class of learners: a policy's networks, the number of their updates, and remembered episodes.
 
-    It computes on the CPU in float32. `seed` names the learner's random numbers. Classes derived from it learn from
-    episodes in `_learn`, with optimizers of their own.
+    A learner computes on the CPU in float32. `seed` determines the learner's random numbers. Subclasses implement
+    learning from episodes in `_learn`, with optimizers of their own.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class BaseLearner:
 
     @property
     def num_remembered(self) -> int:
-        """The number of episodes, from the last iteration and earlier ones, that the value network learns from."""
+        """The number of episodes, old and new, from which the value network learns."""
         return 0 if self._memory is None else len(self._memory.lengths)
 
     @property
     def ideal(self) -> Tensor | None:
-        """The point [objectives] from which Tchebycheff's function measures; None if outcomes are weighted sums.
+        """The ideal point [objectives] of Tchebycheff's function; None if outcomes are weighted sums.
 
         It has the best outcome of the remembered episodes in each objective, or 1, the best possible one, if there are
         none.
@@ -132,7 +132,7 @@ class BaseLearner:
         return self._memory.outcomes.amax(dim=0)
 
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
-        """Update the networks by the episodes of one iteration.
+        """Update the networks with the episodes of one iteration.
 
         `outcomes_BK` [episodes, objectives] are the parts of each episode's outcome R by objective, less the price of
         the path's length. R is the scalarisation of these parts by the episode's preference. Raises TrainingFailed if
@@ -150,7 +150,7 @@ class BaseLearner:
         return found
 
     def to_bytes(self) -> bytes:
-        """The state on which the next update depends, as bytes.
+        """Serialise the state on which the next update depends.
 
         It consists of networks, optimizers, the number of updates, and the episodes that the value network learns from.
         """
@@ -165,7 +165,7 @@ class BaseLearner:
         return buffer.getvalue()
 
     def restore(self, content: bytes, *, remembers: bool = True) -> None:
-        """Restore the state that `to_bytes` returned, of a learner with networks of the same shapes.
+        """Restore a state that `to_bytes` returned for networks of the same shapes.
 
         With `remembers` false the remembered episodes are left out, because they are those of another search. Raises
         ValueError if the networks have other shapes or draw other actions, and TrainingFailed if they have numbers that
@@ -187,24 +187,24 @@ class BaseLearner:
     # -- what a version of the learner defines ---------------------------------------------------------------------
 
     def _learn(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> UpdateStatistics:
-        """Learn from the episodes `batch` of one iteration, and from `memory`, which has them too.
+        """Learn from `batch`, the episodes of one iteration, and from `memory`, which contains them and earlier ones.
 
         `order` draws mini-batches.
         """
         raise NotImplementedError
 
     def _state(self) -> dict[str, Any]:
-        """The part of the state that only this version has, by the key in the saved state."""
+        """The part of the state that is specific to this version of the learner, by its key in the saved state."""
         raise NotImplementedError
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the part of a saved state that only this version has (`_state`)."""
+        """Restore the part of a saved state that is specific to this version of the learner (`_state`)."""
         raise NotImplementedError
 
     # -- for all versions ------------------------------------------------------------------------------------------
 
     def _check(self, values: Tensor, what: str) -> None:
-        """Raise TrainingFailed if one of `values`, which messages call `what`, is NaN or infinite."""
+        """Raise TrainingFailed if one of `values` is NaN or infinite; `what` names them in the message."""
         if not bool(torch.isfinite(values).all()):
             wrong = float(values.detach()[~torch.isfinite(values)][0])
             raise TrainingFailed(
@@ -218,7 +218,7 @@ class BaseLearner:
             self._check(values, f"a number of the networks ({name})")
 
     def _descend(self, optimizer: torch.optim.Optimizer, loss: Tensor, what: str) -> None:
-        """Take a step of an optimizer down the gradient of a loss, which messages call `what`."""
+        """Take one optimizer step on a loss with clipped gradients; `what` names the loss in messages."""
         self._check(loss, what)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -228,7 +228,7 @@ class BaseLearner:
 
 
 class Learner(BaseLearner):
-    """The learner by PPO, whose policy network and value network have optimizers of their own.
+    """The PPO learner, whose policy network and value network have separate optimizers.
 
     An update has two phases, after Cobbe et al., "Phasic Policy Gradient" (2020). In the first the policy network
     learns from the iteration's episodes, whose states are frozen. Its ratios refer to the policy at the start of the
@@ -260,7 +260,7 @@ class Learner(BaseLearner):
         }
 
     def restart(self) -> None:
-        """Start the policy network anew, with its optimizer; the encoder and the value network stay as they are."""
+        """Reinitialise the policy network and its optimizer, without changing the encoder and the value network."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_of(f"{self._seed} restart", self.num_updates).initial_seed())
             fresh = Networks(self._paths, self.networks.options, self._descriptors)
@@ -285,7 +285,7 @@ class Learner(BaseLearner):
     def _improve_policy(
         self, batch: EpisodeBatch, advantages_BT: Tensor, order: torch.Generator
     ) -> tuple[list[Tensor], list[Tensor], float, float]:
-        """Let the policy network learn from an iteration's episodes, whose steps have the given advantages.
+        """Train the policy network on an iteration's episodes, whose steps have the given advantages.
 
         Returns the policy's losses and entropies, one of each step of the optimizer, the KL divergence from the policy
         before, and the share of ratios outside the clip at the end.
@@ -319,7 +319,7 @@ class Learner(BaseLearner):
         return losses, entropies, kl, float(((ratios - 1).abs() > options.clip).float().mean())
 
     def _improve_value(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> tuple[list[Tensor], float]:
-        """Let the value network and the encoder learn from remembered episodes, while the policy stays the same.
+        """Train the value network and the encoder on remembered episodes, while the policy's actions stay the same.
 
         Returns the value network's losses and the policy's drift on the states of `batch`.
         """
@@ -340,7 +340,7 @@ class Learner(BaseLearner):
             return losses, float(self._moved(former, batch.remembered))
 
     def _moved(self, former: Networks, episodes: Memory) -> Tensor:
-        """The mean KL divergence of the present policy from that of `former` networks, over the steps of episodes."""
+        """The mean KL divergence of the current policy from that of the networks `former` over episodes' steps."""
         legal = self._legal.before(episodes.steps)
         with torch.no_grad():
             states = self.networks.states(episodes.steps)[:, :-1]
@@ -391,7 +391,7 @@ class Learner(BaseLearner):
 
 
 def action_in(content: bytes) -> Action:
-    """The action of a saved policy, which is what it draws for each step; `content` is the saved state."""
+    """The kind of action that a saved policy draws for each step; `content` is the saved state."""
     return _action_of(torch.load(io.BytesIO(content), weights_only=True))
 
 
@@ -408,7 +408,7 @@ def mean_of(values: Sequence[Tensor]) -> float:
 
 
 def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
-    """Advantages with mean 0 and standard deviation 1 over the real steps, and 0 elsewhere."""
+    """Advantages scaled to mean 0 and standard deviation 1 over the real steps, and 0 elsewhere."""
     real = advantages_BT[is_step_BT]
     scale = real.std(unbiased=False) + 1e-8
     return torch.where(is_step_BT, (advantages_BT - real.mean()) / scale, 0.0)
@@ -416,7 +416,7 @@ def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Memory:
-    """The data of B episodes that the value network learns from, as tensors.
+    """The data of the B episodes from which the value network learns, as tensors.
 
     `steps` [B, T] are the steps of each episode, padded to T steps with step 0, and `lengths` [B] the numbers of steps.
     `preferences` and `outcomes` are [B, K] for K objectives.
@@ -437,7 +437,7 @@ class Memory:
 
     @property
     def num_left(self) -> Tensor:
-        """The number of steps [B, T + 1] that follow each state; negative after an episode's end."""
+        """The number of remaining steps after each state, [B, T + 1]; negative after an episode's end."""
         return self.lengths[:, None] - torch.arange(self.steps.shape[1] + 1)[None]
 
     def only(self, rows: Tensor) -> Memory:
@@ -453,14 +453,14 @@ class Memory:
 
 
 def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
-    """Join the steps [episodes, T] of two batches of episodes to one batch, padded with 0 to the longest episode."""
+    """Concatenate the steps [episodes, T] of two batches of episodes, padded with 0 to the longest episode."""
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])
 
 
 @dataclass(frozen=True)
 class EpisodeBatch:
-    """B episodes in tensors, padded to T steps with step 0.
+    """B episodes as tensors, padded to T steps with step 0.
 
     `steps` and `log_densities` are [B, T], `protos` [B, T, D] for proto-actions of dimension D, `preferences` and
     `outcomes` [B, K] for K objectives. `lengths` are the numbers of steps without padding.

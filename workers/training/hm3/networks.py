@@ -1,4 +1,4 @@
-"""The networks of HM3's policies, which map the path so far to a state, a proto-action and the expected outcomes.
+"""The networks of HM3's policies, which map a partial layer path to a state, a proto-action and expected outcomes.
 
 Sizes in shapes: B episodes, T steps, A possible steps (those of the pool, and the end), D dimensions of an embedding, H
 of a state, K objectives.
@@ -22,11 +22,12 @@ SMALLEST_SPREAD = 1e-3
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Sizes and inputs of a policy's networks: the encoder of paths, the policy network and the value network.
+    """Sizes and inputs of a policy's networks: the encoder of layer paths, the policy network and the value network.
 
     With `by_index` models have embeddings of their own, beside the statistics of their layers. Without it, the networks
     can be used for other models with the same number of layers. With `sees_preference` the preference vector is an
-    input. With `scales` the policy network has one more output: where in the range of scales that of the last layer is.
+    input. With `scales` the policy network has one more output, the place of the last layer's scale in the range of
+    scales.
     """
 
     num_objectives: int = 1
@@ -40,7 +41,7 @@ class NetworkOptions:
 
 
 class Networks(nn.Module):
-    """The encoder of paths, the policy network and the value network for layer paths through given models.
+    """The encoder of layer paths, the policy network and the value network, for paths through given models.
 
     `descriptors` [num_models, num_layers, num_statistics] are standardised statistics of the layers' weights.
     """
@@ -80,7 +81,7 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the centre and the unit of the value network's results: the mean and the deviation of `outcomes_BK`.
+        """Set the mean and the unit of the value network's outputs to the mean and the deviation of `outcomes_BK`.
 
         `outcomes_BK` [episodes, objectives] are the first known outcomes.
         """
@@ -88,10 +89,7 @@ class Networks(nn.Module):
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
 
     def embeddings(self) -> Tensor:
-        """The embeddings of all steps that a path may take, then of the path's end: [steps + 1, dimensions].
-
-        Each has length 1.
-        """
+        """The unit-length embeddings of a layer path's steps, the last for its end: [steps + 1, dimensions]."""
         paths = self.paths
         found = self.layers.weight[None].expand(len(paths.models), -1, -1)
         if self.options.by_index:
@@ -102,7 +100,7 @@ class Networks(nn.Module):
         return nn.functional.normalize(every, dim=1)
 
     def states(self, steps_BT: Tensor) -> Tensor:
-        """The states of paths before their first step and after each step, [B, T + 1, H].
+        """The encoder's states of layer paths before the first step and after each step, [B, T + 1, H].
 
         `steps_BT` are the T steps of B paths; a state has H numbers.
         """
@@ -112,7 +110,7 @@ class Networks(nn.Module):
         return states
 
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """The mean of the proto-action [..., D] that the policy network gives for each state [..., H].
+        """The mean [..., D] of the policy's continuous action (proto-action) in each state [..., H].
 
         A proto-action is a point in the D-dimensional space of the steps' embeddings; a state has H numbers. If layers
         have scales, one more number follows: the place in the range of scales of the last layer of the path so far.
@@ -123,7 +121,7 @@ class Networks(nn.Module):
         return found
 
     def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """The outcome that the value network expects of a path once it is complete, by objective: [..., objectives].
+        """The outcome of the complete layer path that the value network expects, by objective: [..., objectives].
 
         `states` [..., H] are the states of paths so far. The price of the path's length is subtracted. The expected
         outcome R is the sum weighted by the preference.
@@ -138,7 +136,7 @@ class Networks(nn.Module):
 
 
 def _head(num_inputs: int, hidden: int, *, means: Sequence[float]) -> nn.Sequential:
-    """Two linear layers with a tanh between them, whose outputs are near `means` before training.
+    """Two linear layers with a tanh between them, with outputs near `means` before training.
 
     `hidden` is the number of outputs of the first layer.
     """

@@ -1,7 +1,8 @@
-"""Advantages and losses of PPO as formulas on tensors. B episodes, T steps, D dimensions of a proto-action.
+"""Advantages and losses of PPO as formulas on tensors.
 
 Schulman et al., "Proximal Policy Optimization Algorithms" (2017), equations 7 and 9; "High-Dimensional Continuous
-Control Using Generalized Advantage Estimation" (2016), equation 16.
+Control Using Generalized Advantage Estimation" (2016), equation 16. Axes: B episodes, T steps, D dimensions of a
+proto-action.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
 
 
 def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
-    """The discounted share of an episode's outcome that is still to be paid before each step [T].
+    """The discounted share of an episode's outcome that is still to be paid as rewards before each step [T].
 
     Each of T steps is paid the T-th part of the outcome: the share before step t is (1 / T) sum_{j >= t} gamma^(j - t).
     """

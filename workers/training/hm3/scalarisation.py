@@ -1,4 +1,4 @@
-"""Scalarisation: functions from the values of several objectives to the one outcome that policies maximise.
+"""Scalarisation: functions that map the values of several objectives to the one outcome which policies maximise.
 
 Miettinen, "Nonlinear Multiobjective Optimization" (1998), sections 3.1 (weighted sum) and 3.4 (Tchebycheff).
 """
@@ -15,7 +15,7 @@ __all__ = ["Scalarisation", "scalarised"]
 
 
 class Scalarisation(StrEnum):
-    """The function by which an episode's outcome R follows from its outcomes by objective and its preference vector."""
+    """The function that maps an episode's outcomes by objective and its preference vector to its outcome R."""
 
     WEIGHTED_SUM = "weighted_sum"
     TCHEBYCHEFF = "tchebycheff"

@@ -1,9 +1,10 @@
-"""Training of policies: the networks and the preference vector by which each episode is built.
+"""Training of HM3's policies: which policy and preference vector each episode has, and when policies are updated.
 
-Both follow from the options, the seed and earlier outcomes alone. All iterations have the same number of episodes. The
-networks that build iteration i have learned from the iterations up to i - 2. So the episodes of one iteration can be
-scored while those of the next are built. With one policy for each preference vector, the policies take turns, one
-iteration each. A policy that is conditioned on the vector takes all vectors in each iteration, one after the other.
+Networks and preference vectors follow from the options, the seed and earlier outcomes alone. All iterations have the
+same number of episodes. The networks that build iteration i have learned from the iterations up to i - 2. So the
+episodes of one iteration can be scored while those of the next are built. With one policy for each preference vector,
+the policies take turns, one iteration each. A policy that is conditioned on the vector takes all vectors in each
+iteration, one after the other.
 
 A search may begin with given policies. They have no warm-up, and explore from the beginning as rarely as a search does
 at its end. If they do not learn either, the first episode of each preference vector is the path that the policy
@@ -64,7 +65,7 @@ class PolicyTrainingOptions:
 
 @dataclass(frozen=True)
 class _Played:
-    """The episodes of one iteration by episode number, and the checkpoint of the policy that built them (`by`).
+    """The episodes of one iteration by number, and the checkpoint of the policy that built them (`by`).
 
     `by` is None for the policy with which the search began.
     """
@@ -74,7 +75,7 @@ class _Played:
 
 
 class PolicyTraining:
-    """The policies of one search, with which episodes are built and which learn from the outcomes.
+    """The policies of one search, which build episodes and learn from their outcomes.
 
     `preferences` are the preference vectors, at least one. `descriptors` are statistics of the layers' weights, or
     None. `saved` has the checkpoints that were saved after iterations of this search, by iteration. Only those of the
@@ -108,11 +109,11 @@ class PolicyTraining:
 
     @property
     def num_policies(self) -> int:
-        """The number of policies: one that is conditioned on preference vectors, or one for each vector."""
+        """The number of policies: one if it is conditioned on preference vectors, else one for each vector."""
         return 1 if self.options.is_conditioned else len(self.preferences)
 
     def iteration_of(self, number: int) -> int:
-        """The index of the iteration that episode `number` belongs to."""
+        """The index of the iteration to which episode `number` belongs."""
         return number // self.options.episodes
 
     def numbers_in(self, iteration: int) -> range:
@@ -132,11 +133,11 @@ class PolicyTraining:
         return max(0, self.iteration_of(number) + 1 - max(2, self.num_policies))
 
     def policy_of(self, iteration: int) -> int:
-        """The number of the policy that builds the episodes of an iteration."""
+        """The index of the policy that builds the episodes of an iteration."""
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """The number of earlier iterations whose episodes were built by the policy of the iteration `iteration`."""
+        """The number of earlier iterations that had the same policy as `iteration`."""
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
@@ -146,13 +147,13 @@ class PolicyTraining:
         return self.preferences[place % len(self.preferences)]
 
     def is_learned_from(self, iteration: int) -> bool:
-        """Whether the policy of an iteration learns from the outcomes of the iteration's episodes."""
+        """Whether the policy of an iteration learns from the outcomes of that iteration's episodes."""
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """The last iteration, up to `newest`, from which the policy of `iteration` has learned.
+        """The last iteration, up to `newest`, from which the policy of `iteration` has learned; None if there is none.
 
-        Returns None if it has learned from none, as in the warm-up.
+        In the warm-up there is none.
         """
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None
@@ -234,7 +235,7 @@ class PolicyTraining:
         scales: Sequence[tuple[float, ...]] = (),
         restarts: bool = False,
     ) -> UpdateStatistics | None:
-        """Update the policy of an iteration by the outcomes of its episodes, and save the policy's checkpoint.
+        """Update the policy of an iteration with the outcomes of its episodes, and save its checkpoint.
 
         Returns None in the warm-up, in which nothing is learned. `outcomes_BK` are as in `Learner.update`. Episodes
         that another process built are built again, with the same result. `paths` are the paths that had the outcomes,
@@ -264,7 +265,7 @@ class PolicyTraining:
         return found
 
     def proposals(self, content: bytes, *, preference: tuple[float, ...], count: int) -> list[Path]:
-        """Up to `count` different paths that a saved policy builds for a preference vector, without learning.
+        """Up to `count` distinct layer paths that a saved policy builds for a preference vector, without learning.
 
         `content` is the policy's checkpoint. The first path is the one that the policy prefers. In the others, steps
         are drawn at random with the probability that the search has at its end (`exploration`).
@@ -287,15 +288,15 @@ class PolicyTraining:
         return play(learner.networks, roles, seed=seed, k=k, action=action, ideal=learner.ideal)
 
     def seed_of(self, stream: str, number: int) -> int:
-        """The seed of the random numbers of an episode that no other episode, stream or search has."""
+        """A seed for an episode's random numbers that differs from that of every other episode, stream and search."""
         return generator_of(self._stream(stream), number).initial_seed()
 
     def _stream(self, name: str) -> int | str:
-        """The seed of a stream of random numbers, which no other stream of this search or another one has."""
+        """The seed of a stream of random numbers, which differs from that of every other stream and search."""
         return self._seed if self.options.version == 1 else f"{self._seed} {name}"
 
     def _new(self, iteration: int) -> BaseLearner:
-        """A new learner for the policy of `iteration`, before its first update; given checkpoints are not used."""
+        """A new, untrained learner for the policy of `iteration`, made without given checkpoints."""
         options, policy = self.options, self.policy_of(iteration)
         given: dict[str, Any] = {"descriptors": self._descriptors}
         if options.version == 1:
@@ -304,7 +305,7 @@ class PolicyTraining:
         return Learner(self.paths, options.networks, options.learner, seed=seed, **given)
 
     def _learner(self, iteration: int, source: int | None) -> BaseLearner:
-        """The learner of the policy of `iteration`, in its state after it learned from iteration `source`.
+        """The learner of the policy of `iteration`, in its state after learning from iteration `source`.
 
         If `source` is None, the state is the one with which the search begins: a given policy, or a new one.
         """

@@ -1,4 +1,4 @@
-"""Choice of a step from a proto-action: of the k steps with the nearest embeddings, the best by expected outcome.
+"""Choice of a step in the Wolpertinger policy: of the k steps nearest to a proto-action, the best by expected outcome.
 
 Dulac-Arnold et al., "Deep Reinforcement Learning in Large Discrete Action Spaces" (2015), section 4, with the value of
 the state after a step in place of the action-value, as in HM3. B episodes, A steps, C candidates.
@@ -13,7 +13,7 @@ __all__ = ["choose", "nearest"]
 
 
 def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
-    """The allowed steps whose embeddings are nearest to given points (proto-actions), as indices [B, C].
+    """The indices [B, C] of the allowed steps whose embeddings are nearest to given points (proto-actions).
 
     There are B points. Distances are Euclidean. The nearest step comes first; of equally near steps, the one with the
     smaller index. C is the smaller of `k` and the number of all steps. If fewer than C steps are allowed, the last
@@ -26,9 +26,9 @@ def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: 
 
 
 def choose(outcomes_BC: Tensor, is_candidate_BC: Tensor, *, explores_B: Tensor, draws_B: Tensor) -> Tensor:
-    """The index [B] of the candidate that is chosen in each of B episodes.
+    """The index [B] of the chosen candidate in each of B episodes.
 
-    It is the candidate with the largest expected outcome, of equal ones the nearest. In episodes that explore
+    It is the candidate with the largest expected outcome; among equal ones, the nearest. In episodes that explore
     (`explores_B`), a random number in [0, 1) (`draws_B`) chooses among all candidates with equal probability.
     """
     best = torch.where(is_candidate_BC, outcomes_BC, -torch.inf).argmax(dim=1)

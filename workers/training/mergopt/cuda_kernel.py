@@ -1,4 +1,4 @@
-"""MergOPT's noise, added by one kernel for each tensor on a CUDA device: the same bits as `noise.add_plainly`.
+"""CUDA kernel that adds MergOPT's noise to one tensor, with the same bits as `noise.add_plainly`.
 
 Without a device, the kernel runs in Triton's interpreter, where it is tested in float32.
 """
@@ -18,7 +18,7 @@ BLOCK = 1024  # elements of one Triton program
 
 
 def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add MergOPT's noise to the contiguous tensor `flat` on a CUDA device, in place, without waiting for the device.
+    """Add MergOPT's noise to the contiguous CUDA tensor `flat` in place, without synchronising with the device.
 
     The arguments are those of `kernel.add_noise`; `quantiles` are on the device of `flat`.
     """

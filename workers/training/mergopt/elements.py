@@ -1,4 +1,4 @@
-"""The number that each element has among the elements of all parameters, from which its noise in MergOPT follows.
+"""The index of each element among the elements of all parameters, which determines its noise in MergOPT.
 
 Parameters follow each other in the optimizer's order, each in C order of its whole shape. A rank that holds a shard of
 a parameter (FSDP2) numbers the elements as if it held the whole parameter. So the shard gets the same noise as that
@@ -34,7 +34,7 @@ class Part:
     start: int
 
     def add_noise(self, quantiles: torch.Tensor, *, key: int) -> None:
-        """Add noise to this part in place.
+        """Add noise to this part of a parameter in place.
 
         `key` determines the random numbers (`noise.draw_key`). `quantiles` are those of the noise's distribution.
         """
@@ -42,7 +42,7 @@ class Part:
 
 
 def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
-    """The parts of all parameters that this process holds; a parameter that is given twice counts once.
+    """The parts of all parameters that this process holds; a parameter given twice counts once.
 
     Raises ValueError for a parameter that is not of a floating dtype, or is sharded along another dimension than the
     first.
@@ -85,7 +85,7 @@ def _on_gpu() -> Callable[..., None]:
 
 
 def _local(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The memory of a parameter that this process holds, and the number of the parameter's elements before it.
+    """This process's memory of a parameter, and the number of the parameter's elements before it.
 
     Raises ValueError if the parameter is sharded along another dimension than the first.
     """

@@ -1,4 +1,4 @@
-"""The scale of MergOPT's noise from existing task vectors (`scale: auto`), and how well the noise fits them.
+"""Fits of MergOPT's noise to existing task vectors: its scale (`scale: auto`), and the quality of the fit.
 
 Fits are compared by the Kolmogorov-Smirnov distance and mean log-likelihood of the paper's table 10 (appendix D.1.1).
 """
@@ -24,7 +24,7 @@ SAMPLE = 1_000_000
 
 @dataclass(frozen=True)
 class Fit:
-    """A distribution around 0 that was fitted to the elements of task vectors by maximum likelihood.
+    """A zero-centred distribution fitted to the elements of task vectors by maximum likelihood.
 
     `distance` is the Kolmogorov-Smirnov distance in [0, 1] between the distribution and the elements. `log_likelihood`
     is the mean over the elements (natural log). `zeros` is the share of elements that are exactly 0 because of rounding
@@ -44,7 +44,7 @@ class Fit:
 
 
 def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
-    """Fit a distribution around 0 to `elements` [n] of task vectors.
+    """Fit a zero-centred distribution to `elements` [n] of task vectors by maximum likelihood.
 
     The scale is the mean of |x| over the elements x for "laplace", and the root of the mean of x^2 for "gaussian".
     Raises ValueError for another name, and if all elements are 0.
@@ -69,7 +69,7 @@ def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
 
 
 def sample_of(base: Path, experts: Sequence[Path], *, num_elements: int = SAMPLE) -> torch.Tensor:
-    """About `num_elements` elements of the experts' task vectors, in float32.
+    """Sample about `num_elements` elements of the experts' task vectors, in float32.
 
     Every expert gives elements that are evenly spaced in each tensor, in proportion to its size. Tensors that an expert
     has unchanged from the base are left out, because they were not trained. `base` and `experts` are directories;

@@ -1,12 +1,12 @@
-"""Offsets added where layers read their weights, so that the parameters themselves never change and need no copy.
+"""Offsets added where layers read their weights, so that parameters never change and need no copy.
 
-While a module computes, a parameter with an offset is hidden behind a tensor with noise. Instead of that tensor,
-autograd keeps a note how to make it again, so that the tensor is freed when the module is done. The backward pass makes
-the tensors again, one at a time. At most one layer's tensors exist at once; with activation checkpointing, those of a
-checkpointed part.
+While a module computes, a tensor with noise replaces a parameter with an offset. Instead of that tensor, autograd saves
+a description from which it can be recomputed, so that the tensor is freed when the module is done. The backward pass
+recomputes the tensors, one at a time. At most one layer's tensors exist at once; with activation checkpointing, those
+of a checkpointed part.
 
-Parameters that a module reads from another module than itself are not seen. Autocast keeps casts of weights, as it does
-without offsets.
+Parameters that a module reads from another module than itself get no offset. Autocast keeps casts of weights, as it
+does without offsets.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """A note that autograd keeps for the backward pass in place of a tensor with noise: how to make the tensor again.
+    """Description that autograd saves in place of a tensor with noise, from which the backward pass recomputes it.
 
     The tensor is a view of the parameter's `part` with noise. Its shape is `size`, its strides are `stride`, and
     `place` is the offset of its first element in memory.
@@ -68,7 +68,7 @@ class _Note:
 
 
 class _Draw:
-    """One draw of noise, and the tensors with this noise that exist now, by the address of their memory.
+    """One draw of noise, and the existing tensors with this noise by the address of their memory.
 
     `tables` has the quantiles of the noise's distribution for each device; `key` determines the random numbers.
     """
@@ -108,7 +108,7 @@ class _Draw:
 
 
 class _WithNoise(torch.autograd.Function):
-    """An autograd function that returns a parameter with noise, and passes the gradient to the parameter unchanged.
+    """Autograd function that returns a parameter with noise, and passes the gradient to the parameter unchanged.
 
     Its arguments are the parameter and `make`, a function without arguments that returns a copy of the parameter with
     noise.

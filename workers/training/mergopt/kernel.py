@@ -1,4 +1,4 @@
-"""MergOPT's noise, added by compiled code on CPU: the same bits as `noise.add_plainly`, several times as fast."""
+"""Compiled CPU kernel that adds MergOPT's noise, bit-identical to `noise.add_plainly` and several times as fast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASK_32 = HIGH_WORD - 1
 
 
 def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add MergOPT's noise to the contiguous tensor `flat` on CPU by compiled code, in place.
+    """Add MergOPT's noise to the contiguous CPU tensor `flat` in place, by compiled code.
 
     The result is that of `noise.add_plainly`. `quantiles` are those of the noise's distribution, `key` determines the
     random numbers, and `start` is the number of the first element among the elements of all parameters. The dtype of

@@ -1,4 +1,4 @@
-"""Noise by counter: element i of a draw is a pure function of (key, i), on every device and every rank, bit for bit.
+"""Counter-based noise: element i of a draw is a pure function of (key, i), bit-identical on every device and rank.
 
     h = hash(key, i), that of `workers.merging.masks`;  z_i = quantiles[h >> 16]
 
@@ -28,7 +28,7 @@ CHUNK = 1 << 16  # elements hashed at a time: their int64 temporaries fit a core
 
 
 class Noise(Protocol):
-    """Interface of a symmetric distribution, given by its quantiles.
+    """Interface of a symmetric noise distribution, given by its quantiles.
 
     The quantiles are float32 [NUM_QUANTILES] on CPU, ascending.
     """
@@ -73,12 +73,12 @@ class Gaussian:
 
 
 def draw_key(seed: int, step: int) -> int:
-    """The 64-bit key that determines the noise of the optimizer step number `step`."""
+    """The 64-bit key that determines the noise of optimizer step `step`."""
     return int.from_bytes(hashlib.blake2b(f"mergopt\x1f{seed}\x1f{step}".encode(), digest_size=8).digest(), "little")
 
 
 def add_plainly(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add noise to `flat` [n], of any floating dtype, in place.
+    """Add noise to the one-dimensional tensor `flat`, of any floating dtype, in place: the reference for the kernels.
 
     The noise is drawn from `quantiles` by `key` (`draw_key`). The elements of `flat` have the numbers `start`, `start`
     + 1, ... among those of all parameters. The sum is in float32, rounded once. `quantiles` are on the device of

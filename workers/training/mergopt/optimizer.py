@@ -42,7 +42,7 @@ EXPERTS = "task_vectors"  # in the state: the digest of the task vectors of whic
 
 @dataclass(frozen=True)
 class Draw:
-    """The merge that an optimizer step simulates: `num_models` experts with random task vectors.
+    """The merge that one optimizer step simulates: `num_models` experts with random task vectors.
 
     `alpha` is the coefficient of all task vectors. `key` determines the random elements of the task vectors.
     """
@@ -53,7 +53,7 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """The factor K alpha - 1 of the random task vectors z, where K is `num_models`."""
+        """The factor K alpha - 1 on the random task vectors z, where K is `num_models`."""
         return self.num_models * self.alpha - 1
 
 
@@ -70,7 +70,7 @@ def draw_of(
 
 
 class MergOPT(OptimizerWrapper):
-    """MergOPT: an optimizer around any other optimizer, which takes gradients where a merge may move the parameters.
+    """Wrapper of an optimizer that computes gradients at parameters to which a simulated merge is added.
 
     In each step the gradient is computed at the parameters theta plus an offset (K alpha - 1) z. The offset simulates a
     merge of K models with coefficient alpha and random task vectors z. Call a step with a closure that computes the
@@ -141,12 +141,12 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def num_moved(self) -> int:
-        """The number of elements of all parameters that get an offset, on all processes together."""
+        """The number of all elements of parameters that get an offset, over all processes."""
         return sum(part.parameter.numel() for part in self._parts)
 
     @contextmanager
     def offset(self) -> Iterator[Draw]:
-        """Context manager in which forward and backward passes see the parameters with the offset of the next draw.
+        """Context manager in which forward and backward passes see the parameters plus the offset of the next draw.
 
         A draw is the merge that a step simulates. The offset is (K alpha - 1) z, for a merge of K models with
         coefficient alpha and random task vectors z, or it is the offset of a merge with given experts (`task_vectors`).
@@ -185,7 +185,7 @@ class MergOPT(OptimizerWrapper):
 
     @contextmanager
     def _moved(self, add: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which the parameters have the offset that `add` adds.
+        """Context manager in which the parameters have the offset that the function `add` adds.
 
         On exit, the parameters are restored from a copy.
         """
@@ -213,7 +213,7 @@ class MergOPT(OptimizerWrapper):
         return {device: self._tables[device] * factor for device in devices}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters by gradients that were computed while an offset was added to them (context `offset`).
+        """Update the parameters with gradients that were computed while an offset was added to them (context `offset`).
 
         If `closure` is given, it is called to compute the gradients with the offset, and its result is returned.
         Without `closure`, the caller must have computed the gradients within `offset`. Raises RuntimeError if no
@@ -226,7 +226,7 @@ class MergOPT(OptimizerWrapper):
             with torch.enable_grad(), self.offset():
                 loss = closure()
         if not self._has_gradient:
-            raise RuntimeError("mergopt: step() without gradients from within offset(); they would be those of theta")
+            raise RuntimeError("mergopt: step() without gradients from within offset(); others have no offset")
         self.optimizer.step()
         self._step += 1
         self._has_gradient = False
@@ -242,7 +242,7 @@ class MergOPT(OptimizerWrapper):
         return {**super().state_dict(), STATE: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of the wrapped optimizer, the seed and the number of the step from `state_dict`.
+        """Restore the state of the wrapped optimizer, the seed and the step's number from `state_dict`.
 
         `state_dict` must be a result of the method `state_dict`. Raises ValueError if it is the state of another kind
         of optimizer, if the number of elements that got an offset was another, or if the offsets were made of task

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization, with which SAFT-Merge trains experts: SAM and ASAM.
+"""Sharpness-aware minimization (SAM and ASAM), with which SAFT-Merge trains experts.
 
 A step computes two gradients: g at the parameters theta, then another one at theta plus an offset, where the loss is
 higher. The second gradient updates theta. With rho as the size of the offset and eta as a small constant:
@@ -26,7 +26,7 @@ SAM_RHO, ASAM_RHO, ASAM_ETA = 0.05, 0.5, 0.01
 
 
 class SharpnessAware(OptimizerWrapper):
-    """Sharpness-aware minimization (SAM or ASAM) around any optimizer.
+    """Wrapper of any optimizer for sharpness-aware minimization (SAM or ASAM).
 
     `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss. The
     closure is called twice, at the parameters and at an offset of them; the first loss is returned. `rho` > 0 is the
@@ -47,7 +47,7 @@ class SharpnessAware(OptimizerWrapper):
         self.rho, self.is_adaptive, self.eta = rho, is_adaptive, eta
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update, for which `closure` is called twice; returns its first result.
+        """Make one update, for which `closure` is called twice; return its first result.
 
         Raises ValueError without a closure.
         """
@@ -62,7 +62,7 @@ class SharpnessAware(OptimizerWrapper):
 
     @torch.no_grad()
     def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters that have a gradient, each with the offset at which the gradient is computed a second time.
+        """The parameters that have a gradient, each with the offset for the second gradient.
 
         The loss rises in the direction of the offset. The result is empty if all gradients are 0.
         """
@@ -83,7 +83,7 @@ class SharpnessAware(OptimizerWrapper):
 
 
 class _Moved:
-    """Context manager that adds offsets to parameters, and restores the parameters, bit for bit, at the end.
+    """Context manager that adds offsets to parameters, and restores the parameters bit for bit at the end.
 
     `steps` has pairs of a parameter and its offset.
     """

@@ -1,4 +1,4 @@
-"""Fine-tuning in the tangent space of the base, by one Jacobian-vector product.
+"""Fine-tuning in the tangent space of the base model, by one Jacobian-vector product per forward pass.
 
 Ortiz-Jimenez et al., "Task arithmetic in the tangent space", NeurIPS 2023, equation 6: f(x; theta_0) + <grad f(x;
 theta_0), theta - theta_0>. It is for small models: theta_0 is in memory beside theta, and a forward pass takes two to
@@ -17,7 +17,7 @@ __all__ = ["LinearizedModel", "TangentModel"]
 
 
 class TangentModel(torch.nn.Module):
-    """The linearization of `model` at its present weights.
+    """The linearization of `model` at its current weights.
 
     The trained parameters are those of `model`; the logits [rows, columns, vocabulary] are linear in them. Attention
     must be eager, because fused kernels have no forward derivative.
@@ -46,10 +46,10 @@ class TangentModel(torch.nn.Module):
 
 
 class LinearizedModel:
-    """A linearized model that is called as a transformers model, to score it with any weights of `tangent.model`.
+    """Adapter that gives a linearized model the interface of a transformers model, to score it with any weights.
 
-    A linearization has no cache of keys and values. In its place, `past_key_values` has the tokens that were read,
-    which are read again. Calls compute no gradients.
+    The weights are those of `tangent.model`. A linearization has no KV cache. Instead, `past_key_values` has the tokens
+    so far, which are computed again. Calls compute no gradients.
     """
 
     def __init__(self, tangent: TangentModel) -> None:
@@ -69,7 +69,7 @@ class LinearizedModel:
         past_key_values: Any = None,
         use_cache: bool = False,
     ) -> Any:
-        """Outputs with `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`."""
+        """The outputs `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`."""
         given = {"input_ids": input_ids, "position_ids": position_ids}
         read = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}
         for name, before in (past_key_values or {}).items():

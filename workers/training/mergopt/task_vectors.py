@@ -1,4 +1,4 @@
-"""Offsets of MergOPT that are made of the task vectors of real experts, in place of noise with independent elements.
+"""Offsets of MergOPT computed from the task vectors of real experts, in place of independent noise.
 
 With theta_0 as the base, D_j as the task vectors of the given experts, and the draw's alpha and K:
 
@@ -23,7 +23,7 @@ __all__ = ["TaskVectors"]
 
 @dataclass(frozen=True, eq=False)
 class TaskVectors:
-    """Task vectors of experts, of which MergOPT's offsets are made.
+    """Task vectors of experts from which MergOPT's offsets are computed.
 
     `vectors`[j][i] is the task vector of expert j on parameter i, in the order, shapes, dtypes and devices of the
     parameters that get the offset. `origin` has these parameters of the base, for offsets of merges; if it is None,
@@ -44,7 +44,7 @@ class TaskVectors:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the elements of all task vectors."""
+        """A hash of the elements of all task vectors."""
         digest = hashlib.blake2b(digest_size=16)
         for vector in self.vectors:
             for tensor in vector:

@@ -1,4 +1,4 @@
-"""An optimizer around another one, with the same parameter groups and state, so that schedules work on either."""
+"""Base class of optimizers around another one, with the same parameter groups and state for schedulers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OptimizerWrapper(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError: parameters cannot be added, because wrappers prepare data about them once."""
+        """Raise RuntimeError, because wrappers prepare data about all parameters only once."""
         if hasattr(self, "optimizer"):
             raise RuntimeError(f"{type(self).__name__}: construct it with all parameters; none can be added")
         super().add_param_group(param_group)
@@ -38,9 +38,9 @@ class OptimizerWrapper(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Use the parameter groups and state of the wrapped optimizer.
+        """Use the parameter groups and state of the wrapped optimizer as one's own.
 
-        This is repeated after a state was loaded, because loading replaces them.
+        This is repeated after loading a state, because loading replaces groups and state.
         """
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state

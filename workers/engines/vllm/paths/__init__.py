@@ -1,4 +1,4 @@
-"""The path engine, which holds merges of any depth and order of layers without a restart.
+"""The path engine: a vLLM engine for merges of any depth and order of layers, without a restart.
 
 The model in vLLM is a pool of more layers than any merge has, with keys and values for the longest merge. A merge is a
 path: each of its hops names a layer of the pool, factors and an alignment. Layers that are in the pool already, for

@@ -1,4 +1,4 @@
-"""Contents of an engine of layer paths, as options and sizes for the process that starts vLLM.
+"""Options and memory sizes of an engine for layer paths (merges of any depth), for the process that starts vLLM.
 
 The engine holds a pool of layers, and attention's keys and values for the longest path.
 """
@@ -44,7 +44,7 @@ COPIES_ON_CPU = 2
 
 
 class PathContents(WeightContents):
-    """Options and sizes for an engine of layer paths: a pool of layers, and keys and values for the longest path.
+    """Options and memory sizes of an engine for layer paths: a pool of layers, and a KV cache for the longest path.
 
     A merge of up to `options.max_layers` layers is a path through the pool. Raises InvalidModel for models whose layers
     cannot follow each other. Raises EngineUnavailable if the source models are longer than `options.max_layers`, or do
@@ -123,7 +123,7 @@ class PathContents(WeightContents):
         return found
 
     def _config_directory(self) -> str:
-        """Write the configuration of a model with the pool's layers to a temporary directory, and return the directory.
+        """Write the configuration of a model with the pool's layers to a temporary directory, and return its path.
 
         vLLM makes the model of the engine, which has all layers of the pool, from this configuration.
         """

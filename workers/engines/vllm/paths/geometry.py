@@ -1,4 +1,4 @@
-"""Whether the layers of a family's models can be in any order in one model.
+"""Check that the layers of a family's models can be combined in any order in one model.
 
 For this, the layers must be of one kind, and computed with the same settings. `workers.models.compatibility` has
 compared their shapes and positions before.
@@ -27,7 +27,7 @@ SETTINGS: Mapping[str, Any] = {
 
 
 def path_problems(sources: ResolvedFamily) -> list[str]:
-    """The reasons why the layers of a family's models cannot follow each other in any order; empty if they can.
+    """Reasons why the layers of a family's models cannot follow each other in any order; empty if they can.
 
     Each reason names the models and the fields of their configurations that differ.
     """

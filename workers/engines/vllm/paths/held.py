@@ -1,4 +1,4 @@
-"""The merge in vLLM's worker, held as a path through a pool of layers.
+"""The weights of a path engine in vLLM's worker: writing a merge as a path through a pool of layers.
 
 A layer of the pool holds a merged layer without its scale: one copy is used at every hop and with every scale.
 """
@@ -34,7 +34,7 @@ LAYERS = "model.layers."
 
 
 class HeldPath(HeldWeights):
-    """The weights of an engine of layer paths: a pool of layers, the path through it, and the other parameters.
+    """The weights of an engine for layer paths: the pool of layers, the path through it, and the other parameters.
 
     The path names a layer of the pool for each layer of the merge, with its factors and optionally an alignment.
     """
@@ -81,7 +81,7 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write the layers of source models into the engine's pool in advance, the layers of the base last.
+        """Write layers of the source models into the engine's pool in advance, those of the base last.
 
         Only as many sources are written as fit beside the layers of the longest merge, but at least the base.
         """
@@ -127,7 +127,7 @@ class HeldPath(HeldWeights):
         return done
 
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
-        """Write the tensors of `plan`, made from `recipe`, into the engine.
+        """Write the tensors of `plan`, computed from `recipe`, into the engine, and set the path.
 
         The tensors include the parameters outside layers (embedding, final norm and output head). After a failure the
         content of all layers of the pool counts as unknown.
@@ -174,10 +174,10 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """Record of the contents of layers in earlier recipes, so that a recipe of known layers need not be planned again.
+    """Cache of the contents of layers in earlier recipes, so that a recipe of known layers need not be planned again.
 
-    Recipes with merges of single tensors, or with another vocabulary than the base's, are not recorded. When it has
-    more than about `most` layers, the record is emptied.
+    Recipes with merges of single tensors, or with another vocabulary than the base's, are not cached. The cache is
+    emptied when it has more than about `most` layers.
     """
 
     def __init__(self, most: int) -> None:
@@ -190,7 +190,7 @@ class _Checked:
         self._contents: dict[tuple[Merge, ...], Hashable] = {}
 
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
-        """Description of the content of each layer of `recipe`, in the form of `_by_layer`, known from earlier recipes.
+        """The description of each layer of `recipe` as `_by_layer` returns it, if it is known from earlier recipes.
 
         Returns None if a layer is unknown, or the recipe has other models or settings than the recorded ones.
         """
@@ -214,7 +214,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Between:
-    """The parts of a path besides its layers: for each layer, the factors of its branches and the alignment before it.
+    """The parts of a layer path besides its layers: the factors of each layer's branches, the alignment before it.
 
     `before` has for each layer the digest of the alignment before it, or None if it has no alignment; `alignments` maps
     digests to alignments.
@@ -226,7 +226,7 @@ class _Between:
 
 
 class _Aligned:
-    """Alignments of layer paths that are kept in memory, on the device and in the dtype of the tensor `like`.
+    """Cache of the alignments of layer paths, on the device and in the dtype of the tensor `like`.
 
     At most `most` are kept, as many as the longest path has layers; the least recently used are dropped.
     """
@@ -241,7 +241,7 @@ class _Aligned:
         self.digests: dict[str, str] = {}  # of the values in memory
 
     def read(self, before: Sequence[str | None], bank: Bank) -> dict[str, Alignment]:
-        """The alignments of a path by digest, from memory or from their files.
+        """The alignments of a layer path by digest, from memory or from their files.
 
         `before` has the digest of the alignment before each layer, or None. Raises InvalidRecipe if a file cannot be
         used.
@@ -269,13 +269,13 @@ def _digest_of(alignment: Alignment) -> str:
 
 
 def _outside(recipe: Recipe) -> Hashable:
-    """A value that is equal for two recipes if their merges outside layers (embedding and head) are equal."""
+    """A value that is equal for two recipes if they give the same merged tensors outside layers (embedding, head)."""
     recipe = recipe.canonical()
     return _of(recipe), recipe.embedding, recipe.head
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """The parts of a recipe on which all of its merged tensors depend: base, `keeps_equal` and `trim`."""
+    """The settings of a recipe that affect all of its merged tensors: base, `keeps_equal` and `trim`."""
     return recipe.base, recipe.keeps_equal, recipe.trim
 
 
@@ -292,7 +292,7 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
 
 
 def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
-    """Checksum of a path, a sequence of layers: sha256 (hex) over the digests of all its parts.
+    """Checksum of a layer path: sha256 (hex) over the digests of all its parts.
 
     `outside` is the digest of the parameters outside layers. Each hop of the path then adds three parts: the digest of
     its layer (in `digests`, by the layer's index in the pool), its factors (a single number if they are equal), and the
@@ -315,7 +315,7 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 
 
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
-    """Split the tensors of a plan into tensors outside layers and tensors of each layer, without the layers' scales.
+    """Split a plan into the tensors outside layers and the tensors of each layer, without the layers' scales.
 
     Returns three values:
 

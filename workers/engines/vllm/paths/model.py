@@ -1,4 +1,4 @@
-"""The model in vLLM that computes a path through a pool of layers, for Llama, Mistral, Qwen2 and Qwen3.
+"""The vLLM model that computes a path through a pool of layers, for Llama, Mistral, Qwen2 and Qwen3.
 
 Its parameters are those of a model with as many layers as the pool has. Only the first `mergesearch_max_layers` layers
 register keys and values: the attention module of layer t belongs to hop t of the path, and any layer of the pool uses
@@ -60,7 +60,7 @@ LAYER_OF: Mapping[str, MakeLayer] = {
 
 
 class PathModel(nn.Module):
-    """A decoder that computes the layers of its attribute `path`, in this order.
+    """A decoder that computes the layers listed in its attribute `path`, in this order.
 
     `path` is a sequence of hops (`pool.Hop`), and may be set between forward passes, when no request is in flight.
     """
@@ -124,7 +124,7 @@ class PathModel(nn.Module):
 def _walk(
     layer: Any, factors: BranchFactors, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one of vLLM's decoder layers, with the outputs of its branches (attention, MLP) multiplied by `factors`.
+    """Compute one of vLLM's decoder layers, with the outputs of attention and MLP multiplied by `factors`.
 
     Returns the output of the MLP and the residual stream before the MLP, which the next layer adds up. `residual` is
     None at the first layer.
@@ -143,7 +143,7 @@ def _walk(
 
 
 class PathForCausalLM(LlamaForCausalLM):  # type: ignore[misc]  # vLLM has no types
-    """The decoder of layer paths (`PathModel`) with vLLM's output head, for Llama, Mistral, Qwen2 and Qwen3.
+    """The causal language model for layer paths: `PathModel` with vLLM's output head (Llama, Mistral, Qwen2, Qwen3).
 
     The head may be tied to the embedding.
     """

@@ -1,6 +1,6 @@
-"""Record of the content of each layer of an engine's pool.
+"""Record of which layer contents a path engine's pool holds, and the choice of layers to overwrite.
 
-Layers of the pool that the present path uses are kept; the others are replaced, least recently used first.
+Layers of the pool that the current path uses are kept; the others are replaced, least recently used first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Hop", "LayerPool"]
 
 @dataclass(frozen=True)
 class Hop:
-    """One element of a layer path: a layer of the pool, its factors, and the alignment before the layer.
+    """One step of a layer path in an engine: a layer of the pool, its factors, and the alignment before the layer.
 
     `factors` multiply the outputs of the layer's branches (attention, MLP). `alignment` is a digest, or None if there
     is no alignment.
@@ -27,7 +27,7 @@ class Hop:
 
 
 class LayerPool:
-    """Record of the contents of the `size` layers of an engine's pool.
+    """Record of the contents of the `size` layers in an engine's pool.
 
     The content of a layer is described by any hashable value; equal values mean equal weights.
     """
@@ -43,12 +43,12 @@ class LayerPool:
         return content in self._layers
 
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
-        """Assign a layer of the pool to each of `contents`; equal contents share a layer.
+        """Choose a layer of the pool for each of `contents`; equal contents share a layer.
 
-        A layer that already has the content is used. If there is none, an empty layer is used, or else the least
-        recently used of the layers that have none of `contents`. Returns the layer of each content, and the set of
-        layers that must be written because they do not have their content yet. Raises ValueError if there are more
-        different contents than layers.
+        A layer that already has the content is used. Without one, an empty layer is used, or else the least recently
+        used of the layers that have none of `contents`. Returns the layer of each content, and the set of layers that
+        must be written because they do not have their content yet. Raises ValueError if there are more different
+        contents than layers.
         """
         wanted = dict.fromkeys(contents)
         if len(wanted) > self.size:

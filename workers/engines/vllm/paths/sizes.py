@@ -1,4 +1,4 @@
-"""The number of layers in the pool of a path engine, computed from sizes in bytes, without allocating memory."""
+"""The number of layers in a path engine's pool, computed from sizes in bytes without allocating memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GB = 1e9
 
 
 def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int, of: str) -> int:
-    """The number of layers that an engine of layer paths holds.
+    """The number of layers in the pool of an engine for layer paths.
 
     The engine holds all `num_sources` layers of the source models and one whole merge, if they fit into `room` bytes at
     `layer_bytes` each. Otherwise it holds as many layers as fit, and a layer of a source is written again when it is
@@ -40,7 +40,7 @@ def widest_layer_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
 
 
 def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
-    """Bytes of the base model's parameters outside layers (embedding, final norm, output head).
+    """Bytes of the base model's parameters outside layers: embedding, final norm and output head.
 
     Each element takes `value_bytes` bytes.
     """
@@ -48,7 +48,7 @@ def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
 
 
 def alignment_bytes(config: Mapping[str, Any], max_layers: int, value_bytes: int) -> int:
-    """Bytes of alignments before all layers of the longest merge, each a projection [hidden, hidden]."""
+    """Bytes of the alignments before all layers of the longest merge, each a projection [hidden, hidden]."""
     return max_layers * int(config["hidden_size"]) ** 2 * value_bytes
 
 

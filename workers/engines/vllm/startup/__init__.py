@@ -1,5 +1,5 @@
-"""Options and sizes with which an engine is started.
+"""Options and memory sizes with which a vLLM engine is started.
 
-- `contents`: the content of an engine, as options and sizes; here one model with the base's layers
-- `gpus`: the number of GPUs, their free memory, and what is waited for until it is free
+- `contents`: options and sizes for an engine of one model with the base's layers
+- `gpus`: the number of GPUs, and their free memory, for which a start waits
 """

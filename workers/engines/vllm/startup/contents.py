@@ -1,4 +1,4 @@
-"""The content of an engine, for the process that starts vLLM: options, sizes, and the merges that the engine can hold.
+"""Options, memory sizes and possible merges of an engine, for the process that starts vLLM.
 
 `WeightContents` is one model with the base's layers. Other contents are subclasses. The class `Engine` is the same for
 all contents: start, swaps, evidence, canary.
@@ -33,7 +33,7 @@ GENERIC = "Transformers"
 
 
 class WeightContents:
-    """Options and sizes for an engine of one model with the same number of layers as the base.
+    """Options and memory sizes of an engine for merges with the same number of layers as the base model.
 
     Subclasses are for other kinds of engines. `dtype` is the engine's dtype; the option "auto" means "float32" on CPU
     and "bfloat16" on a GPU. `aligns` says whether merges may have alignments. `options_by_device` raises
@@ -56,11 +56,11 @@ class WeightContents:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration of the longest merge that the engine can hold, with the key names that all models share."""
+        """The configuration of the engine's longest possible merge, with the same key names for every model type."""
         return self.prompts.config
 
     def model_options(self) -> dict[str, Any]:
-        """Options of vLLM that depend on the model: how weights are loaded, and whether it is compiled."""
+        """Options of vLLM that depend on the model: how weights are loaded, and whether the model is compiled."""
         # The first swap overwrites what is loaded. Weights with another vocabulary than the base's cannot be loaded.
         is_base = self.prompts.directory == str(self.sources.base.directory)
         return {
@@ -69,7 +69,7 @@ class WeightContents:
         }
 
     def refusal(self, recipe: Recipe) -> str | None:
-        """The reason why the engine cannot hold the merge of `recipe`; None if it can.
+        """Reason why the engine cannot hold the merge of `recipe`; None if it can.
 
         The engine can hold merges with as many layers as the base has.
         """
@@ -79,9 +79,9 @@ class WeightContents:
         return f"the recipe has {len(recipe.layers)} layers, the model {layers}"
 
     def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Options of vLLM that depend on the device and its memory, and how the source weights are opened.
+        """Options of vLLM that depend on the device and its memory, and arguments for opening the source weights.
 
-        The second mapping has the arguments for the method `mergesearch_open` of `MergeExtension`.
+        The arguments are those of the method `mergesearch_open` of `MergeExtension`.
         """
         opening: dict[str, Any] = {"keeps_ranks": self.options.rank_cache}
         if self.is_cpu:
@@ -113,7 +113,7 @@ class WeightContents:
         }, opening
 
     def kv_cache_bytes(self) -> int:
-        """Bytes that the engine reserves for attention's keys and values if it runs on CPU."""
+        """Bytes that the engine reserves for its KV cache if it runs on CPU."""
         return kv_cache_bytes(self.config, self.prompts.max_length, self.dtype)
 
     def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:
@@ -131,7 +131,7 @@ class WeightContents:
 
 
 def _has_code_for(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM has its own code for a model with the configuration `config`.
+    """Whether vLLM has its own implementation of a model with the configuration `config`.
 
     vLLM runs other models through transformers' modules. To compile these modules or to capture them as graphs, vLLM
     would change transformers' classes. Therefore engines do neither (`plugin`).

@@ -30,7 +30,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def gpus_of_this_machine(folder: Path = GPUS) -> int:
-    """The number of NVIDIA GPUs of the machine, including those that other processes use; 0 if unknown."""
+    """The number of the machine's NVIDIA GPUs, including those that other processes use; 0 if unknown."""
     try:
         return len(os.listdir(folder))
     except OSError:
@@ -45,7 +45,7 @@ def free_gpu_bytes(
     poll_s: float = 1.0,
     leaving: Callable[[], Sequence[str]] | None = None,
 ) -> tuple[int, int]:
-    """GPU memory in bytes as (free, total); both are the smallest over the first `num_gpus` GPUs of this process.
+    """Wait for GPU memory to become free, and return (free, total) bytes, the smallest over the first `num_gpus` GPUs.
 
     Waits until the share MOSTLY_FREE of the memory is free, because the memory of an engine that was just killed may
     not be free yet: up to `wait_s` seconds, or up to `leaving_wait_s` while processes of such an engine still run. A
@@ -70,7 +70,7 @@ def free_gpu_bytes(
 
 
 def engine_leftovers() -> tuple[str, ...]:
-    """Processes of this user's engines that outlive the process that started them, each as "process PID (NAME)".
+    """Processes of this user's engines that outlived the process that started them, each as "process PID (NAME)".
 
     vLLM gives the processes of an engine of several GPUs a title. When the process that started them dies, process 1 or
     Ray's raylet becomes their parent.
@@ -87,7 +87,7 @@ def engine_leftovers() -> tuple[str, ...]:
 
 
 def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
-    """Present GPU memory in bytes as (free, total); both are the smallest over the first `num_gpus` GPUs.
+    """Current GPU memory as (free, total) bytes, the smallest of each over the first `num_gpus` GPUs.
 
     If there are several GPUs, a subprocess reads their memory. Reading it in this process would create a CUDA context
     on each GPU, which takes memory from the process that computes on the GPU.

@@ -1,4 +1,4 @@
-"""Functions that return the rule of each fused method, from its coefficients and the statistics of its operands.
+"""Conversion of the merges of each fused method to a kernel's rule, from coefficients and statistics of the operands.
 
 If the numbers of a rule depend on the elements that a method drops or selects, a separate pass computes these numbers,
 on CPU. A method has at most one rule, registered by `@fuses(NAME)`; a method without one runs by its plain function.

@@ -1,4 +1,4 @@
-"""Rules of passthrough, averages, interpolations, and NearSwap and Arcee Fusion."""
+"""Kernel rules of passthrough, averages, interpolations, NearSwap and Arcee Fusion."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _model_stock(merge: Merge, stored: Operands) -> Rule:
 
 
 class Nearswap(NamedTuple):
-    """Rule of NearSwap: the first of two sources, with each element moved by at most t towards the second's element."""
+    """Rule of NearSwap: the first of two sources, each element moved by at most t towards the second source's."""
 
     t: float
 

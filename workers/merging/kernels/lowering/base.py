@@ -1,4 +1,4 @@
-"""The decorator that registers the rule of a fused method, and the statistics from which rules are computed."""
+"""The decorator that registers the kernel rule of a fused method, and the statistics that rules are computed from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Lowering = Callable[[Merge, Operands], Rule]
 
 @dataclass(frozen=True)
 class Fused:
-    """Conversion of the merges of one method to rules, which are the formulas that kernels execute.
+    """The function that converts merges of one method to rules, the formulas that kernels execute.
 
     `lowering` is the function that returns the rule for a merge and its operands. `is_on_cuda` says whether there is a
     kernel for these rules on CUDA; on the CPU there is always one.
@@ -47,7 +47,7 @@ RULES: dict[str, Fused] = {}
 
 
 def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
-    """Decorator that registers a function as the one that returns the kernel rule of the merge method `name`.
+    """Decorator that registers a function as the one that returns the kernel rule for merges of the method `name`.
 
     `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if `search_spaces.methods` does
     not declare the method, or if a rule is already registered for the method.
@@ -65,11 +65,11 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
 
 
 def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
-    """Make the sparsification that keeps the elements of largest magnitude of each task vector.
+    """Make the part of a rule that keeps only the elements of largest magnitude of each task vector.
 
-    A sparsification is the part of a rule that sets elements of task vectors to zero. `shares` has, for each source,
-    the share of elements to keep. `stored` are the operands of the merge with their statistics. The thresholds are
-    computed from the field `magnitudes` of `stored`, which has a table of the task vector's magnitudes for each source.
+    This part, the sparsification, sets the other elements to zero. `shares` has, for each source, the share of elements
+    to keep. `stored` are the operands of the merge with their statistics. The thresholds are computed from the field
+    `magnitudes` of `stored`, which has a table of the task vector's magnitudes for each source.
     """
     tables = zip(magnitudes(stored), shares, strict=True)
     trims = [table.trim(num_kept(share, table.num_elements)) for table, share in tables]
@@ -83,10 +83,10 @@ def base(stored: Operands) -> torch.Tensor:
 
 
 def factors(stored: Operands) -> Words:
-    """The tie-breaking factors (`TieOrder.factor`) of the sources in `stored`, one number for each source.
+    """The factor of each source in `stored` that determines how ties between equal magnitudes are broken.
 
-    Elements of equal magnitude in a source are ordered by numbers that are called marks. A mark is a hash of the
-    element's index and the factor.
+    Elements of equal magnitude in a source are ordered by hashes, called marks: an element's mark is a hash of its
+    index and the factor (`TieOrder.factor`).
     """
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)

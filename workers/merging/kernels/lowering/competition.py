@@ -1,4 +1,4 @@
-"""Rules of SCE, RAM and consensus masks."""
+"""Kernel rules of SCE, RAM and consensus masks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 
 
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
-    """The threshold by which SCE selects elements, and each source's sum of squares over the selected ones.
+    """The variance threshold by which SCE selects elements, and each source's sum of squares over selected elements.
 
     SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. The first result
     describes the threshold in four values: how variances are compared with it (`ByMark` or `ByMagnitude`), its

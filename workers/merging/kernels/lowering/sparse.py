@@ -1,4 +1,4 @@
-"""Rules of DARE, DELLA and Model Breadcrumbs."""
+"""Kernel rules of DARE, DELLA and Model Breadcrumbs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of sums of task vectors, and of TIES in its variants."""
+"""Kernel rules of sums of task vectors, and of TIES in its variants."""
 
 from __future__ import annotations
 
