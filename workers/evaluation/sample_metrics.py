@@ -2,8 +2,7 @@
 
 A search estimates a metric from a part of the samples, which works only for means over samples. Therefore corpus
 metrics such as BLEU, chrF, F1 and Matthews' correlation cannot be searched. The metrics here are the per-sample forms
-that papers report, with values from 0 to 1,
-and `length`:
+that papers report, with values from 0 to 1, and `length`:
 
 - `sentence_chrf`: chrF of one sentence (Popović, 2015), by sacrebleu
 - `rouge_l`: ROUGE-L, the F-measure of the longest common subsequence (Lin, 2004), by rouge-score
