@@ -78,7 +78,11 @@ def load(load_dataset: Callable[..., Any], path: str, name: str | None, options:
     if path in _PACKAGED_DATASETS_MODULES:
         return load_dataset(path=path, name=name, **options)
     if (copy := local_copy(path)) is not None:
-        return load_dataset(path=str(copy), name=name, **options)
+        try:
+            return load_dataset(path=str(copy), name=name, **options)
+        except FileNotFoundError as error:  # the message goes on with a list of 60 file name extensions
+            missing = str(error).partition(" with any supported extension")[0]
+            raise InvalidTask(f"its data in {copy} are not complete: {missing}") from error
     is_local = os.path.isdir(path)
     try:
         with nullcontext() if is_local or not is_on_hub(path) else without_waiting():
