@@ -44,7 +44,7 @@ MAX_HEAD = 13
 
 
 class Plot:
-    """Builder of an x-y chart: marks are added in painting order, then `render` gives the chart."""
+    """Builder of an x-y chart: shapes are added in painting order, and `render` returns the chart."""
 
     def __init__(
         self, x: Scale, y: Scale, *, label: str, x_title: str = "", y_title: str = "", height: int = 280
@@ -284,7 +284,7 @@ def stacked_bar(parts: Sequence[Bar]) -> Markup:
 
 @dataclass(frozen=True)
 class Legend:
-    """An entry of a legend: a mark as it is drawn in the chart, and its meaning."""
+    """An entry of a legend: a symbol as drawn in the chart, and its meaning."""
 
     label: str
     css: str
