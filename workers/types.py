@@ -386,7 +386,7 @@ class VerificationReport:
 
 @dataclass(frozen=True)
 class GradientResult:
-    """Losses of a merge on a minibatch, and the gradient of their weighted sum by the merge's coefficients.
+    """Losses of a merge on a minibatch, and the gradient of their weighted sum with respect to its coefficients.
 
     In the sum, each objective's loss has a given weight.
 

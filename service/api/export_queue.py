@@ -169,7 +169,7 @@ class Exports:
     async def request(self, study_id: str, *, trial: int, dtype: str) -> ExportRecord:
         """Return the export of a study's trial in a dtype, and queue it if its files are not written yet.
 
-        An export is added if it is new, if it failed, or if its files were removed.
+        An export is queued if it is new, if it failed, or if its files were removed.
         """
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),

@@ -48,10 +48,7 @@ class BelowPrefix:
 
 
 def below_root(path: str) -> str:
-    """URL path of a route, with the path prefix if the current request's path has the prefix.
-
-    It is `path`, after the path prefix if the current request's path has the prefix.
-    """
+    """URL path of a route, with the path prefix if the current request's path has the prefix."""
     return ROOT_PATH.get() + path
 
 

@@ -219,10 +219,7 @@ class RunReader:
 def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
-    """Read the held-out estimates of the trial with the number `trial`; None if it has none.
-
-    Returns None if the trial has no row.
-    """
+    """Read the held-out estimates of the trial with the number `trial`; None if it has none."""
     failures = store.events(study_id, kinds=(EventKind.HOLDOUT_FAILED,))
     file = Study.model_validate(store.job(study_id).document)
     stage = _held_out(store, study_id, file, trials, objectives, failures=failures)
@@ -271,7 +268,7 @@ def _held_out(
 ) -> _HeldOut:
     """Read a study's samples on holdout data, and compute the held-out results.
 
-    `failures` are the events of trials that failed on holdout data. `last` is the stage as it was read before; it is
+    `failures` are the events of trials that failed on holdout data. `last` has earlier results; it is
     returned if the data for the results have not changed.
     """
     final, best = finalists(trials, objectives), best_trial(trials, objectives)
@@ -338,7 +335,7 @@ def _results(trial: TrialResult) -> dict[str, Any]:
 def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
     """Identifier of each entry's data (task and split), by the entry's name.
 
-    Entries with equal texts are scored on the same documents.
+    Entries with equal identifiers are scored on the same documents.
     """
     return {
         spec.name: json.dumps([spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split])

@@ -200,18 +200,14 @@ def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[flo
 
 
 def costs_of(trial: TrialResult, objectives: Sequence[Objective]) -> Costs:
-    """Normalised costs of a trial at full budget, one per objective (0 is the better end of its range, 1 the worse).
-
-    A cost is 0 at the better end of an objective's range, 1 at the worse end.
-    """
+    """Normalised costs of a trial at full budget, one per objective (0 is the better end of its range, 1 the worse)."""
     return costs_of_values(trial.values, objectives)
 
 
 def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]) -> Costs:
     """Normalised cost of each of `values` (0 is the better end of the objective's range, 1 the worse).
 
-    A cost is 0 at the better end of an objective's range, 1 at the worse end. The cost of a value outside the range is
-    below 0 or above 1.
+    The costs are in the order of `objectives`. The cost of a value outside the range is below 0 or above 1.
     """
     return tuple(objective.cost_of_stored(values[objective.name]) for objective in objectives)
 

@@ -75,10 +75,7 @@ class Availability:
         return engine.execution_options(**{AVAILABILITY: self})
 
     def problem(self) -> str | None:
-        """Message that the database does not answer, since when, and with which error; None if it answers.
-
-        Returns None if the database answered when it was last used.
-        """
+        """Message that the database does not answer, since when and why; None if it answered when last used."""
         with self._lock:
             if self._since is None:
                 return None
@@ -86,10 +83,7 @@ class Availability:
             return f"database: {self._place} does not answer since {since}: {self._reason}"
 
     def take_ended(self) -> Outage | None:
-        """Return the last outage that has ended, once; None if no outage has ended since the last call.
-
-        Returns None if no outage has ended since the last call.
-        """
+        """Return the last outage that has ended, once; None if no outage has ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, None
             return ended

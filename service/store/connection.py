@@ -167,7 +167,7 @@ def _is_committed(engine: sa.Engine, token: str) -> bool:
 
 
 def clock(connection: sa.Connection) -> Any:
-    """SQL expression for the present time in seconds since the epoch, by the database's clock.
+    """Expression for the present time in seconds since the epoch, by the database's clock.
 
     On SQLite, which only one machine uses, the result is a number. On PostgreSQL, which all machines share, it is an
     SQL expression for the time of the database's clock.

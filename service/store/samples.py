@@ -168,7 +168,7 @@ def read_chunks(
 
 
 def with_room(known: Values | None, stop: int) -> Values:
-    """Extend an array of sample values by position to at least `stop` positions; new ones contain NaN.
+    """Extend an array of sample values by position to at least `stop` positions.
 
     The array begins with the values `known`; None means that no value is known. Positions without a value contain NaN.
     """
@@ -205,7 +205,7 @@ def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split
 
 
 def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str, int]:
-    """Number of tokens that a study's merges generated, by recipe digest, where all samples have stored tokens.
+    """Number of tokens that a study's merges generated on one split, by recipe digest.
 
     Recipes with a scored sample whose tokens are not stored are left out.
     """

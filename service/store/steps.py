@@ -97,7 +97,7 @@ class LossesRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRequest(_Measurement):
-    """Request for the losses at a point, and for the gradient of their weighted sum.
+    """Request for the losses at a point, and for the gradient of their sum weighted by `weights`.
 
     The derivatives are with respect to all parameters of the search space. `descent` is the number, from 0, of the
     gradient descent to which the step belongs. `preference` is the preference vector of this descent, by objective; it
@@ -115,7 +115,7 @@ class GradientRequest(_Measurement):
 class CompletionsRequest(_Request):
     """Request for the completions that source models answered correctly, as references for losses.
 
-    The correct completions then serve as reference answers for losses.
+    `completions` names the objectives.
     """
 
     completions: tuple[str, ...]
@@ -222,7 +222,7 @@ StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | Note
 
 @dataclass(frozen=True)
 class _Step:
-    """Base class of stored steps; `proposal` is the number of the trial proposed after the step.
+    """Base class of steps that are stored in the database, with their place in the study.
 
     `number` counts the study's steps from 0. `proposal` is the number of the trial that was proposed after the step.
     """

@@ -1,8 +1,8 @@
 """Export of a recipe's merged model as a Hugging Face checkpoint.
 
-They are bit for bit the ones that an engine scored, except where a device changes bits: in tensors that LoRA adapters
-change, if the engine was on a GPU (`model_card.ADAPTED`), and in merges by methods whose bits depend on the device
-(`model_card.BY_DEVICE`).
+Its tensors are bit for bit those that an engine scored, except where a device changes bits: in tensors that LoRA
+adapters change, if the engine was on a GPU (`model_card.ADAPTED`), and in merges by methods whose bits depend on the
+device (`model_card.BY_DEVICE`).
 
 The directory gets its name only when it is complete. Until then its files are in a hidden directory next to it,
 together with the checksums of the finished files. An export that was killed continues from these files.

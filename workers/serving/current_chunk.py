@@ -1,6 +1,6 @@
 """Record of the samples that each replica scores, in Ray's key-value store, which outlives the replica's process.
 
-When a replica's process has ended, the callers of all its requests get the same error. From the note, each caller
+When a replica's process has ended, the callers of all its requests get the same error. From the record, each caller
 learns whether its own chunk was being scored, or only waited.
 """
 
@@ -49,7 +49,7 @@ def chunk_id(request: ScoreRequest) -> str:
 def note_chunk(current: CurrentChunk) -> None:
     """Record in Ray's key-value store which chunk of samples this replica begins to score.
 
-    This is called in the replica's process. Nothing is noted without Ray, or while Ray's head node does not answer.
+    This is called in the replica's process. Nothing is recorded without Ray, or while Ray's head node does not answer.
     """
     import ray
     from ray.exceptions import RayError

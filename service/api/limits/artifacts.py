@@ -1,4 +1,4 @@
-"""Quota of stored artifacts (files that jobs create, such as trained experts): larger fine-tunings are refused.
+"""Quota of stored artifacts, such as trained experts: fine-tunings that would exceed it are refused.
 
 Artifacts are results, so none is removed automatically to make room; users delete jobs that they no longer need.
 """

@@ -134,7 +134,7 @@ class CheckedPlan:
         )
 
     def _limit(self) -> tuple[str, ...]:
-        """Line of the printed plan about the limit of samples: how many are used, and whether the rest fits.
+        """Line of the printed plan about the limit of samples: how many are used, and whether the planned ones fit.
 
         The line is returned as a tuple of one text. If the study has no limit, the line says only how many samples
         earlier runs used. If there were no earlier runs either, the tuple is empty.

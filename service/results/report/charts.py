@@ -114,7 +114,7 @@ class Plot:
             self._parts.append(f"<line {ends} {look}/>")
 
     def text(self, x: float, y: float, text: str, *, css: str = "note", dy: float = 0) -> None:
-        """Write text beside the point (x, y), on the side where there is room."""
+        """Write text to the right of the point (x, y), or to the left if the text would leave the plot."""
         # A letter takes about 2.5 % of the narrowest plots.
         is_right = self.x.at(x) + 0.025 * len(text) > 1.02
         anchor, dx = ("end", -9) if is_right else ("start", 9)

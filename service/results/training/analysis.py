@@ -1,4 +1,4 @@
-"""Analysis of trained experts: task vectors, and losses of merges; it is computed, or read if it is stored."""
+"""Analysis of fleets (experts of one fine-tuning): task vectors and losses of merges, computed or read if stored."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def analyse(
     progressed: Callable[[], None] = lambda: None,
     access: FileAccess | None = None,
 ) -> AnalysisDocument:
-    """Compute task vectors and losses of merges for sets of experts, trained from one base on the same tasks.
+    """Analyse fleets of experts, trained from one base on the same tasks: task vectors and losses of merges.
 
     Args:
         fleets: For each fleet the specifications and the directories of its experts, by alias. The first fleet is shown
@@ -118,7 +118,7 @@ def _mixed(
     progressed: Callable[[], None],
     access: FileAccess | None,
 ) -> MixedDocument:
-    """Measure merges of one expert of the set `first` with one of the set in `places`, both trained on the same tasks.
+    """Measure merges of one expert from the fleet `first` with one from the fleet in `places`.
 
     `names` are those of the two fleets.
     """
@@ -245,7 +245,7 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 
 
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
-    """Name each set of experts by the optimizer that trained it, in the order of `fleets`.
+    """Name each fleet (the experts of one fine-tuning) by its optimizer, in the order of `fleets`.
 
     If several fleets have the same optimizer, their names also have the training options that differ; if no options
     differ, the names have numbers.
@@ -261,7 +261,7 @@ def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
 
 
 def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
-    """Training options of a set of experts as text, by the option's name.
+    """Training options of a fleet (the experts of one fine-tuning) as text, by the option's name.
 
     If the fleet's experts have different values of an option, the text has all values, separated by "/".
     """

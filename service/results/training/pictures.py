@@ -82,7 +82,7 @@ def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
 
 
 def merge_columns(document: AnalysisDocument) -> list[tuple[str, list[MergeLossDocument | None]]]:
-    """Columns of the table of merges: one for each set of experts, and one for each pair of sets that is mixed.
+    """Columns of the table of merges: one for each fleet of experts, and one for each mixture of two fleets.
 
     Rows are those of the first fleet; a mixture has None in those of more than two experts.
     """
@@ -119,12 +119,12 @@ def merge_text(row: MergeLossDocument) -> str:
 
 
 def vectors_of(fleet: FleetAnalysisDocument) -> list[TaskVectorDocument]:
-    """The task vectors of a set of experts, followed by their sum if it was analysed."""
+    """Task vectors of a fleet's experts, followed by their sum if it was analysed."""
     return [*fleet["task_vectors"], *([fleet["accumulated"]] if "accumulated" in fleet else [])]
 
 
 def _landscapes(fleet: FleetAnalysisDocument) -> list[LandscapeDocument]:
-    """The losses of merges over two coefficients, one entry per pair of experts; one pair in old versions."""
+    """Losses of merges over the coefficients of two experts, one entry per pair of experts of a fleet."""
     return fleet.get("landscapes", [fleet["landscape"]] if fleet["landscape"] else [])
 
 

@@ -104,8 +104,8 @@ def _origin(record: SnapshotRecord) -> Origin:
 def lack_of_space(directories: Iterable[Path]) -> str | None:
     """Reason why a disk is too small for the weights of the models in `directories`; None if there is space.
 
-    Returns None if there is enough space. Only the metadata-only snapshots among the directories need a download. The
-    disks are those of the caches of the Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
+    Only the metadata-only snapshots among the directories need a download. The disks are those of the caches of the
+    Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
     """
     records = [read_record(directory) for directory in sorted({*directories}) if is_metadata_only(directory)]
     for origin in (Hub(), Objects()):
