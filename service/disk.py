@@ -1,4 +1,4 @@
-"""Paths, locks and free space of the directories that the service writes to."""
+"""Paths, file locks and free disk space of the directories that the service writes to."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DRAINED = "the server is drained: jobs wait until `mergesearch drain --end`"
 
 
 def job_dir(data_dir: Path, job_id: str) -> Path:
-    """Directory for the files of a job's drivers, in a server's data directory."""
+    """Directory, within a server's data directory, for the files of a job's drivers."""
     return data_dir / "studies" / job_id
 
 
@@ -69,13 +69,13 @@ def alignments_dir(directory: Path) -> Path:
 
 
 def data_dir_of(work_dir: Path) -> Path:
-    """Data directory of the server whose job has the directory `work_dir`; the inverse of `job_dir`."""
+    """Data directory of the server whose job has the directory `work_dir` (inverse of `job_dir`)."""
     return work_dir.parents[1]
 
 
 @contextmanager
 def locked(directory: Path, *, is_shared: bool = False) -> Iterator[bool]:
-    """Context in which the current process holds the lock of `directory`; the directory is created if needed.
+    """Context in which this process holds the file lock of `directory`, which is created if it does not exist.
 
     With `is_shared`, several processes may hold the lock at the same time, provided all of them use `is_shared`. Yields
     True if no other process held the lock when this one took it, else False.
@@ -108,7 +108,7 @@ def _try_lock(file: IO[str], operation: int) -> bool:
 
 
 def sign_lock(directory: Path) -> None:
-    """Write this process's id to the lock file of a directory whose lock it holds."""
+    """Write this process's id to the lock file of a directory that it has locked."""
     with (directory / LOCK_FILE).open("r+") as file:
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -116,7 +116,7 @@ def sign_lock(directory: Path) -> None:
 
 @contextmanager
 def single_server(database: Path) -> Iterator[None]:
-    """Context in which the current process is the only server that uses the SQLite file `database`.
+    """Context in which this process is the only server that uses the SQLite file `database`.
 
     The file is created if needed.
 
@@ -136,7 +136,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def existing(directory: Path) -> Path:
-    """Closest directory above `directory` that exists, or `directory` itself."""
+    """`directory` itself or, if it does not exist, its closest existing parent."""
     place = directory.absolute()
     while not place.exists():
         place = place.parent

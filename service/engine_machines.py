@@ -1,4 +1,4 @@
-"""Machines on which engines run, as the operator of an installation states them.
+"""Machines for inference engines, as the operator of an installation declares them.
 
 Studies are checked on the machine where drivers run. It often has no GPU, and an autoscaled cluster may add nodes with
 GPUs only when a study waits for them. The environment variable MERGESEARCH_ENGINE_NODES therefore states the machines,
@@ -38,7 +38,7 @@ class EngineMachines:
 
 
 def stated_machines() -> tuple[EngineMachines, ...]:
-    """Groups of machines that MERGESEARCH_ENGINE_NODES states; none if it is not set.
+    """Groups of machines that MERGESEARCH_ENGINE_NODES declares; none if it is not set.
 
     Raises:
         Conflict: The variable cannot be read.
@@ -74,7 +74,7 @@ def _parsed(group: str) -> EngineMachines:
 
 
 def runs_on_gpus() -> bool:
-    """Whether engines of this installation run on GPUs, here or on other machines.
+    """Whether the engines of this installation run on GPUs, of this machine or of others.
 
     Engines run on GPUs if the installed PyTorch is a build for GPUs, because vLLM then runs on GPUs only, or if
     `stated_machines` has machines with GPUs.

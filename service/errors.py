@@ -1,4 +1,4 @@
-"""Errors of the service. Each class says what the caller does next.
+"""Exceptions of the service. Each class says what the caller does next.
 
 ServiceError
 ├── NotFound       (KeyError)      the job, trial or file does not exist
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class ServiceError(Exception):
-    """Base class of the service's errors."""
+    """Base class of the service's exceptions."""
 
 
 class NotFound(ServiceError, KeyError):
@@ -50,7 +50,7 @@ class NotFound(ServiceError, KeyError):
 
 
 class Conflict(ServiceError, RuntimeError):
-    """Raised if a request is valid but not possible in the current state, such as a download of an unfinished model."""
+    """Raised if a valid request is impossible in the current state, such as a download of an unfinished model."""
 
 
 class InUse(Conflict):
@@ -62,7 +62,7 @@ class DatabaseUnavailable(ServiceError, ConnectionError):
 
 
 class StaleAttempt(ServiceError, RuntimeError):
-    """Raised if a driver writes to the store after a newer driver has taken over its job; nothing is written."""
+    """Raised if a driver writes to the store although a newer driver has taken over its job; nothing is written."""
 
 
 class StudyFailed(ServiceError, RuntimeError):
@@ -70,7 +70,7 @@ class StudyFailed(ServiceError, RuntimeError):
 
 
 class StudyUnusable(ServiceError, RuntimeError):
-    """Raised if an engine cannot use a study's models or tasks, although they passed the checks before its start."""
+    """Raised if an engine cannot run a study's models or tasks, although they passed the checks before its start."""
 
 
 class RequestRefused(ServiceError, ValueError):
@@ -93,7 +93,7 @@ class RequestRefused(ServiceError, ValueError):
 
     @property
     def problems(self) -> list[FieldProblem]:
-        """Problems that the server lists, each with the field of the request that it is about.
+        """Problems that the server lists, each with the field of the request that has it.
 
         If the server lists no problems, the result is one problem with an empty field.
         """
@@ -108,7 +108,7 @@ class ServerUnreachable(ServiceError, ConnectionError):
 
 
 class InvalidAnswer(ServiceError, RuntimeError):
-    """Raised by the client if a response is not from a mergesearch server, or is incomplete.
+    """Raised by the client if a response is incomplete, or is not from a mergesearch server.
 
     The message names the address and what was received.
     """

@@ -1,4 +1,4 @@
-"""The models, tasks, rungs and objectives to which a study file was resolved when its study was accepted."""
+"""Resolved study: the models, tasks, rungs and objectives that a study file meant when it was accepted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ChainedSource", "ResolvedStudy"]
 
 @dataclass(frozen=True)
 class ChainedSource:
-    """Source of a study that is an exported merge of another study.
+    """Source model of a study that is an exported merge of another study.
 
     `study` and `name` are the other study's id and name. `trial` is the number of the merge's trial in that study, and
     `recipe_digest` the hash of its recipe. The merge was exported to `directory`, which may also be the URL of an
@@ -33,7 +33,7 @@ class ChainedSource:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """The models, tasks, rungs and objectives to which a study file was resolved when the study was created.
+    """The models, tasks, rungs and objectives that a study file meant when the study was created.
 
     A study that is resumed must resolve to the same models, tasks, rungs and objectives. This record is stored as JSON
     in the field `accepted` of the study's job.
@@ -73,7 +73,7 @@ class ResolvedStudy:
     recipes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert this record to the JSON document that is stored. Its key for `max_staleness` is `lag`."""
+        """Convert this record to the JSON document that is stored; `max_staleness` is stored as `lag`."""
         return {
             "fingerprints": dict(self.fingerprints),
             "commits": dict(self.commits),

@@ -1,4 +1,4 @@
-"""`mergesearch serve`: runs the HTTP server in the current process, and Ray in other processes.
+"""`mergesearch serve`: runs the HTTP server in this process, and Ray in separate processes.
 
 The server answers requests while Ray is still starting. All its state is in the database and the data directory, so a
 server that was killed continues when it is restarted.
@@ -57,7 +57,7 @@ def serve(
     artifact_quota_bytes: int | None = None,
     keep: Mapping[str, Limit] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Run the HTTP server until SIGTERM or SIGINT.
 
     Args:
         data_dir: Directory of the server's files, and by default of its database.
@@ -142,7 +142,7 @@ def serve(
 
 @contextmanager
 def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Iterator[None]:
-    """Context in which no other server uses the data directory or the database.
+    """Context that reserves the data directory and the database for this server, or for servers that may share them.
 
     Several servers may use the same data directory and the same PostgreSQL database, whose URL is `address`, at the
     same time, unless `is_shared` is False.

@@ -1,4 +1,4 @@
-"""Records and enums shared by all of `service`: plain data, no SQL, no Ray."""
+"""Records and enums shared by the whole package `service`: plain data without SQL or Ray."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class Origin(StrEnum):
 
     @property
     def is_searched(self) -> bool:
-        """Whether the trial is a result of the search: proposed by the searcher, or refined after it."""
+        """Whether a trial results from the search: proposed by the searcher, or refined from the Pareto front."""
         return self in (Origin.SEARCH, Origin.REFINED)
 
     @property
     def is_given(self) -> bool:
-        """Whether the trial's recipe was known before the search: that of a baseline, or one that the user gave."""
+        """Whether a trial's recipe was given before the search: by a baseline or by the user."""
         return not self.is_searched
 
 
@@ -108,7 +108,7 @@ class ExportState(StrEnum):
 
 
 class EventKind(StrEnum):
-    """Kind of a job's event, in the database and in the API.
+    """Kind of event in the history of a job, in the database and in the API.
 
     Later versions may store further kinds.
     """
@@ -149,7 +149,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over `samples` scored samples, with its standard error and 95 % interval, in the unit of the metric."""
+    """Mean over `samples` scored samples with its standard error and 95 % interval, in the metric's unit."""
 
     value: float
     standard_error: float
@@ -159,7 +159,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)  # a study has tens of thousands
 class RungRecord:
-    """Finished rung of a trial: the mean over the rung's samples and the standard error of the mean, by objective.
+    """A rung that a trial has finished: mean of the rung's samples and its standard error, by objective.
 
     The standard error is None if there is a single sample.
     """
@@ -172,7 +172,7 @@ class RungRecord:
 
 @dataclass(frozen=True)
 class StoredRecipe:
-    """Recipe of a stored trial: its digest, and the text of its JSON, which is parsed when the recipe is read.
+    """Recipe of a stored trial: its digest, and its JSON text, which is parsed when the recipe is read.
 
     Parsing a recipe takes milliseconds and a hundred KB of memory; most code does not need the parsed recipe.
     """
@@ -181,12 +181,12 @@ class StoredRecipe:
     text: str = field(repr=False)
 
     def read(self) -> Recipe:
-        """Parse the recipe; every call parses it again."""
+        """Parse the recipe from its JSON text; every call parses the text again."""
         return Recipe.from_json(json.loads(self.text))
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether the recipe keeps all elements as large as the smallest kept element (`Recipe.keeps_equal`).
+        """Whether merges keep all elements whose magnitude equals the threshold (`Recipe.keeps_equal`).
 
         The recipe is parsed only if its text may have this setting (`may_keep_equal`).
         """
@@ -203,14 +203,14 @@ class StoredRecipe:
 
 @dataclass(frozen=True, slots=True)
 class RecipeDigest:
-    """Digest that replaces a recipe which was not read from the database."""
+    """Digest of a recipe that itself was not read from the database."""
 
     digest: str
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Result of a trial of a study, without its recipe and configuration, which are most of a trial's data.
+    """Result of a study's trial, without recipe and configuration, which are most of a trial's data.
 
     - `number`: unique in the study and never reused.
     - `recipe`: at least the recipe's digest.
@@ -240,17 +240,17 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class TrialRecord(TrialResult):
-    """Trial of a study, with its recipe and its configuration. The configuration of a baseline is None."""
+    """Trial of a study with its recipe and its configuration (None for a baseline)."""
 
     recipe: Recipe | StoredRecipe
     configuration: Mapping[str, Any] | None = None
 
     def read_recipe(self) -> Recipe:
-        """Return the recipe of the trial. If its text was read from the database, the text is parsed at every call."""
+        """Return the trial's recipe; if its text comes from the database, every call parses it again."""
         return self.recipe if isinstance(self.recipe, Recipe) else self.recipe.read()
 
     def after_chunk(self, timings_s: Mapping[str, float], num_scored: int | None) -> Self:
-        """Copy of this trial, updated after a chunk of its samples was stored.
+        """Copy of this trial, updated for one more stored chunk of samples.
 
         The chunk's `timings_s` (seconds by name) and its number of newly scored samples are added. `num_scored` is None
         for holdout data, whose samples are not counted.
@@ -265,7 +265,7 @@ class TrialRecord(TrialResult):
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A stored job.
+    """A stored job: a study or a fine-tuning.
 
     Times are in seconds since the epoch; 0 or None means never.
 
@@ -311,7 +311,7 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class ArtifactRecord:
-    """Directory of files that a job made and the server stores by content, such as a trained expert.
+    """Directory of files that a job made and the server stores by content hash, such as a trained expert.
 
     `study` is the id of the job, which may be of any kind. `digest` is the sha256 of the list of the artifact's files
     and their hashes. `num_bytes` is the total size of its files. `facts` are properties that the job stored with the
@@ -328,7 +328,7 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """Export: a merged model of the trial `trial` that a user requested for download.
+    """Export: the merged model of a trial, which a user requested for download.
 
     `reason` says why the model could not be written; None if it was written, or is not written yet.
     """
@@ -344,7 +344,7 @@ class ExportRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Values of a finalist or baseline on the holdout data, compared with the best finalist.
+    """Values of one trial on the holdout data, compared with those of the best trial.
 
     `trial` is the number of its trial. `mean` is the mean over the accuracy objectives; None if there is none.
     `differences` are this trial's values minus those of the best finalist, paired by sample; the keys are the

@@ -68,10 +68,10 @@ NO_LIMITS = CallLimits()
 
 
 class WorkerProcess:
-    """Separate process that runs function calls; it is started on demand, and again after it has died."""
+    """Separate process for function calls; it starts on demand, and again after it has died."""
 
     def __init__(self, name: str, *, warm_up: Callable[[], None] | None = None) -> None:
-        """Prepare a worker process without starting it.
+        """Prepare a separate process for function calls without starting it.
 
         `name` is used in messages. `warm_up` runs in the process before the first call, for example to import modules.
         """

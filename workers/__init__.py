@@ -1,4 +1,4 @@
-"""Everything that works on models: merging, engines, evaluation. Nothing here imports the service.
+"""Everything that works on models: merging, inference engines, evaluation, training. Nothing imports `service`.
 
 - `types`: plain data between the service and scoring replicas; imports nothing heavy
 - `errors`: error classes, each for one reaction of the caller

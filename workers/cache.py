@@ -1,4 +1,4 @@
-"""A cache, kept between runs, of small results about files: hashes, and whether weights are finite.
+"""Persistent cache of small results about files, such as hashes and whether weights are finite.
 
 A record begins with the sha256 of its key and value. A damaged or incomplete record is ignored, so that its value is
 computed again.
@@ -18,7 +18,7 @@ CACHE_VARIABLE = "MERGESEARCH_CACHE"
 
 
 def cache_dir(cache: str | Path | None = None) -> Path:
-    """The directory of the cache: `cache`, or $MERGESEARCH_CACHE, or mergesearch in the user's cache folder.
+    """Directory of the cache: `cache`, or $MERGESEARCH_CACHE, or mergesearch in the user's cache folder.
 
     The user's cache folder is $XDG_CACHE_HOME, or ~/.cache.
     """

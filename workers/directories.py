@@ -1,4 +1,4 @@
-"""Writes files and directories that get their names only when they are complete and on disk.
+"""Atomic writes: files and directories get their names only when they are complete and on disk.
 
 Until then they have hidden names in the same directory. A directory that a killed process did not complete is continued
 by the next process.
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
-    """Context manager for exclusive work on the file or directory `place`; other processes of this machine wait.
+    """Context manager with exclusive access to the file or directory `place`; other processes of this machine wait.
 
     The log says once for which process this one waits. The wait ends when that process ends, too. With `limit_s`,
     TimeoutError is raised after so many seconds, with the process and the lock file.
@@ -66,7 +66,7 @@ def _is_locked(file: IO[str]) -> bool:
 
 @contextmanager
 def appearing(out: Path, key: str) -> Iterator[Path]:
-    """Context manager that yields a directory to write to, which gets the name `out` when it is complete and on disk.
+    """Context manager that yields a new directory, which is renamed to `out` when it is complete and on disk.
 
     Until then the directory has a hidden name next to `out`. If this process is killed or interrupted, the hidden
     directory stays, and the next writer with the same `key` continues in it; `key` identifies the content that is
@@ -105,7 +105,7 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
 
 
 def partial_directories(out: Path) -> list[Path]:
-    """The hidden directories next to `out` with incomplete content for `out`.
+    """Hidden directories next to `out` with unfinished content for `out`.
 
     Running processes write to them (see `appearing`), or killed processes left them behind.
     """
@@ -117,7 +117,7 @@ def partial_directories(out: Path) -> list[Path]:
 
 
 def _remove_abandoned(out: Path, *, but: Path) -> None:
-    """Remove the hidden directories that killed writers of `out` left, except the directory `but`.
+    """Remove hidden directories that killed writers of `out` left behind, except the directory `but`.
 
     A directory that a running process writes to is kept; it is recognised by the lock that the process holds on it.
     """
@@ -130,7 +130,7 @@ def _remove_abandoned(out: Path, *, but: Path) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Context manager that yields a new file to write to, which replaces `file` when it is complete and on disk.
+    """Context manager that yields a new file, which replaces `file` when it is complete and on disk.
 
     The directory of `file` is created if it does not exist. If writing fails, the new file is removed and `file` is not
     changed.
@@ -147,7 +147,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_file(file: Path, content: str | bytes) -> None:
-    """Write a whole file so that other processes, and a restarted machine, find either the old content or the new."""
+    """Write a file atomically: other processes, or a restarted machine, find the old content or all of the new."""
     with replacing(file) as new:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -162,6 +162,6 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def sync(path: Path) -> None:
-    """Wait until the content of the file `path`, or the list of names in the directory `path`, is on disk."""
+    """Wait until the content of a file, or the list of names in a directory, is on disk."""
     with _opened(path) as descriptor:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Errors of merging, engines and evaluation. Each class says what the caller does next.
+"""Exceptions of merging, engines and evaluation. Each class says what the caller does next.
 
     WorkerError
     ├── InvalidModel      (ValueError)    reject the study or merge: a checkpoint cannot be used; has every problem
@@ -40,11 +40,11 @@ __all__ = [
 
 
 class WorkerError(Exception):
-    """Root of the errors of the package `workers`."""
+    """Base class of the exceptions of the package `workers`."""
 
 
 class InvalidModel(WorkerError, ValueError):
-    """Raised if checkpoints cannot be merged. `problems` has a line for each problem that was found."""
+    """Raised if checkpoints cannot be merged; `problems` has a line for each reason."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__(problems)
@@ -70,14 +70,14 @@ class InvalidTask(WorkerError, ValueError):
 
 
 class TrialFailed(WorkerError, RuntimeError):
-    """Raised if a trial's merge cannot be scored, for example because its logits are NaN or infinite.
+    """Raised if a trial's merge cannot be scored, for example because of NaN or infinite logits.
 
     The message is stored with the trial as the reason of its failure.
     """
 
 
 class MetricFailed(TrialFailed):
-    """Raised if a task's metric or filter fails on a trial's answers, gives no number, or does not end in time.
+    """Raised if a task's metric or filter fails on a model's answers, gives no number, or does not end in time.
 
     The message names task, metric and document.
     """
@@ -88,7 +88,7 @@ class EngineUnavailable(WorkerError, RuntimeError):
 
 
 class CrashKind(StrEnum):
-    """How an engine crashed.
+    """How an inference engine crashed.
 
     ERROR: the engine raised an error, or a fatal signal (SIGSEGV, SIGABRT) ended its process. HANG: the engine made no
     progress. EXIT: the process ended for an unknown cause, for example because it was killed from outside, or by the
@@ -101,7 +101,7 @@ class CrashKind(StrEnum):
 
 
 class EngineCrashed(EngineUnavailable):
-    """Raised if an engine raised an error, or its process ended, during a request; the engine is not used again.
+    """Raised if an engine failed or its process ended during a request; the engine is not used again.
 
     `scored_others` says whether the engine's replica had scored a recipe other than the requested one since its start.
     """
@@ -123,33 +123,33 @@ class EngineCrashed(EngineUnavailable):
 
 
 class RequestFailed(EngineUnavailable):
-    """Raised if a request to a replica failed for a reason outside its engine, such as a full disk.
+    """Raised if a request to a replica failed outside its engine, for example because of a full disk.
 
     The replica stays in service.
     """
 
 
 class ServeUnavailable(EngineUnavailable):
-    """Raised if Ray Serve's controller does not answer, for example while Ray restarts it; replicas may still work."""
+    """Raised if Ray Serve's controller does not answer, for example while it restarts; replicas may still work."""
 
 
 class NodeDraining(EngineUnavailable):
-    """Raised by a replica that refuses a chunk of samples because Ray drains its node: the node is about to stop."""
+    """Raised by a replica that accepts no more samples, because Ray drains its node before stopping it."""
 
 
 class TrainingFailed(WorkerError, RuntimeError):
-    """Raised if a loss or gradient is NaN or infinite in a fine-tuning or in an update of a policy.
+    """Raised if a loss or gradient is NaN or infinite, in a fine-tuning or in a policy update.
 
     The message names the step, and in a fine-tuning the batch and the last good checkpoint.
     """
 
 
 class EvidenceMismatch(WorkerError, RuntimeError):
-    """Raised if a result was not computed from the recipe, the sources and the prompts that were requested."""
+    """Raised if a result does not come from the requested recipe, source models and prompts."""
 
 
 class EngineFault(EvidenceMismatch):
-    """Raised if an engine failed a check of its weights or results; the engine is not used again.
+    """Raised if an engine fails a check of its weights or results; the engine is not used again.
 
     `replica` names the engine's replica. `canaries` is the number of comparisons with transformers that the engine had
     passed before. The samples that it scored after the last of these are void, that is, they must be scored again. If

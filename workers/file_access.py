@@ -1,4 +1,4 @@
-"""Files and judges that a study may name when it is sent over HTTP: those of configured directories and URLs.
+"""Access control for files and judges that a study sent over HTTP names: allowed directories and URLs.
 
 This module opens no file. Code that opens a file which a study names calls it first.
 """
@@ -22,7 +22,7 @@ DATABASE_URL = "database.url"
 
 @dataclass(frozen=True)
 class FileAccess:
-    """The directories and object stores from which a study may read files, and the judges that it may ask.
+    """Directories and object-store folders from which a study may read files, and judges that it may ask.
 
     `readable` and `trusted` are absolute directories. Files below any of them may be read; task files below `trusted`
     may also name Python functions. Symbolic links are resolved before a path is compared with the directories. `urls`
@@ -37,21 +37,21 @@ class FileAccess:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> FileAccess:
-        """Make the object from a stored document, which `dataclasses.asdict` made from a `FileAccess`.
+        """Create the object from a stored document that `dataclasses.asdict` made from a `FileAccess`.
 
         A document of an earlier version may lack fields; missing fields have their defaults.
         """
         return cls(**{name: tuple(values) for name, values in document.items()})
 
     def allowing(self, places: Iterable[str]) -> Self:
-        """Copy of this object that also allows `places`: directories and URLs to which the service has written."""
+        """Copy of this object that also allows `places`: directories and URLs that the service wrote to."""
         added = [place for place in places if place not in (*self.readable, *self.urls)]
         urls = tuple(filter(is_object_url, added))
         directories = tuple(place for place in added if place not in urls)
         return replace(self, readable=(*self.readable, *directories), urls=(*self.urls, *urls))
 
     def refusal(self, path: str | Path) -> str | None:
-        """The reason why the file or directory `path` must not be read; None if it may be read.
+        """Reason why the file or directory `path` may not be read; None if it may be read.
 
         The file may be read if it is a directory of `readable` or `trusted`, or is below one. The file `database.url`,
         which may hold the password of the server's database, is refused in any directory. For a URL, the result is that
@@ -69,7 +69,7 @@ class FileAccess:
         )
 
     def refusal_of_all(self, path: str | Path) -> str | None:
-        """The reason why the directory `path`, or an entry of it, must not be read; None if all entries may be read.
+        """Reason why the directory `path` or an entry of it may not be read; None if all may be read.
 
         Entries are checked one by one because they may be links to other places. A URL has no links.
         """
@@ -78,7 +78,7 @@ class FileAccess:
         return next(filter(None, map(self.refusal, _with_entries(path))), None)
 
     def url_refusal(self, url: str) -> str | None:
-        """The reason why the model or file at `url`, in an object store, must not be read; None if it may be read.
+        """Reason why the model or file at `url`, in an object store, may not be read; None if it may be read.
 
         The URL may be read if it is one of `urls` or below one, has no part `.` or `..`, and is valid
         (`object_url_problem`).
@@ -104,7 +104,7 @@ class FileAccess:
         )
 
     def distrust(self, directory: str | Path) -> str | None:
-        """The reason why Python functions named by task files in `directory` must not be run; None if they may be run.
+        """Reason why Python functions named by task files in `directory` may not run; None if they may run.
 
         They may be run if the directory is below one of the directories `trusted`.
         """

@@ -1,4 +1,4 @@
-"""Objects in S3, Google Cloud Storage and compatible stores, by URL, through fsspec.
+"""Objects in S3, Google Cloud Storage and compatible stores, addressed by URL through fsspec.
 
 Credentials, regions and endpoints are those of the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL,
 GOOGLE_APPLICATION_CREDENTIALS, ...), never part of a URL. The drivers s3fs and gcsfs are optional packages.
@@ -84,23 +84,23 @@ def object_url_problem(url: str) -> str | None:
 
 
 def blob_path(digest: str) -> str:
-    """Path, inside an object store, of the file that is stored by its sha256 `digest` (hex)."""
+    """Path, in an object store, of the content-addressed file with the sha256 `digest` (hex)."""
     return f"blobs/{digest[:2]}/{digest[2:]}"
 
 
 def blob_at(url: str) -> tuple[str, str] | None:
-    """The store's URL and the sha256 (hex) if `url` belongs to a file that is stored by its sha256, else None."""
+    """Store's URL and sha256 (hex) of the content-addressed file that `url` names; None for other URLs."""
     found = _BLOB.fullmatch(url)
     return None if found is None else (found[1], found[2] + found[3])
 
 
 def blobs_in(text: str) -> list[tuple[str, str]]:
-    """The URLs in `text` of files that are stored by their sha256, each as its store's URL and the sha256 (hex)."""
+    """Find the URLs of content-addressed files in `text`, each as its store's URL and its sha256 (hex)."""
     return [(found[1], found[2] + found[3]) for found in _BLOB.finditer(text)]
 
 
 class ObjectStore:
-    """The objects of an S3 or compatible store below one URL; paths of objects are relative to the URL.
+    """Objects of an S3 or compatible store below one URL; paths of objects are relative to the URL.
 
     Every process and thread may use it. Creating one reads nothing from the store. Every method raises ObjectStoreError
     if the store does not answer or refuses the operation, and FileNotFoundError if the object or bucket does not exist.
@@ -143,7 +143,7 @@ class ObjectStore:
         return True
 
     def upload(self, file: Path, path: str) -> None:
-        """Store a file, in several parts if it is large. The object appears only when it is complete."""
+        """Store a file, in several parts if it is large; the object appears only when it is complete."""
         with self._asking("write", path):
             self._fs.put_file(str(file), self._key(path), chunksize=PART_BYTES)
 
@@ -153,13 +153,13 @@ class ObjectStore:
             self._fs.get_file(self._key(path), str(file))
 
     def open(self, path: str) -> BinaryIO:
-        """Open an object for reading from its beginning to its end; blocks are fetched as they are read."""
+        """Open an object for sequential reading; blocks are fetched as they are read."""
         with self._asking("read", path):
             stream: BinaryIO = self._fs.open(self._key(path), "rb", block_size=BLOCK_BYTES, cache_type="readahead")
         return stream
 
     def info(self, path: str) -> ObjectInfo | None:
-        """Return size, time of the last write and version tag of an object; None if it does not exist."""
+        """Size, last write time and version tag of an object; None if it does not exist."""
         try:
             with self._asking("look up", path):
                 return _info(self._fs.info(self._key(path)))
@@ -167,19 +167,19 @@ class ObjectStore:
             return None
 
     def list(self, path: str = "") -> dict[str, ObjectInfo]:
-        """All objects whose paths begin with the folder `path`, by their paths."""
+        """All objects whose paths begin with the folder `path`, by path."""
         key = self._key(path) if path else self._root
         with self._asking("list", path):
             found = self._fs.find(key, detail=True, withdirs=False)
         return {name.removeprefix(f"{self._root}/"): _info(entry) for name, entry in sorted(found.items())}
 
     def delete(self, path: str) -> None:
-        """Delete an object; it is not an error if there is no such object."""
+        """Delete an object; does nothing if it does not exist."""
         with self._asking("delete", path), suppress(FileNotFoundError):
             self._fs.rm_file(self._key(path))
 
     def check(self) -> None:
-        """Write, list, read and delete a small object, so that missing permissions are found before they are needed."""
+        """Write, list, read and delete a small object, to find missing permissions early."""
         path, content = f".check-{uuid.uuid4().hex}", b"mergesearch"
         try:
             self.write(path, content)
@@ -210,7 +210,7 @@ class ObjectStore:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for `url`, and the part of `url` after its scheme: bucket and folder."""
+    """Return fsspec's file system for `url`, and the rest of `url` after the scheme: bucket and folder."""
     from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]

@@ -1,4 +1,4 @@
-"""Plain data between the service and the scoring replicas, without torch, Ray or vLLM."""
+"""Data types shared by the service and the scoring replicas, without torch, Ray or vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHUNKS_IN_FLIGHT_PER_REPLICA = 3
 
 
 class Placement(StrEnum):
-    """Place where the weights of the source models are kept.
+    """Where the weights of the source models are kept: mapped files, host memory or GPU memory.
 
     - `MAPPED`: in the models' files, which are mapped into memory, so that all processes of a machine share the pages
     - `HOST`: a copy in the memory of the process that merges; the copy is pinned if a GPU reads it
@@ -58,7 +58,7 @@ class Placement(StrEnum):
 
 
 class Split(StrEnum):
-    """Kind of data that samples come from: the search data, the holdout data for the final comparison, or benchmarks.
+    """Which data samples come from: search data, holdout data for the final comparison, or benchmarks.
 
     Only finalists and baselines are scored on holdout data and benchmarks. The database stores at most 8 characters.
     """
@@ -69,13 +69,13 @@ class Split(StrEnum):
 
 
 def digest_of(document: Any) -> str:
-    """The sha256 (hex) of a JSON document, independent of the order of keys."""
+    """The sha256 (hex) of a JSON document; it does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One model: its alias in recipes, its absolute directory, and the fingerprint of its content.
+    """One source model: its alias in recipes, its absolute directory, and the fingerprint of its content.
 
     For an adapter, `adapts` is the directory of the model that the adapter changes, or None if the adapter changes the
     family's base. For other models, `adapts` is None. `origin` is the hub id with its commit, or the URL, by which
@@ -91,7 +91,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Family:
-    """A base model and its experts: the models that one engine can merge.
+    """A base model and its experts, which one engine can merge.
 
     `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias. `vocabulary` has further
     options of the vocabulary, such as the sources of embedding rows of single tokens (`workers.models.vocabulary`).
@@ -115,7 +115,7 @@ class Family:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the contents of all models, independent of their aliases and directories."""
+        """Digest of the contents of all models, regardless of their aliases and directories."""
         document: dict[str, Any] = {
             "base": self.base.fingerprint,
             "models": sorted({model.fingerprint for model in self.models}),
@@ -129,7 +129,7 @@ class Family:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Description of an evaluation task, from which a replica builds the task.
+    """Specification of an evaluation task, from which a replica builds the task.
 
     - `task`: an lm-eval name, the absolute path of a YAML file, or an inline JSONL task: {"file": absolute path,
       "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}
@@ -174,7 +174,7 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """Facts about a task that was built.
+    """Facts about a built evaluation task, such as its number of samples.
 
     - `num_samples`: the number of samples
     - `higher_is_better`: whether larger values of the metric are better
@@ -203,7 +203,7 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class Span:
-    """Samples of a task at adjacent positions, to be scored for `objective`.
+    """Adjacent samples of a task in its scoring order, to be scored for `objective`.
 
     The samples are at the positions `start` to `stop` - 1 of the task's permutation, which is the order in which its
     samples are scored.
@@ -217,7 +217,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A request of the study `study` to score a recipe on some samples, which are given as spans.
+    """Request of a study to score a recipe on samples, which are given as spans (ranges of positions).
 
     `crashes` is the number of engines that have crashed on this request so far, if the caller counts crashes. In that
     case the next crash is raised as EngineCrashed. After the first crash, a replica that has scored nothing else yet
@@ -237,7 +237,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """The value and answer of one scored sample.
+    """Metric value and model response of one scored sample.
 
     - `document`: the sample's index in the task's data
     - `position`: the sample's index in the permutation, which is the order of scoring
@@ -259,7 +259,7 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Report of an engine about the weights that it held while it scored a chunk of samples.
+    """An engine's report about the weights that it held while it scored samples.
 
     - `recipe_digest`: the digest of the recipe that the engine holds, which may differ from the requested recipe
     - `bank_fingerprint`: the fingerprint of the family whose source weights the engine holds
@@ -285,7 +285,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """The result of a canary, the comparison of a replica's engine with transformers.
+    """Result of a canary check: a replica's engine was compared with transformers on fixed prompts.
 
     `canaries` is the number of canaries that the engine has passed so far. `skipped` is the reason why the last canary
     could not be computed, or "" if the engine passed it.
@@ -298,7 +298,7 @@ class CanaryReport:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """The scored samples of one request, with their evidence and timings.
+    """Scored samples of one request, with evidence of the weights and with timings.
 
     `timings_s` has seconds by name:
 
@@ -323,7 +323,7 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A sample on which the engine's result differs from the reference, which is the result of plain transformers.
+    """A sample on which the engine's result differs from the reference by plain transformers.
 
     - `engine`, `reference`: the metric's value for the engine's answer, and its value for the answer of transformers
     - `what`: the part of the result that differs. "tokens": the completions have different tokens. "text": the
@@ -347,7 +347,7 @@ class SampleDifference:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Comparison of a recipe's stored samples with the results of plain transformers on the exported weights.
+    """Comparison of stored samples of a recipe with results of plain transformers on the exported weights.
 
     - `num_samples`: the number of samples that were compared; 0 if nothing was verified
     - `num_equal`: the number of compared samples that are equal
@@ -386,7 +386,7 @@ class VerificationReport:
 
 @dataclass(frozen=True)
 class GradientResult:
-    """Losses of a merge on a minibatch, and the derivatives of their sum with respect to the merge's coefficients.
+    """Losses of a merge on a minibatch, and the gradient of their weighted sum with respect to its coefficients.
 
     In the sum, each objective's loss has a given weight.
 
@@ -412,14 +412,14 @@ class GradientResult:
 
 
 class Scorer(Protocol):
-    """Interface for scoring recipes: replicas of warm engines behind Ray Serve, or the fake of `workers.serving.fake`.
+    """Interface for scoring recipes, implemented by Ray Serve replicas and by the fake in `workers.serving.fake`.
 
     Implementations are picklable and thread-safe. The method `score` may be called again with the same request after a
     failure. Its only side effect is that an engine holds another recipe.
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Score one chunk of samples with a recipe.
+        """Score samples (one chunk) with the merge of a recipe.
 
         Raises TrialFailed if the recipe's merge cannot be scored, EngineUnavailable if no replica works, EngineFault if
         a replica's engine failed a check, and EngineCrashed if an engine crashed and the caller counts crashes
@@ -428,7 +428,7 @@ class Scorer(Protocol):
         ...
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """Build the tasks, and return facts about each of them, in order.
+        """Build evaluation tasks, and return facts about each of them, in order.
 
         Raises InvalidTask if a task cannot be built.
         """
@@ -443,18 +443,18 @@ class Scorer(Protocol):
         ...
 
     def is_starting(self) -> bool:
-        """Whether no engine can score yet, but at least one is being started."""
+        """Whether no engine can score yet but at least one is being started."""
         ...
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """Let every engine that has scored since its last canary compute a canary, a comparison with transformers.
+        """Let engines that scored since their last check compute a canary: fixed prompts, compared with transformers.
 
         Raises EngineFault if an engine does not reproduce the log-probabilities of transformers.
         """
         ...
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of all replicas' engines, as a document.
+        """Statistics of the engines of all replicas, as a document.
 
         The document has the numbers of starts and swaps, the seconds of each swap (`swap_s`) and of work (`busy_s`),
         and the placement and bytes of the source weights.

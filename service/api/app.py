@@ -1,4 +1,4 @@
-"""Creates the HTTP application from its parts, and starts and stops its services."""
+"""Creation of the HTTP application from its parts, and the start and stop of its services."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def create_app(
 
 @cache
 def _router() -> APIRouter:
-    """All routes except those of the docs; applications in one process share them, as making them takes 0.2 s."""
+    """Router of all routes except the documentation's; it is created once per process, because that takes 0.2 s."""
     router = APIRouter(dependencies=[Depends(principal)])
     for part in (*jobs.routers(), finetunes.router, results.router, exports.router):
         router.include_router(part, prefix="/v1")

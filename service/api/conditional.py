@@ -1,4 +1,4 @@
-"""Responses with results of a study, or with status 304 alone if the client has the results (header If-None-Match)."""
+"""HTTP responses with a study's results, or with status 304 if the client has them already (If-None-Match)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def answer(
     media_type: str = "application/json",
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Respond with the result of `function` for the study's record, or with status 304 if the client has it already.
+    """Respond with the result of `function` for a study, or with status 304 if the client has this result already.
 
     The client has the result if the request's header If-None-Match names the study's present version. The result is
     cached, by study and `function`, until the study changes. `headers` are further headers of the response. Raises

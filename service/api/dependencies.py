@@ -1,4 +1,4 @@
-"""Dependencies of routes: the services that `create_app` creates, and parsed path parameters."""
+"""FastAPI dependencies of routes: the services that `create_app` creates, and parsed path parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams events to any number of watchers, with one reader of the database per watched job, not per watcher.
+"""Streams of job events to any number of HTTP clients; each job's events are read from the database only once.
 
 If PostgreSQL announces new events, they are read at once; otherwise, and on SQLite, the server polls for them. Every
 watcher has its own cursor: the id of the last event that the server sent to it. The events of a job are stored in the
@@ -58,7 +58,7 @@ def frame(data: Mapping[str, Any], *, event: str, id: int | None = None) -> byte
 
 
 class EventHub:
-    """Streams of events for the clients that watch jobs. A hub is bound to one asyncio event loop."""
+    """Streams of job events to HTTP clients. A hub is bound to one asyncio event loop."""
 
     def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
         self._store = store
@@ -70,7 +70,7 @@ class EventHub:
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
     def start(self) -> None:
-        """Start to receive the database's announcements that a server or driver has stored a job's event.
+        """Start to receive the database's notifications that a server or driver has stored a job's event.
 
         SQLite announces nothing; events are then found by reading the database regularly.
         """
@@ -80,7 +80,7 @@ class EventHub:
         self._notifications.stop()
 
     def _announced(self, job_id: str) -> None:
-        """Wake the reader of a job's events after a new event, if clients watch the job.
+        """Wake the reader of a job's events after a new event, if HTTP clients follow the job.
 
         The thread that receives the database's announcements calls this method; it is not the event loop's thread.
         """
@@ -117,7 +117,7 @@ class EventHub:
 
 
 class _Feed:
-    """Reader of one job's events, shared by all clients that watch the job."""
+    """Reader of one job's events, shared by all HTTP clients that follow the job."""
 
     def __init__(self, store: Store, job_id: str, pause_s: Callable[[], float], threads: anyio.CapacityLimiter) -> None:
         self.watchers = 0

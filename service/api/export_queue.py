@@ -46,7 +46,7 @@ BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
 def export_id(study_id: str, trial: int, dtype: str) -> str:
-    """Id of the export of a study's trial in a dtype: 32 hexadecimal digits of a hash of all three."""
+    """Id of the export of a study's trial in a dtype: 32 hexadecimal digits of a hash of study, trial and dtype."""
     return hashlib.sha256(f"{study_id}/{trial}/{dtype}".encode()).hexdigest()[:32]
 
 
@@ -56,7 +56,7 @@ def artifact_name(name: str) -> str:
 
 
 class Exports:
-    """Queue that writes the unfinished exports of the store, and removes exports beyond the limits `keep`.
+    """Queue that writes requested exports (merged models), and removes exports beyond the limits `keep`.
 
     An export that is interrupted continues when the queue is started again. Of several servers, only the leader
     (`is_leader`) writes and removes exports. An export is a directory in `data_dir`, which all servers share. If
@@ -105,7 +105,7 @@ class Exports:
         return f"{self._store.job(record.study).name}-trial-{record.trial}"
 
     def files(self, record: ExportRecord) -> Mapping[str, StoredFile] | None:
-        """Files of an export's model, by name; None if they are not written yet, or were removed."""
+        """Files of an export's model, by name; None if the files are not written yet, or were removed."""
         if self._artifacts is None:
             directory = self.directory(record)
             return {file.name: StoredFile.of(file) for file in directory.iterdir()} if directory.is_dir() else None
@@ -116,7 +116,7 @@ class Exports:
             return None
 
     def num_bytes(self, record: ExportRecord) -> int | None:
-        """Total size in bytes of the files of an export's model; None if there are none."""
+        """Total size in bytes of the files of an export's model; None if there are no files."""
         if self._artifacts is not None:
             artifact = self._artifact(self._artifacts, record)
             return None if artifact is None else artifact.num_bytes
@@ -134,7 +134,7 @@ class Exports:
             return None
 
     def reading(self, owner: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the `chunks` of a download. The downloaded files are not deleted before the last chunk was yielded.
+        """Yield the `chunks` of a download, whose files are not deleted before the last chunk was yielded.
 
         `owner` is the id of the export or fine-tuning that the files belong to.
         """
@@ -167,9 +167,9 @@ class Exports:
         self._delete(self._store.exports(job_id), job_id=job_id, noun=noun)
 
     async def request(self, study_id: str, *, trial: int, dtype: str) -> ExportRecord:
-        """Return the export of a study's trial in a dtype, after adding it to the queue if necessary.
+        """Return the export of a study's trial in a dtype, and queue it if its files are not written yet.
 
-        An export is added if it is new, if it failed, or if its files were removed.
+        An export is queued if it is new, if it failed, or if its files were removed.
         """
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),
@@ -337,7 +337,7 @@ def _unwritten(record: ExportRecord) -> KeptExport:
 def _export(
     url: str, export: ExportRecord, directory: Path, *, alignments_in: str | Path, artifacts_in: str | None
 ) -> None:
-    """Write the model of an export to `directory`, or to the object store `artifacts_in` if there is one.
+    """Write the merged model of an export to `directory`, or to the object store `artifacts_in` if it is given.
 
     `url` is the URL of the database. `alignments_in` is the directory or the object store with the alignments of the
     export's study.

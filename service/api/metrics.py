@@ -1,4 +1,4 @@
-"""Metrics of the server for Prometheus: declared here, and read from the store and the server when they are scraped.
+"""Prometheus metrics of the server: their declarations, and the code that reads their values at each scrape.
 
 Replicas have separate metrics, which Ray exports (`workers.serving.replica.ReplicaMetrics`).
 """
@@ -43,7 +43,7 @@ Samples: TypeAlias = Iterator[tuple[Labels, float]]
 
 @dataclass(frozen=True)
 class Stored:
-    """Rows that a scrape reads from the database.
+    """Data that one scrape of the metrics reads from the database.
 
     `counts` are the numbers of jobs by kind and state. `shown` are the jobs that have not ended, or ended less than
     SHOWN_AFTER_END_S ago. `setbacks` are the numbers of events of the kinds in SETBACKS, as job id -> kind -> number.
@@ -64,7 +64,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Scrape:
-    """Inputs of the metrics of one scrape.
+    """Inputs from which the metrics of one scrape are computed.
 
     `stored` is None while the database does not answer. `not_ready` is the reason why no job can make progress, or None
     if jobs can. The server's files are in `data_dir`.
@@ -131,7 +131,7 @@ def _of_job(job: JobRecord) -> dict[str, str]:
 
 
 def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], Samples]:
-    """Make a function that yields, for each shown job, its labels and the number that `value` returns for it.
+    """Make a reader of a metric with one value per job: the number that `value` returns for the job.
 
     Jobs for which `value` returns None are left out.
     """
@@ -145,7 +145,7 @@ def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], 
 
 
 def _progress(key: str) -> Callable[[Scrape], Samples]:
-    """Make a function that yields the number `key` of each shown study's progress.
+    """Make a reader of a metric with one value per study: the number `key` of the study's progress.
 
     Studies without this number are left out.
     """

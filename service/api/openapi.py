@@ -1,4 +1,4 @@
-"""OpenAPI document of the server, and the page /docs, where requests can be tried.
+"""OpenAPI document of the server, and the page /docs (Swagger UI), where users can try requests.
 
 FastAPI derives the document from the routes; this module adds the schemas to which routes refer by name. The page is
 Swagger UI. The server serves the files of Swagger UI from the package fastapi-swagger, so the page works offline.
@@ -58,7 +58,7 @@ PARAMETERS = {
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Make `app` serve the OpenAPI document of its routes, with all schemas that the routes refer to by name.
+    """Make `app` serve the OpenAPI document of its routes, with the schemas that the routes refer to by name.
 
     The document is generated at the first request for it.
     """
@@ -116,7 +116,7 @@ def install_docs(app: FastAPI) -> None:
 
 
 def _policy(html: str) -> str:
-    """Content security policy for the page `html`.
+    """Value of the header Content-Security-Policy for the page `html`.
 
     The page may load files from this server and send requests to this server only. Its inline scripts are allowed by
     their hashes.

@@ -1,4 +1,4 @@
-"""Serves the application below a path prefix too, for proxies that forward requests without removing the prefix.
+"""Middleware for reverse proxies that forward requests without removing a path prefix such as /mergesearch.
 
 The same routes stay at the root, where probes, metrics and requests from inside a cluster reach them.
 """
@@ -19,7 +19,7 @@ ROOT_PATH: ContextVar[str] = ContextVar("root_path", default="")
 
 
 class BelowPrefix:
-    """ASGI middleware that serves the application also below the path `prefix`.
+    """ASGI middleware that serves the application also below the path `prefix`, such as /mergesearch.
 
     A request below `prefix` reaches the application with `prefix` as its root path. A path in the response's header
     Location gets the prefix, too. `prefix_problem` says which values of `prefix` are valid.
@@ -48,15 +48,12 @@ class BelowPrefix:
 
 
 def below_root(path: str) -> str:
-    """URL path of a route for the sender of the current request.
-
-    It is `path`, after the path prefix if the current request's path has the prefix.
-    """
+    """URL path of a route, with the path prefix if the current request's path has the prefix."""
     return ROOT_PATH.get() + path
 
 
 def with_root(document: Any) -> Any:
-    """JSON document whose links are URL paths for the sender of the current request, as `below_root` makes them.
+    """Copy of a JSON document in which links have the path prefix if the current request's path has the prefix.
 
     Links are the texts in every object with the key `links`, at any depth.
     """

@@ -1,4 +1,4 @@
-"""Parses and checks the job in a request's body, with the same checks as the command line.
+"""Parses and checks the jobs that requests describe, in separate processes with limits of time and memory.
 
 The checks import torch and lm-eval and read models, so they run in separate processes, the validators, within limits of
 time, processor time and memory: no request's body can stop the server, and no client can stop the requests of another
@@ -53,7 +53,7 @@ BODY = "the request's body"
 
 
 def _memory_share() -> int:
-    """Default limit of memory for the checks of one request, in bytes.
+    """Default limit, in bytes, of the memory that checking one request may use.
 
     It is a quarter of this machine's or container's memory, but at least 2 GiB and at most 8 GiB.
     """
@@ -62,7 +62,7 @@ def _memory_share() -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the checks of one request: elapsed seconds, seconds of processor time, and bytes of memory.
+    """Limits on the checks of one request: elapsed seconds, seconds of processor time, and bytes of memory.
 
     Processor time and memory are limited only until the models' weights are read. Reading the weights of large models
     for the first time takes minutes and maps all of their files.
@@ -89,7 +89,7 @@ class Preflight(Protocol):
         """
 
     async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
-        """Check the benchmarks that a client wants to add to a study of the server.
+        """Check the benchmarks that a client wants to add to a stored study.
 
         `stored` is the server's record of the study. `document` is the study file with the new benchmarks added.
         `client` names the sender. Raises InvalidStudy with every problem, and Unavailable if no check is possible at
@@ -97,14 +97,14 @@ class Preflight(Protocol):
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
-        """Dtype in which engines hold the merges of a study.
+        """Dtype in which inference engines hold the merged weights of a study.
 
         `document` is the study file, and `client` names the sender.
         """
 
 
 class PreflightProcess:
-    """Preflight that checks jobs in separate processes.
+    """Checker of submitted jobs (`Preflight`) that runs the checks in separate processes.
 
     - `context`: the files that jobs may read, and the earlier jobs that they may refer to; None means all files and no
       jobs
@@ -175,7 +175,7 @@ class PreflightProcess:
             return await self._limited(validator.call, _engine_dtype, document)
 
     async def _limited(self, call: Callable[..., Awaitable[Result]], *args: Any, **kwargs: Any) -> Result:
-        """Await `call` with the given arguments, within the limits of a request.
+        """Await `call` with the given arguments, within the limits on the checks of one request.
 
         If the process of the call dies, the call is repeated once.
         """
@@ -194,7 +194,7 @@ class PreflightProcess:
             raise _too_much(str(error)) from error
 
     async def _waited(self, answer: Awaitable[Result]) -> Result:
-        """Await a result from the cluster. Raises Unavailable if the cluster does not answer."""
+        """Await a result from the Ray cluster. Raises Unavailable if the cluster does not answer."""
         try:
             return await answer
         except OSError as error:
@@ -216,7 +216,7 @@ def default_access(data_dir: Path) -> FileAccess:
 
 
 async def _place(cluster: NodeCalls) -> tuple[Node | None, tuple[EngineMachines, ...]]:
-    """Result of `NodeCalls.place`, computed in a thread.
+    """Call `NodeCalls.place`, which selects the node on which jobs are checked, in a thread, and await the result.
 
     Raises ConnectionError if there is no result after ANSWER_S seconds.
     """
@@ -266,7 +266,7 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def check_on_node(content: bytes, kind: str, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check the body of a request on a node of the cluster.
+    """Check the body of a request on a node of the Ray cluster.
 
     `kind` is the name of the job's kind. The other arguments and the errors are those of `check_request`.
     """

@@ -1,4 +1,4 @@
-"""Documents that the server sends, made from the store's records."""
+"""JSON documents that the server sends, made from the store's records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API's interface to the cluster, and the sender of a request."""
+"""Protocol of the cluster that the API uses, and the class that identifies the sender of a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Cluster", "Principal"]
 
 
 class Cluster(Protocol):
-    """Interface of the cluster on which drivers work on jobs.
+    """Interface of the cluster on which drivers (the processes that work on jobs) run.
 
     The server answers requests whether or not the cluster is reachable.
     """
@@ -21,7 +21,7 @@ class Cluster(Protocol):
         """Start the thread that keeps a driver running for every unfinished job; returns immediately."""
 
     def stop(self) -> None:
-        """Stop starting and replacing drivers. The call may take some seconds."""
+        """Stop starting and replacing drivers (the processes that work on jobs). The call may take some seconds."""
 
     def not_ready(self) -> str | None:
         """Reason why no job can make progress at the moment; None if jobs can make progress."""
@@ -36,7 +36,7 @@ class Cluster(Protocol):
         """Output of all drivers that worked on `job`. Raises ConnectionError while the cluster is unreachable."""
 
     def is_leader(self) -> bool:
-        """Whether this server is the leader of the servers that use the same database.
+        """Whether this server is the one that starts drivers, among the servers that use the same database.
 
         Only the leader starts drivers and writes exports.
         """

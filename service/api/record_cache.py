@@ -1,4 +1,4 @@
-"""Cache of studies' run records and of results computed from the records. An entry is valid until its study changes."""
+"""Cache of studies' stored data and of results computed from them. An entry is valid until its study changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Entry:
-    """Cache entry of one study: its run record, and the results of functions that were applied to the record.
+    """Cache entry of one study: its run record (all stored data), and results that were computed from the record.
 
     `reader` reads the whole record first, and later only the data that have changed. `version` has the study's number
     of attempts and the id of its last event when the record was read. The record is read again if one of them has
@@ -44,7 +44,7 @@ class _Entry:
 
 
 class RunRecords:
-    """Cache of the run records of recently requested studies, and of results computed from the records.
+    """Cache of the run records (all stored data) of recently requested studies, and of results computed from them.
 
     A run record has all data of a study that its result files and report are computed from. When a study changes, only
     the changed data are read again. Results are computed in separate threads. Concurrent requests for a study share one

@@ -1,4 +1,4 @@
-"""Removes data that exceed the limits of retention, regularly while the server runs."""
+"""Regular removal, while the server runs, of data of ended jobs that exceed the limits of retention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUND_S = 3600.0
 
 
 async def clean_regularly(cleaner: Cleaner, *, is_leader: Callable[[], bool], round_s: float = ROUND_S) -> None:
-    """Remove the data that `cleaner` selects, every `round_s` seconds. Never returns.
+    """Remove the data of ended jobs that `cleaner` selects, every `round_s` seconds. Never returns.
 
     Nothing is removed while this server is not the leader of the servers that share the database.
     """

@@ -1,4 +1,4 @@
-"""Reads requests: the body, limited in size, and the sender."""
+"""Reads requests: the body, which is limited in size, and the sender."""
 
 from __future__ import annotations
 

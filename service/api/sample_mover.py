@@ -1,4 +1,4 @@
-"""Converts samples of earlier versions, stored one per database row, to the present form while the server runs."""
+"""Background migration of stored samples from the form of earlier versions, one database row per sample."""
 
 from __future__ import annotations
 

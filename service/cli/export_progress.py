@@ -1,4 +1,4 @@
-"""Progress of an export: one line that is rewritten in a terminal, or a line every few seconds elsewhere."""
+"""Progress of an export: one line that is rewritten on a terminal, or a new line every few seconds elsewhere."""
 
 from __future__ import annotations
 

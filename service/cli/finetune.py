@@ -112,7 +112,7 @@ def _quiet(text: str) -> None:
 
 @contextmanager
 def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
-    """Context in which new losses and evaluations of trainings are printed every 5 s.
+    """Context in which new losses and evaluations of running trainings are printed every 5 s.
 
     `places` has the directories of the trainings by alias of the expert. The output is text on standard error, or with
     `as_json` JSON lines on standard output.
@@ -144,7 +144,7 @@ def _text(alias: str, lines: list[dict[str, Any]]) -> str:
 
 
 def training_text(line: Mapping[str, Any]) -> str:
-    """Text of an expert's training step with its loss, the values of an evaluation, or both."""
+    """Text that describes an expert's training step: the loss, the values of an evaluation, or both."""
     of = f" of {line['steps']}" if line.get("steps") else ""
     loss = f"  loss {line['loss']:.4f}  {line['seconds']:.2f} s a step" if "loss" in line else ""
     scores = "".join(f"  {name} {value:.3f}" for name, value in line.get("values", {}).items())

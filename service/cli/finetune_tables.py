@@ -1,4 +1,4 @@
-"""Fine-tunings of a server as tables for the terminal."""
+"""Terminal tables of a server's fine-tunings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["analysis_tables", "finetune_table", "finetunes_table"]
 
 
 def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
-    """Table of fine-tunings, one row for each in the given order, with prefixes of ids that are unique in the table."""
+    """Table of fine-tunings, one row each in the given order, with prefixes of ids that are unique in the table."""
     table = titled("Fine-tunings")
     for name in ("fine-tuning", "name", "state"):
         table.add_column(name, overflow="fold")
@@ -42,7 +42,7 @@ def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
 
 
 def analysis_tables(document: AnalysisDocument) -> list[Table]:
-    """Tables of an analysis: distributions fitted to task vectors, and losses of merges by method and optimizer."""
+    """Tables of a fine-tuning's analysis: distributions fitted to task vectors, and losses of merges."""
     fits = titled("Task vectors")
     for name in ("expert", "optimizer", "distribution"):
         fits.add_column(name, no_wrap=True)

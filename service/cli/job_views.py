@@ -1,4 +1,4 @@
-"""Displays of a server's jobs: `JobView` for any kind of job, and subclasses for kinds that show more."""
+"""Terminal displays of a server's jobs: `JobView` for any kind of job, and subclasses for kinds that show more."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Job = Mapping[str, Any]
 
 
 class JobView:
-    """Display of a server's jobs of one kind, with results on standard output and progress on standard error.
+    """Terminal display of a server's jobs of one kind: results on standard output, progress on standard error.
 
     Its subclasses, such as `StudyView`, show more of the jobs of one kind.
     """
@@ -69,7 +69,7 @@ class JobView:
             print(f"{self._kind.noun} {job['name']}: {job['state']}{reason}", file=sys.stderr)
 
     def export(self, job: Any, name: str, out: Path, *, dtype: str | None, prefer: Mapping[str, float] | None) -> None:
-        """Download a model of a job to the new directory `out`.
+        """Download a merged model or trained expert of a job to the new directory `out`.
 
         `name` is the trial of a study or the alias of a fine-tuning's expert. `dtype` and `prefer` (weights of the
         objectives) are for studies only. Raises Conflict if jobs of this kind have no models.
@@ -82,7 +82,7 @@ class JobView:
 
 
 class StudyView(JobView):
-    """Display of studies, which also shows progress in trials and samples, and held-out results at the end."""
+    """Terminal display of studies, with progress in trials and samples, and held-out results at the end."""
 
     def list_table(self, jobs: Sequence[Any]) -> Table:
         from service.cli.tables import studies_table
@@ -125,7 +125,7 @@ class StudyView(JobView):
 
 
 class FinetuneView(JobView):
-    """Display of fine-tunings, which also shows the experts' losses and, at the end, how to download the experts."""
+    """Terminal display of fine-tunings, with the experts' losses and, at the end, how to download the experts."""
 
     def list_table(self, jobs: Sequence[Any]) -> Table:
         from service.cli.finetune_tables import finetunes_table
@@ -164,7 +164,7 @@ VIEWS: Mapping[str, type[JobView]] = {SEARCH.name: StudyView, FINETUNE.name: Fin
 
 
 def view_of(kind: str, client: Client, *, as_json: bool) -> JobView:
-    """Create the display of jobs of the kind named `kind`, on the server of `client`."""
+    """Create the terminal display of jobs of the kind named `kind`, on the server of `client`."""
     return VIEWS.get(kind, JobView)(kind_of(kind), client, as_json=as_json)
 
 

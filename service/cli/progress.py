@@ -92,7 +92,7 @@ class ProgressView:
                 self._show_line()
 
     def note(self, text: str) -> None:
-        """Print a message that stays visible, such as a failure or the place of the report."""
+        """Print a message that stays visible, such as a failed trial or the location of the report."""
         if (live := self._live) is not None:
             # Without `self._lock`: the thread that redraws holds rich's lock while it acquires this one.
             live.console.print(Text(text))
@@ -103,7 +103,7 @@ class ProgressView:
             self._write(text)
 
     def close(self) -> None:
-        """Show the last snapshot, if not shown yet, and release the terminal. A second call does nothing."""
+        """Show the last progress snapshot, if not shown yet, and release the terminal; may be called twice."""
         with self._lock:
             if self._live is None and self._snapshot is not self._shown:
                 self._show_line()

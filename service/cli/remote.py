@@ -1,4 +1,4 @@
-"""Verbs that use a server: each sends requests, prints the result, and returns the command's exit code.
+"""Commands of `mergesearch` that use a server: each sends requests, prints the result, and returns the exit code.
 
 Users refer to a job by its id, a unique prefix of its id, or its name if no other job has the same name.
 """
@@ -36,7 +36,7 @@ INTERRUPTED = 130
 
 @contextmanager
 def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None = None) -> Iterator[ServerVerbs]:
-    """Connect to a server, and yield the commands of `mergesearch` that use it.
+    """Connect to a server, and yield the commands of `mergesearch` that use the server.
 
     The server's address is `server`; if it is None, the environment variable MERGESEARCH_SERVER, or
     http://127.0.0.1:8080 if the variable is not set. With `as_json` the commands print JSON. `no_directory` is the

@@ -166,7 +166,7 @@ def benchmarks_table(document: BenchmarksDocument) -> Table:
 
 
 def attacks_table(document: BenchmarksDocument) -> Table:
-    """Table of benchmarks whose prompts are attacked: values without and with the attack, and the drop rate."""
+    """Table of benchmarks with adversarially changed prompts: values before and after, and the drop rate."""
     table = titled("Attacked prompts")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
@@ -220,7 +220,7 @@ def judged_table(document: BenchmarksDocument) -> Table:
 
 
 def finding_line(document: FindingDocument) -> Text:
-    """Line that states a study's finding: whether a merge is better than the baselines."""
+    """Line that states a study's main result: whether a merge is better than the baselines."""
     return Text(f"finding:       {document['text']}")
 
 
@@ -230,7 +230,7 @@ def search_line(document: SearchDocument) -> Text:
 
 
 def verification_line(document: VerificationDocument) -> Text:
-    """Line about a study's verification: whether plain transformers reproduced the engine's samples.
+    """Line about a study's verification: whether plain transformers reproduced the samples scored by vLLM.
 
     If trials were not verified, the line has the reason.
     """
@@ -412,7 +412,7 @@ def _error_text(error: float | None) -> str:
 
 
 def _exact_text(estimate: EstimateDocument, *, signed: bool = False) -> str:
-    """Text of a value that is exact because it was computed from the recipe alone; "" for a value from samples.
+    """Text of a value that is exact because it depends on the recipe alone; "" for a mean over samples.
 
     With `signed`, a positive value has a plus sign.
     """

@@ -1,4 +1,4 @@
-"""The commands `mergesearch tasks` and `mergesearch tasks fetch`: the shipped tasks, and data for offline runs."""
+"""The commands `mergesearch tasks` (list of shipped tasks) and `mergesearch tasks fetch` (download of their data)."""
 
 from __future__ import annotations
 

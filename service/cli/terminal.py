@@ -1,4 +1,4 @@
-"""Output of commands: JSON for programs, tables for people. The module imports nothing heavy."""
+"""Output of commands: JSON for programs, tables for people. The module's imports are cheap."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def print_json_line(document: Any) -> None:
 
 
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
-    """Print where a merged model was written, and which trial was picked by the user's weights of the objectives.
+    """Print where a merged model was written, and which trial the user's weights of the objectives selected.
 
     `chosen` describes this trial; None if no weights were given.
     """
@@ -60,7 +60,7 @@ def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: 
 
 
 def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
-    """Print what was removed, or would be removed: the number and bytes of each kind, one line for each."""
+    """Print which data were removed, or would be removed: for each kind of data, their number and bytes."""
     for removal in removals:
         print(removal)
     verb = "would be removed" if is_dry_run else "removed"
@@ -74,7 +74,7 @@ def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
 
 
 def print_benchmarks(document: BenchmarksDocument) -> None:
-    """Print the results of a study on benchmarks, with attacked prompts and judgments if there are any."""
+    """Print the results of a study on benchmarks, including adversarially changed prompts and judgments if there are any."""
     from service.cli.tables import attacks_table, benchmarks_table, judged_table
 
     console().print(benchmarks_table(document))

@@ -1,4 +1,4 @@
-"""Verbs of the `mergesearch` command: each does its work, prints the result, and returns the exit code.
+"""Subcommands of `mergesearch`: each does its work, prints the result, and returns the exit code.
 
 Modules that load torch, Ray, vLLM or pydantic are imported by the verb that needs them, so that `--help` is instant.
 """
@@ -477,7 +477,7 @@ def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerb
 
 
 def _is_directory(options: argparse.Namespace) -> bool:
-    """Whether the command's argument `run` is the directory of a `mergesearch run` rather than a job on a server.
+    """Whether the command's argument `run` names a directory of `mergesearch run` rather than a server's job.
 
     It is a directory if no server is given, and the argument is an existing path or contains a path separator.
     """

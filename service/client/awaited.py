@@ -1,4 +1,4 @@
-"""The asynchronous client: it has the methods of the blocking client, as coroutines."""
+"""The asynchronous client of the server, with the same methods as the blocking client, as coroutines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocking client, which sends the requests of the modules `flows`, `events` and `download`."""
+"""The blocking client of the server: it sends the HTTP requests that generators in `flows` and `events` yield."""
 
 from __future__ import annotations
 

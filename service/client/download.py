@@ -1,4 +1,4 @@
-"""Unpacks a merged model from a tar stream.
+"""Unpacks the tar stream of a downloaded model into a directory.
 
 The model's directory appears complete or not at all; nothing else is written. The archive is not trusted: only folders
 and ordinary files below a single folder are accepted.
@@ -27,7 +27,7 @@ Received = Callable[[int, int | None], None]
 
 
 def check_free(out: Path, num_bytes: int | None = None) -> None:
-    """Check that the directory `out` does not exist, and that its disk has room for `num_bytes` (None: unknown).
+    """Check that the directory `out` does not exist, and that its disk has `num_bytes` free (None: unknown size).
 
     Raises:
         Conflict: `out` exists, or its disk is too small.
@@ -39,7 +39,7 @@ def check_free(out: Path, num_bytes: int | None = None) -> None:
 
 
 def unpack(chunks: Iterable[bytes], out: Path, *, num_bytes: int | None = None) -> Path:
-    """Unpack a tar archive, which has one folder, to the new directory `out`.
+    """Unpack a tar archive that contains one folder, and name the folder `out`, which must not exist.
 
     The folder is unpacked next to `out` and renamed at the end. After an error nothing is left behind.
 
@@ -127,7 +127,7 @@ def _parts(member: tarfile.TarInfo) -> tuple[str, ...]:
 def counted(
     chunks: Iterator[bytes], num_bytes: int | None, received: Received | None, stop: threading.Event
 ) -> Iterator[bytes]:
-    """Yield the `chunks` of a download, and report the bytes so far and the total `num_bytes` to `received`.
+    """Yield the `chunks` of a download; `received` is called with the bytes received so far and the total.
 
     Raises:
         InterruptedError: The download was cancelled by setting `stop`.

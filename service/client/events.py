@@ -1,4 +1,4 @@
-"""Parser of a job's server-sent events (WHATWG HTML, section 9.2). It neither sends nor receives; its caller does.
+"""Parser of a job's server-sent events (WHATWG HTML, section 9.2) without network access of its own.
 
 After a lost connection, the caller asks for the events after the last one received.
 """
@@ -47,7 +47,7 @@ class Event:
 
 
 class EventReader:
-    """Reader of a job's event stream that leaves sending and receiving to its caller.
+    """Parser of a job's event stream; its caller sends the requests and receives the bytes.
 
     The caller sends the request that the method `call` returns and passes the received bytes to the method `feed`,
     which yields events. When a connection has ended, the method `pause_s` returns how long to wait before the next
@@ -75,7 +75,7 @@ class EventReader:
         return Call("GET", self._path, headers=headers)
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Append the received bytes `data`, and yield the events that are complete now. Each event is yielded once."""
+        """Parse the received bytes `data`, and yield the events that are complete now, each event once."""
         self._heard_at, self._failures = self._clock(), 0
         # Split at line feeds only: str.splitlines also splits at characters that JSON text may contain.
         *lines, self._rest = (self._rest + data).split(b"\n")

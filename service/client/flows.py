@@ -1,4 +1,4 @@
-"""Flows of the calls about studies: each call of a client as a generator of requests.
+"""Client methods about studies, as generators that yield HTTP requests and return results.
 
 A flow sends nothing itself. It yields requests, and pauses in seconds; it receives the responses, and returns a typed
 document. So a client can run a flow either blocking or with asyncio.

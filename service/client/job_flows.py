@@ -1,4 +1,4 @@
-"""Flows of the calls about jobs of any kind: each call of a client as a generator of requests (see `flows`)."""
+"""Client methods about jobs of any kind, as generators that yield HTTP requests and return results (see `flows`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns flows into methods of a client, with the signature and docstring of the flow."""
+"""Turns generators of HTTP requests into methods of a client, with the generator's signature and docstring."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ C = TypeVar("C")
 
 
 class BlockingRunner(Protocol):
-    """Interface of a client that runs a flow (a generator of requests) and blocks until the flow ends."""
+    """Interface of a client that sends the requests of a generator `flow`, and blocks until it returns."""
 
     def _run(self, flow: Flow[T], /) -> T: ...
 
 
 class AwaitedRunner(Protocol):
-    """Interface of a client that runs a flow (a generator of requests) with asyncio."""
+    """Interface of a client that sends the requests of a generator `flow` with asyncio."""
 
     async def _run(self, flow: Flow[T], /) -> T: ...
 

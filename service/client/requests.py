@@ -1,4 +1,4 @@
-"""Requests that flows yield, and functions that read the responses.
+"""HTTP requests that the client's generators yield, and functions that read the responses.
 
 A request is sent again if its connection was lost. Repeating a request is safe: submissions have an idempotency key.
 """
@@ -63,7 +63,7 @@ class Response:
 
 @dataclass(frozen=True)
 class TransportError:
-    """Outcome of a request that got no complete response, with the reason.
+    """Error value of a request that got no complete response, with the reason.
 
     `was_cut` is True if a connection was made and then lost, False if none could be made.
     """

@@ -1,4 +1,4 @@
-"""Converts requests to the form of httpx, and httpx's responses to Responses; httpx is imported at the first use."""
+"""Converts requests and responses between the client's types and httpx, which is imported at the first use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def address(url: str) -> str:
 
 
 def request(url: str, call: Call) -> dict[str, Any]:
-    """Keyword arguments of httpx's `request` that send `call` to the server at `url`."""
+    """Keyword arguments for httpx's `request` to send `call` to the server at `url`."""
     return {
         "method": call.method,
         "url": url + call.path,
@@ -49,14 +49,14 @@ def request(url: str, call: Call) -> dict[str, Any]:
 
 
 def timeout(timeout_s: float) -> httpx.Timeout:
-    """Timeouts, in httpx's form, of a request whose response may take `timeout_s` seconds."""
+    """Timeouts (`httpx.Timeout`) of a request whose response may take `timeout_s` seconds."""
     import httpx
 
     return httpx.Timeout(timeout_s, connect=CONNECT_S)
 
 
 def listening() -> httpx.Timeout:
-    """Timeouts, in httpx's form, of an event stream, whose connection counts as lost after 45 s without data."""
+    """Timeouts (`httpx.Timeout`) of an event stream, whose connection counts as lost after 45 s without data."""
     return timeout(SILENCE_S)
 
 
@@ -66,7 +66,7 @@ def reply(response: httpx.Response, content: bytes) -> Response:
 
 
 def lost(url: str, error: httpx.RequestError) -> TransportError:
-    """Convert httpx's error for a request to `url` that got no complete response to a TransportError."""
+    """Convert httpx's error for a request to `url` without a complete response to a TransportError."""
     import httpx
 
     was_there = isinstance(error, httpx.ReadError | httpx.WriteError | httpx.CloseError | httpx.RemoteProtocolError)

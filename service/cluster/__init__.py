@@ -1,4 +1,4 @@
-"""Connects to Ray or starts it, and keeps a driver running on Ray for every unfinished job.
+"""Connections to a Ray cluster, and the supervision that keeps a driver running on Ray for each unfinished job.
 
 - `session`: Ray for the duration of one command
 - `local_ray`: a Ray cluster on this machine that outlives the server

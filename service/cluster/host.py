@@ -1,4 +1,4 @@
-"""Supervises the Ray cluster of this machine, which runs in a process of its own (`service.cluster.local_ray`)."""
+"""Supervision of the Ray cluster of this machine, which runs in a separate process (`service.cluster.local_ray`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Host:
-    """Supervisor of the Ray cluster that the server runs on this machine.
+    """Supervisor of the Ray cluster that the server runs on its own machine.
 
     The cluster is a process of `service.cluster.local_ray`. It is started again if it dies. It continues when the
     server ends, and the next server uses it.

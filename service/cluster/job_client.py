@@ -1,4 +1,4 @@
-"""Ray's client of jobs, with a limit on how long a request may take.
+"""Client of Ray's Jobs API, with a limit on the duration of a request.
 
 Without the limit, Ray's client would wait forever for a dashboard that accepts connections but does not answer.
 """
@@ -14,7 +14,7 @@ ANSWER_S = 60.0
 
 
 def job_client(url: str) -> Any:
-    """Create Ray's client of jobs for the dashboard at `url`.
+    """Create a client of Ray's Jobs API for the dashboard at `url`.
 
     This function and the client's methods raise ConnectionError if the dashboard does not answer a request within
     ANSWER_S seconds.

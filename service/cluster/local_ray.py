@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostRecord:
-    """Record of a running Ray cluster, as stored in the server's data directory.
+    """Record of a running Ray cluster of this machine, as stored in the server's data directory.
 
     `process` is the id of the cluster's main process, and `started_at` its start time in seconds since the epoch.
     Drivers connect to `address`. `dashboard_url` is the address for browsers and for the submission of jobs.
@@ -200,7 +200,7 @@ def _is_dead(process: psutil.Process) -> bool:
 
 
 def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Path) -> str:
-    """Wait until the Ray cluster must stop, and return the reason.
+    """Wait until the server of `data_dir` no longer needs the Ray cluster or the cluster fails, and return the reason.
 
     The cluster stops if one of the processes `vital` dies, if `stopping` is set, or if no server has used `data_dir`, a
     server's data directory, for 600 s.
@@ -217,7 +217,7 @@ def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Pat
 
 
 def _is_served(data_dir: Path) -> bool:
-    """Whether a server uses `data_dir`: whether the process that last locked the directory still runs."""
+    """Whether a server uses `data_dir`, that is, whether the process that last locked the directory still runs."""
     try:
         return bool(psutil.pid_exists(int((data_dir / LOCK_FILE).read_text())))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Calls of functions on a node of the cluster, each as a Ray Job.
+"""Remote function calls on chosen nodes of a Ray cluster, each as a Ray Job.
 
 A server on another machine may not have access to files that nodes have access to, such as models, and its machine has
 another amount of memory. The server stores a call among the artifacts, by the sha256 of its content, because both
@@ -55,7 +55,7 @@ TOLD = re.compile(r"^result of the call: ([0-9a-f]{64})$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a Ray cluster: its id, the address of its machine, and its GPUs, CPUs and memory in bytes for work.
+    """A node of a Ray cluster: its id, its machine's address, and the GPUs, CPUs and bytes of memory that Ray may use.
 
     Drivers run on the head (`is_head`).
     """
@@ -100,7 +100,7 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
 
 
 class NodeCalls:
-    """Calls of functions on nodes of a cluster, as Ray Jobs.
+    """Remote function calls on chosen nodes of a Ray cluster, each as a Ray Job.
 
     `connected` returns Ray's client of jobs and the dashboard's URL; the client is None while Ray does not answer.
     `data_dir` and `files` are the server's data directory and its location of artifacts; they are passed to the nodes.
@@ -114,7 +114,7 @@ class NodeCalls:
         self._files = files
 
     def place(self) -> tuple[Node | None, tuple[EngineMachines, ...]]:
-        """The node on which jobs must be checked, None for the current process, and the machines that can run engines.
+        """Select the node on which jobs are checked (None: this process), and list machines that can run engines.
 
         The node is the head of the cluster: drivers repeat the checks there later, with the same models and the same
         database, which other nodes may be unable to reach. Jobs are checked in the current process if the head is on
@@ -173,7 +173,7 @@ class NodeCalls:
         raise value
 
     def _run(self, digest: str, node: Node, timeout_s: float) -> str:
-        """Run a call as a Ray Job, and return the sha256 of its result."""
+        """Run a remote function call as a Ray Job, and return the sha256 under which its result is stored."""
         client, _ = self._connected()
         if client is None:
             raise ConnectionError("Ray's dashboard does not answer")
@@ -214,7 +214,7 @@ def _own_addresses() -> set[str]:
 
 
 def _read(blobs: BlobStore, digest: str) -> bytes:
-    """Content of the stored file with the given sha256. Raises ConnectionError if the file is missing or changed."""
+    """Content of the stored file with the given sha256. Raises ConnectionError if it is missing or was changed."""
     try:
         content = blobs.read(digest)
     except FileNotFoundError as error:
@@ -225,7 +225,7 @@ def _read(blobs: BlobStore, digest: str) -> bytes:
 
 
 def main() -> int:
-    """Run the call that the command line names, on this node, and print the sha256 of the result."""
+    """Run, on this node, the function call that the command line names, and print the sha256 of the stored result."""
     parser = argparse.ArgumentParser(prog="python -m service.cluster.node_calls")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--files")

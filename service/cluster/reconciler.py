@@ -1,4 +1,4 @@
-"""Reconciler: keeps a driver running for every unfinished job, as a Ray Job that the server submits and watches.
+"""Reconciler: keeps a driver, submitted and watched as a Ray Job, running for every unfinished job.
 
 A thread of the server restarts Ray if the server runs its own, submits a driver for every job that needs one, and
 replaces lost drivers. It relies only on SQL (results and heartbeats) and on the states of Ray Jobs that the cluster
@@ -186,7 +186,7 @@ def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str 
 
 
 class RayCluster:
-    """Thread of the server that keeps a driver running for every unfinished job, on a Ray cluster.
+    """Thread of the server that keeps a driver running, on a Ray cluster, for every unfinished job.
 
     If several servers use the database, one of them is the leader. Only the leader starts and stops drivers, and runs
     Ray. The other servers compute the same decisions from the stored state, so that all servers give the same answers.
@@ -234,7 +234,7 @@ class RayCluster:
 
     @property
     def calls(self) -> NodeCalls | None:
-        """Calls of functions on nodes of the cluster; None if the server runs the cluster itself, on its machine."""
+        """Remote function calls on the cluster's nodes; None if the server itself runs Ray, on its own machine."""
         if self._host is not None:
             return None
         return NodeCalls(lambda: (self._client, self._dashboard_url), self._data_dir, self._files)
@@ -358,7 +358,7 @@ class RayCluster:
         return self._too_many_machines()
 
     def _too_many_machines(self) -> str | None:
-        """Reason why no driver may start: the cluster has several machines, and the database is a file on one of them.
+        """Reason why no driver may start: an SQLite database is a file on one of several machines.
 
         Returns None if drivers may start. The machines are counted every NODES_S seconds, because some may join or
         leave.
@@ -402,7 +402,7 @@ class RayCluster:
             self._stop_cancelled()
 
     def _stop_drivers(self) -> None:
-        """Ask the driver of every unfinished job to end once the chunks that it waits for are scored.
+        """Ask the driver of every unfinished job to end after the samples that are being scored.
 
         Each driver is asked only once.
         """
@@ -416,7 +416,7 @@ class RayCluster:
                 self._asked_to_stop.add(name)
 
     def _look_at(self, job: JobRecord, *, now: float, may_start: bool, acts: bool) -> bool:
-        """Decide the next action for an unfinished job: wait, submit or stop a driver, or end the job as FAILED.
+        """Choose and take the next action for an unfinished job: wait, start or stop a driver, or fail the job.
 
         The action is taken only if `acts` is True, as it is for the leader. A driver is submitted only if `may_start`
         is True. `now` is in seconds since the epoch. Returns whether the job has a driver, or will have one soon.
@@ -457,7 +457,7 @@ class RayCluster:
         return True
 
     def _lose_driver(self, job: JobRecord, because: str | None) -> None:
-        """Remember the reason `because` for which the job's last driver is replaced; the next driver receives it.
+        """Remember why the last driver of a job is replaced, because the next driver receives this reason.
 
         Later reasons for the same driver are ignored. If `because` is None, nothing is remembered.
         """
@@ -465,7 +465,7 @@ class RayCluster:
             self._losses.setdefault(job.id, {}).setdefault(job.submissions, because)
 
     def _submit(self, job: JobRecord, number: int, because: str | None) -> bool:
-        """Submit the driver with the given number for `job`, and return whether the cluster accepted the driver.
+        """Submit the driver with the given number for `job`, and return whether the Ray cluster accepted it.
 
         `because` says why the previous driver was replaced; None if there is no reason to state.
         """
@@ -507,7 +507,7 @@ class RayCluster:
                 self._quiet.add(name)
 
     def _ray_job(self, job: JobRecord) -> tuple[str | None, str | None]:
-        """State of the Ray Job of the job's last driver, and the cluster's message about it on one line.
+        """State of the Ray Job that ran the last driver of a job, and Ray's message about it on one line.
 
         The message is None if there is none. Both are None if the cluster does not know the Ray Job.
         """
@@ -532,7 +532,7 @@ def _machines(dashboard_url: str | None) -> frozenset[str]:
 
 
 def _accepts_no_jobs(error: Exception) -> bool:
-    """Whether `error` from a submission says that the cluster accepts no Ray Job yet.
+    """Whether `error` from a submission says that the Ray cluster does not accept Ray Jobs yet.
 
     A new cluster answers other requests some time before its agents, which receive Ray Jobs, can be reached.
     """
@@ -540,7 +540,7 @@ def _accepts_no_jobs(error: Exception) -> bool:
 
 
 def _is_unknown(error: Exception) -> bool:
-    """Whether `error` says that the cluster does not know a Ray Job.
+    """Whether `error` says that the Ray cluster does not know a Ray Job.
 
     The text decides, because Ray's client raises the same class for every refusal.
     """

@@ -1,4 +1,4 @@
-"""Ray for the duration of one command.
+"""Connection of one command to a Ray cluster, or a Ray started on this machine for the command's duration.
 
 The cluster is the one that RAY_ADDRESS names, or one that the command starts and stops.
 """
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RaySession:
-    """Connection to Ray.
+    """Connection of this process to Ray.
 
     `is_own` says whether the current process started Ray. `dashboard_url` is None if Ray has no dashboard.
     """
@@ -48,7 +48,7 @@ class RaySession:
 
 @contextmanager
 def ray_session() -> Iterator[RaySession]:
-    """Context in which Ray is connected: the cluster that RAY_ADDRESS names, or a new one on this machine.
+    """Context with a connection to the cluster that RAY_ADDRESS names, or to a Ray that is started here.
 
     Raises ConnectionError if Ray cannot be reached or started.
     """
@@ -68,7 +68,7 @@ def ray_session() -> Iterator[RaySession]:
 
 
 def prepare_environment() -> None:
-    """Set the environment variables that Ray reads when it is imported or started, unless they are set already."""
+    """Set the environment variables that Ray reads at its import or start, unless they are set already."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard lists no runs
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
@@ -80,7 +80,7 @@ def prepare_environment() -> None:
 
 
 def check_reachable(*, timeout_s: float = ANSWER_WAIT_S) -> None:
-    """Check that Ray may be running at the host and port that RAY_ADDRESS names.
+    """Check that a Ray cluster may be running at the host and port that RAY_ADDRESS names.
 
     Raises ConnectionError if no program that could be Ray answers within `timeout_s` seconds. `ray.init` would try for
     minutes.

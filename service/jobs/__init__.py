@@ -1,4 +1,4 @@
-"""Jobs, which the server stores, runs on the cluster as Ray Jobs, and shows.
+"""Jobs (studies and fine-tunings): their kinds, and the drivers that work on them as Ray Jobs.
 
 - `base`: the declaration of a kind of job, and the data that its drivers receive
 - `registry`: the kinds

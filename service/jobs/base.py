@@ -1,4 +1,4 @@
-"""Interface of a kind of job: its declaration, and the data that its drivers receive.
+"""Interface of a kind of job (study or fine-tuning), and the objects that a driver of the job receives.
 
 The server stores jobs, runs them on the cluster and shows them. A job is a study, which searches, or a fine-tuning,
 which trains. Everything that differs between kinds of job is in the `JobKind` that the package of the kind declares.
@@ -35,7 +35,7 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class RequestContext:
-    """Context in which a submitted job is checked: the files it may read, the server's other jobs, and limits.
+    """Context in which a submitted job is checked: readable files, the server's other jobs, and limits.
 
     - `access`: limits the files that the job may read; None is no limit
     - `store_url`, `data_dir`: the server's database and data directory, which have the other jobs that the job refers
@@ -88,7 +88,7 @@ class View:
 
 @dataclass(frozen=True)
 class Resources:
-    """Functions with which drivers use the cluster; tests replace them.
+    """Functions through which drivers connect to Ray, scoring replicas and Ray Train; tests replace them.
 
     - `ray`: connects to Ray.
     - `scorer`: opens scoring replicas. Its arguments are the models, the engine's options and the number of replicas.
@@ -104,7 +104,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One driver's attempt at a job, with everything that the driver needs to work on the job.
+    """The work of one driver on a job, with everything that the driver needs for it.
 
     `writer` stores the results of this attempt. `work_dir` is the job's directory for files. `heartbeat` reports that
     the driver is alive. `resources` are the functions with which the driver uses the cluster. `note` shows a message in
@@ -121,7 +121,7 @@ class Attempt:
 
     @property
     def job(self) -> JobRecord:
-        """Present record of the attempt's job, read from the store."""
+        """Present record of the job of this attempt, read from the store."""
         return self.store.job(self.writer.job_id)
 
     def progressed(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The driver of one stored job as a Ray Job: `python -m service.jobs.driver --data DIR --job ID`.
+"""Driver that works on one stored job, run as a Ray Job: `python -m service.jobs.driver --data DIR --job ID`.
 
 The driver calls the function `work` that the job's kind declares. The exit code is 0 if the job has ended, with success
 or failure, as stored. It is 1 if the job has not ended; another driver may then continue the job.
@@ -74,7 +74,7 @@ def drive(
     because: str | None = None,
     resources: Resources | None = None,
 ) -> int:
-    """Take over a stored job, work on it, and return the process's exit code.
+    """Become the driver of a stored job, work on the job, and return the process's exit code.
 
     The job passed its checks when it was created. If something is missing now, such as a model, the hub, an engine or
     Ray, this driver ends, and a later driver tries again. The job fails only for problems that every later driver would
@@ -121,7 +121,7 @@ def drive(
 
 
 def _check_clock(store: Store) -> None:
-    """Log a warning if this machine's clock differs from that of the database.
+    """Log a warning if this machine's clock differs from the database's clock.
 
     The times of events and heartbeats are by the database's clock, the times of log messages by this machine's clock.
     """

@@ -1,4 +1,4 @@
-"""Heartbeat of a driver: reports that the driver is alive, and when it last made progress with its job.
+"""Heartbeat of a driver: reports that the driver is alive, and how long it has made no progress with its job.
 
 A separate thread sends the heartbeats, so they continue even if the driver hangs. Each heartbeat therefore contains the
 number of seconds since the driver last made progress, and the limit above which the reconciler replaces the driver.
@@ -65,7 +65,7 @@ class Heartbeat:
 
     @property
     def patience_s(self) -> float:
-        """Seconds without progress after which the driver is replaced.
+        """Seconds without progress before the driver is replaced.
 
         The result is `min_patience_s`, or ten times the longest time that a replica took for a chunk, whichever is
         larger.
@@ -89,7 +89,7 @@ class Heartbeat:
         self._send(self.wall_clock_s)
 
     def discount(self) -> None:
-        """Store a heartbeat that does not count the time since the driver's last scored chunk as worked time.
+        """Store a heartbeat whose working time excludes the time since the driver last stored scored samples.
 
         A driver calls this method if it has only waited since that chunk. If this driver has scored no chunk, the
         stored working time is the time that earlier attempts worked.
@@ -97,7 +97,7 @@ class Heartbeat:
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 
     def check(self) -> None:
-        """Raise StaleAttempt if a heartbeat was refused because another driver has taken over the job."""
+        """Raise StaleAttempt if a heartbeat was refused because another driver works on the job now."""
         if self._stale is not None:
             raise StaleAttempt(*self._stale.args)
 

@@ -1,4 +1,4 @@
-"""Registry of the kinds of job. A new kind is a package beside `search` and `finetune`, and a name in `KINDS`."""
+"""Registry of the kinds of job. A new kind is a package like `search` and `finetune`, and a name in `KINDS`."""
 
 from __future__ import annotations
 

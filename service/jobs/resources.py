@@ -1,4 +1,4 @@
-"""Cluster resources of drivers: connections to Ray, scoring replicas and Ray Train."""
+"""Connections of drivers to Ray, scoring replicas and Ray Train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads files that describe merges, as JSON or YAML, and collects the problems in them."""
+"""Reads files that describe merges, as JSON or YAML, and collects the problems in the files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER_PROGRAMS = {
 
 
 class Problems:
-    """Collector of problems and warnings of a merge, so that all of them can be reported together.
+    """Collector of problems and warnings about a merge, which are reported together as one error.
 
     Problems are about the merge's file, its models or the directory of the result; `of_file` has the problems about the
     file. Warnings are lines about keys of the file that have no effect. With `strict`, warnings count as problems.
@@ -41,12 +41,12 @@ class Problems:
         return bool(self.of_file or self._of_others)
 
     def add(self, *lines: str) -> None:
-        """Add problems of the merge's file, one line each."""
+        """Add problems in the file that describes the merge, one line each."""
         self.of_file += lines
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Context that adds errors about the file, the models or the result's directory to the problems."""
+        """Context that catches errors about the file, the models or the result's directory, and collects them."""
         try:
             yield
         except InvalidRecipe as error:
@@ -91,7 +91,7 @@ def read_document(file: Path, *, warn: Callable[[str], None]) -> Any:
 
 
 def read_documents(file: Path, *, warn: Callable[[str], None]) -> list[Any]:
-    """Read the documents of a file that describes merges, one document for each merge.
+    """Read the documents of a file that describes one or several merges, one document for each merge.
 
     `warn` is called with a line for each key that is given twice. Raises InvalidRecipe if the file cannot be read or
     describes no merge.

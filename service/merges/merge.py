@@ -1,4 +1,4 @@
-"""`mergesearch merge`: one merge that a file describes, without a search.
+"""`mergesearch merge`: writes the one merge that a file describes, without a search.
 
 The file's keys decide whether the file is a recipe or a mergekit configuration. Everything is checked before anything
 is written, and the headers of the models' files are checked before weights are read.
@@ -240,7 +240,7 @@ def _prepare(
     strict: bool,
     **fetching: Any,
 ) -> _PreparedMerge:
-    """Read the file of a merge, and open and check its models.
+    """Read the file that describes a merge, and open and check its models.
 
     `document` is the parsed content of `file`; None reads the file. `directories` has directories of models by name.
     `strict` treats warnings as errors. `fetching` are further arguments of `_bank`, which opens the weights. All
@@ -286,7 +286,7 @@ def _check(recipe: Recipe, bank: Bank) -> None:
 def _of_recipe(
     document: Any, directories: Mapping[str, Path], problems: Problems, **fetching: Any
 ) -> _PreparedMerge | None:
-    """Prepare a merge that is described by a recipe.
+    """Open and check the models of a merge that a recipe describes.
 
     `document` is the recipe. `directories` has the directories of the models by alias. Problems that are found are
     added to `problems`. The result is None if the problems prevent opening the models. `fetching` are further arguments
@@ -333,7 +333,7 @@ def _of_recipe(
 def _of_configuration(
     document: Any, file: Path, directories: Mapping[str, Path], problems: Problems, **fetching: Any
 ) -> _PreparedMerge | None:
-    """Prepare a merge that is described by a mergekit configuration.
+    """Open and check the models of a merge that a mergekit configuration describes.
 
     `document` is the configuration, and `file` the file that it is from. `directories` has directories of models by
     name. If problems are found, they are added to `problems`, and the result is None. The models are checked even if
@@ -397,7 +397,7 @@ def _opened(
     problems: Problems,
     unmerged: Mapping[str, str] | None = None,
 ) -> ResolvedFamily | None:
-    """Locate the models of a merge and check their headers, even if some models are missing.
+    """Locate the models of a merge and check their headers; problems are collected even if a model is missing.
 
     `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, by alias.
     `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an adapter
@@ -450,7 +450,7 @@ def _resolved(
 
 
 def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:
-    """Open the weights of models whose headers were checked, and return them as a bank.
+    """Open the weights of models whose headers were checked, and return them as a `Bank` of source tensors.
 
     A bank gives merges the tensors of all sources. With `downloads`, models that are not on this machine are downloaded
     first. `note` is called with messages about downloads and slow reads. Raises InvalidModel if weights cannot be used.
@@ -464,7 +464,7 @@ def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[st
 
 @contextmanager
 def _patiently(note: Callable[[str], None], text: str) -> Iterator[None]:
-    """Context that calls `note` with `text` once if the code in it runs for more than 3 s."""
+    """Context that calls `note` with `text` if the code inside runs for more than 3 s."""
     timer = Timer(PATIENCE_S, note, (text,))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""Merges of a file with several documents, as in mergekit-multi: merges with a name can be sources of other merges.
+"""Several merges in one file, as in mergekit-multi: a merge with a name can be a source of another merge.
 
 Each named merge is written to a separate directory and kept, so that the final merge can be repeated from its recipe.
 """
@@ -28,7 +28,7 @@ NAME = re.compile(r"[\w.-]+")
 
 @dataclass(frozen=True)
 class _Document:
-    """Document of a merge file, which describes one merge.
+    """One of the documents in a merge file; it describes one merge.
 
     `name` is the merge's name; None for the final merge. `content` is the parsed document; None for the only document
     of a file, which is read later. `uses` are the names of merges of the same file that are sources of this merge.
@@ -40,7 +40,7 @@ class _Document:
 
 
 def intermediate_dir(out: Path) -> Path:
-    """Directory for the named merges of a file whose final merge is written to `out`; it is next to `out`."""
+    """Directory, next to `out`, for the named merges of a file whose final merge is written to `out`."""
     return out.with_name(f"{out.name}-intermediate")
 
 
@@ -185,7 +185,7 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Entries of `directories` whose names occur among the models of `document`.
+    """Select the entries of `directories` whose names are models of `document`.
 
     For the only document of a file, which is read later, all `directories` are returned; unknown names are reported
     when the document is read.

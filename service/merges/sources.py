@@ -1,4 +1,4 @@
-"""Models, vocabulary, chat template and dtype that a mergekit configuration names, and the places of the models."""
+"""Models, vocabulary, chat template and dtype that a mergekit configuration names, and where the models are."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> s
 
 
 def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Convert a mergekit configuration's options of the merged vocabulary to the key `vocabulary` of a recipe."""
+    """Convert a mergekit configuration's options about the merged vocabulary to a recipe's key `vocabulary`."""
     found: dict[str, Any] = {}
     if configuration.tokenizer_source == "union":
         found["by_id"] = True
@@ -99,7 +99,7 @@ def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> 
 def vocabulary_kept(
     configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
 ) -> str:
-    """Choose the vocabulary of the merged model: "base", "union", or a model's alias.
+    """Choose the merged model's vocabulary: "base" (the base's tokens), "union" (all tokens), or a model's alias.
 
     The vocabulary is the configured one. If none is configured and adapters have embedding rows for new tokens, it is
     the union. `warn` is called about rows that are left out, and about tokens without a row.
@@ -153,7 +153,7 @@ def _some(tokens: Sequence[str]) -> str:
 
 
 def stored_dtype(sources: ResolvedFamily) -> str:
-    """Dtype of the models that are not adapters; float32 if they have several dtypes."""
+    """Dtype of the models' stored tensors, adapters excluded; float32 if there are several dtypes."""
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     whole = [checkpoint for checkpoint in sources.checkpoints.values() if checkpoint.base is None]
     dtypes = {checkpoint.tensors[name].dtype for checkpoint in whole for name in checkpoint.layout.places}

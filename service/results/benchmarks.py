@@ -1,4 +1,4 @@
-"""Tables of the benchmark stage: values of trials, averages of groups, and comparisons with the best baselines.
+"""Results on benchmarks: values of trials, averages of groups, and comparisons with the best baselines.
 
 Comparisons are those of the held-out stage (`finding`), for each benchmark and each average: the merges that are no
 baselines against the best source model and the best published recipe. There are several merges and several values, so
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BenchmarkColumn:
-    """A benchmark of a study: the facts about its samples, its group, and the name of its data.
+    """A benchmark of a study: facts about its samples, its group, and an identifier of its data.
 
     Benchmarks with equal `data` are scored on the same documents, position by position.
     """
@@ -49,7 +49,7 @@ class BenchmarkColumn:
 
 @dataclass(frozen=True)
 class AttackedValue:
-    """Value of one trial on a benchmark with the attacked template on which it is worst.
+    """Value of one trial on a benchmark with the adversarial prompt template on which the trial is worst.
 
     Attributes:
         value: Estimate with this template.
@@ -77,7 +77,7 @@ class JudgedValue:
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """Values of one trial on the benchmarks on which it was scored completely.
+    """Values of one trial on the benchmarks of which every sample was scored for it.
 
     Attributes:
         trial: Number of the trial.
@@ -107,7 +107,7 @@ class BenchmarkRow:
 
 @dataclass(frozen=True)
 class BenchmarkTest:
-    """Comparison of merges with a rival on one benchmark, or on the average of one group.
+    """Comparison of merges with the best baseline of one kind, on a benchmark or on the average of a group.
 
     Attributes:
         name: Name of the benchmark or group.
@@ -129,13 +129,13 @@ class BenchmarkTest:
 
     @property
     def better(self) -> tuple[int, ...]:
-        """Trial numbers of the merges that are better than the rival."""
+        """Trial numbers of the merges that are better than the best baseline."""
         return tuple(number for number, difference in self.differences.items() if difference.ci95[0] > 0)
 
 
 @dataclass(frozen=True)
 class BenchmarkTable:
-    """Results of the benchmark stage.
+    """Results of all trials on the benchmarks of a study.
 
     `reference` is the number of the trial that differences are relative to, the best trial on search data; None if it
     was scored on no benchmark. `failures` has (trial number, benchmark, reason).
@@ -163,7 +163,7 @@ def benchmark_table(
     attacks: Iterable[AttackResult] = (),
     judgments: Iterable[JudgmentRecord] = (),
 ) -> BenchmarkTable:
-    """Compute the results of the benchmark stage.
+    """Compute the results of all trials on the benchmarks of a study.
 
     Args:
         trials: Trials of the study.
@@ -256,7 +256,7 @@ def _attacks(
     facts: Mapping[str, BenchmarkFacts],
     bounds: Mapping[str, Bounds],
 ) -> dict[str, AttackedValue]:
-    """Results of one recipe with attacked templates, by benchmark; none of templates that are not scored whole.
+    """Results of one merge with adversarial prompt templates, by benchmark, if every sample was scored.
 
     `samples` are all its values of benchmarks, `own` those with the original prompts.
     """
@@ -335,7 +335,7 @@ def _has_parts(column: BenchmarkColumn, own: Samples) -> bool:
 
 
 def _subtasks(facts: BenchmarkFacts, values: NDArray[np.float64]) -> dict[str, Estimate]:
-    """Estimates of the subtasks of a benchmark, and of the groups of subtasks within it, by name.
+    """Estimates, by name, for the subtasks of a benchmark and for the benchmark's groups of subtasks.
 
     `values` are in the order of the benchmark's samples. The value of a group is the mean over its samples.
     """
@@ -355,7 +355,7 @@ def _tests(
     columns: Sequence[BenchmarkColumn],
     bounds: Mapping[str, Bounds],
 ) -> tuple[BenchmarkTest, ...]:
-    """Compare the merges that are no baselines with the best baseline of each kind, on each benchmark and average."""
+    """Compare merges with the best baseline of each kind, on each benchmark and on each average."""
     merges = [number for number in scored if _is_merge(trials[number].origin)]
     objectives = {column.facts.name: column.facts.objective for column in columns}
     data = {column.facts.name: column.data or column.facts.name for column in columns}
@@ -380,7 +380,7 @@ def _tests(
 
 
 def _is_merge(origin: Origin) -> bool:
-    """Whether a trial is compared with the best baselines: the search found its recipe, or the user gave it."""
+    """Whether a trial is compared with the best baselines: the search found its merge, or the user gave it."""
     return origin.is_searched or origin is Origin.USER
 
 
@@ -401,7 +401,7 @@ def _difference(
     bounds: Mapping[str, Bounds],
     level: float,
 ) -> Estimate:
-    """Estimate how much better `first` is than `second`, in the mean over the benchmarks `names`."""
+    """Estimate how much better `first` is than `second`, on average over the benchmarks `names`."""
     estimates, minus = {}, {}
     for name in names:
         own, other = (first, second) if _sign(objectives[name]) > 0 else (second, first)

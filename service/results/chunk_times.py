@@ -1,4 +1,4 @@
-"""Times of a study's scored chunks: how long its engines worked, swapped and waited.
+"""Scoring times of a study: how long engines scored samples, swapped weights, and waited.
 
 A study has many chunks, so only a few numbers of each chunk are kept in memory.
 """
@@ -23,7 +23,7 @@ PAUSE_S = 30.0
 
 
 class ChunkTimes:
-    """Times and sizes of all chunks of samples that engines scored, added in the order in which they were stored."""
+    """Times and sizes of all chunks of samples that engines scored, added in the order of their storage."""
 
     def __init__(self) -> None:
         self._replicas: set[str] = set()
@@ -54,7 +54,7 @@ class ChunkTimes:
                 self._holdout_s[row.recipe_digest] += row.timings_s.get("score", 0.0)
 
     def engine_figures(self, *, num_replicas: int, canaries: Canaries) -> EngineFigures:
-        """Describe the engines of the study, of which `num_replicas` work at the same time.
+        """Numbers about the study's engines, of which `num_replicas` work at the same time.
 
         `canaries` are the results of the last canary of each engine.
         """
@@ -70,16 +70,16 @@ class ChunkTimes:
         )
 
     def stored_bytes(self) -> StoredBytes:
-        """Bytes of all chunks in the database; chunks of earlier versions do not count."""
+        """Bytes that the chunks of samples take in the database; chunks of earlier versions do not count."""
         return StoredBytes(*self._bytes)
 
     def samples_per_second(self) -> float | None:
-        """Samples scored per second in the search, or None if nothing was scored."""
+        """Samples scored per second during the search; None if nothing was scored."""
         span = self._span_s()
         return self._num_samples / span if span else None
 
     def tokens_per_second(self, num_tokens: Mapping[str, int]) -> dict[str, float]:
-        """Tokens per second in the held-out stage, by recipe digest.
+        """Tokens per second during the scoring of holdout data, by recipe digest.
 
         `num_tokens` has the number of generated tokens by recipe digest. All recipes are given the same prompts in this
         stage, so the rates can be compared. Recipes without a number of tokens or a measured time are left out.
@@ -88,7 +88,7 @@ class ChunkTimes:
         return {digest: number / seconds[digest] for digest, number in num_tokens.items() if seconds.get(digest)}
 
     def _span_s(self) -> float | None:
-        """Seconds of scoring in the search, from its first chunk to its last, or None if no chunk was scored.
+        """Seconds of the search from its first scored sample to its last; None if nothing was scored.
 
         A pause of more than PAUSE_S seconds between two chunks, for example between two attempts, does not count.
         """

@@ -1,4 +1,4 @@
-"""Rows of the held-out table: the estimates of one trial, and its differences from a reference."""
+"""Held-out results of one trial: estimates by objective, and differences from a reference trial."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compare(
     documents: Mapping[str, str] | None = None,
     bounds: Mapping[str, Bounds] | None = None,
 ) -> Comparison:
-    """Compute a row of the held-out table, from the values of a trial's samples.
+    """Compute the held-out results of a trial from its samples, with the differences from a reference trial.
 
     Args:
         label: Name of the trial in the table.

@@ -1,4 +1,4 @@
-"""Documents that result files, report and API have in common: trials, sample counts, held-out rows and Pareto front."""
+"""JSON documents shared by result files, report and API: trials, sample counts, held-out results, Pareto front."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def trial_documents(run: RunRecord) -> list[TrialDocument]:
 
 
 def has_directions(study: JobRecord) -> bool:
-    """Whether the merges of a study have one share of each expert for the whole model, as in the space m3."""
+    """Whether every merge of a study gives each expert one share for the whole model, as the space m3 does."""
     kind = study.document.get("search_space", {}).get("kind", "")
     return kind in SPACES and SPACES[kind](kind=kind).has_directions
 
@@ -137,7 +137,7 @@ def samples_document(run: RunRecord) -> SamplesDocument:
 
 
 def removed_document(removed: RemovedResponses) -> RemovedResponsesDocument:
-    """Describe as JSON the removal of a study's responses: its time, and the number and bytes of the samples."""
+    """Describe as JSON which responses of a study were removed: time, number of samples, and bytes."""
     return {"time": removed.removed_at, "samples": removed.num_samples, "bytes": removed.num_bytes}
 
 
@@ -157,7 +157,7 @@ def estimate_documents(estimates: Mapping[str, Estimate]) -> dict[str, EstimateD
 
 
 def holdout_documents(run: RunRecord) -> list[HoldoutDocument]:
-    """Describe the rows of the held-out table as JSON."""
+    """Describe the results of trials on holdout data as JSON."""
     values = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
     trials = {trial.number: trial for trial in run.trials if trial.number in values}
     return [_holdout_document(row, run, trials.get(row.trial), values) for row in run.holdout]
@@ -184,7 +184,7 @@ def _holdout_document(
 
 
 def benchmarks_document(table: BenchmarkTable) -> BenchmarksDocument:
-    """Describe the results of the benchmark stage as JSON."""
+    """Describe the results of trials on benchmarks as JSON."""
     return {
         "benchmarks": [_column_document(column) for column in table.columns],
         "groups": {group: list(names) for group, names in table.groups.items()},
@@ -262,7 +262,7 @@ def _test_document(test: BenchmarkTest) -> BenchmarkTestDocument:
 
 
 def overlap_documents(overlaps: Sequence[Overlap]) -> list[OverlapDocument]:
-    """Describe as JSON which share of each holdout entry's and benchmark's items overlaps with search data."""
+    """Describe as JSON which share of the items of holdout data and benchmarks is also in the search data."""
     return [
         {
             "section": overlap.section,

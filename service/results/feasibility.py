@@ -1,4 +1,4 @@
-"""Violations of the constraints of a study's objectives.
+"""Violations of the constraints on a study's objectives.
 
 A bound may be relative to a source model. It then uses that model's value on the samples on which a trial is compared.
 """
@@ -27,7 +27,7 @@ Values = Mapping[str, float]
 
 
 def has_constraints(objectives: Sequence[Objective]) -> bool:
-    """Whether at least one of the objectives has constraints."""
+    """Whether at least one of the objectives is constrained."""
     return any(objective.constraints for objective in objectives)
 
 
@@ -37,7 +37,7 @@ def sources_of(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
 
 
 def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialResult]) -> TrialResult | None:
-    """Find the trial of the source model on which the bound of a constraint depends.
+    """Find the trial of the source model that a constraint's bound refers to.
 
     The best expert, on which a bound may depend, is the expert with the best value of the objective; among experts with
     equal values it is the first.

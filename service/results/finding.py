@@ -1,4 +1,4 @@
-"""Tests of whether a merge that the search proposed is better than the best source model and published recipe.
+"""Tests of whether a merge found by the search is better than the best source model and published recipe.
 
 Every finalist that the search proposed is compared with these two, sample by sample, by the value that selects the best
 trial. The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences
@@ -31,7 +31,7 @@ RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
 
 @dataclass(frozen=True)
 class RivalTest:
-    """Comparison of the finalists that the search proposed with a rival, the best baseline of one kind.
+    """Comparison of the search's finalists (best trials) with the best baseline of one kind, on holdout data.
 
     The rival is the baseline that is best on the holdout data themselves. Part of its lead may be luck, which makes the
     comparison harder for the finalists.
@@ -51,12 +51,12 @@ class RivalTest:
 
     @property
     def better(self) -> tuple[int, ...]:
-        """Trial numbers of the finalists that are better than the rival; the best on search data comes first."""
+        """Trial numbers of the finalists that are better than the best baseline; best on search data first."""
         return tuple(number for number, difference in self.differences.items() if difference.ci95[0] > 0)
 
 
 def criterion(objectives: Sequence[Objective]) -> str:
-    """Name of the value by which finalists and rivals are compared: an objective, or a mean of objectives."""
+    """Name of the value by which finalists and baselines are compared: an objective, or a mean of objectives."""
     names = accuracy_objectives(objectives)
     if len(objectives) == 1 or len(names) == 1:
         return names[0] if names else objectives[0].name

@@ -1,4 +1,4 @@
-"""Text forms of numbers and rows, which the terminal and the report share."""
+"""Texts for numbers and results, which the terminal and the report share."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _warm_start_sentence(start: WarmStartDocument) -> str:
 
 
 def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
-    """Sort the rows of results on held-out data by their mean, with the highest mean first.
+    """Sort rows of held-out results by their mean over objectives, highest first.
 
     A row without a mean is sorted as if its mean were 0.
     """
@@ -112,6 +112,6 @@ def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
 
 
 def violation_text(violations: Mapping[str, float]) -> str:
-    """Format the violated constraints with their excesses; the text is empty if no constraint is violated."""
+    """Text of the violated constraints with their excesses; empty if no constraint is violated."""
     found = (f"{constraint} by {excess:.3g}" for constraint, excess in violations.items())
     return f"violates {', '.join(found)}" if violations else ""

@@ -1,4 +1,4 @@
-"""Results of the held-out stage from single samples: rows, selection bias and hypervolume."""
+"""Held-out results computed from single samples: estimates of trials, selection bias, and hypervolume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Samples = Mapping[str, NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores on one split, the search data or the holdout data.
+    """Values of all samples on one split, the search data or the holdout data.
 
     `samples` are the values of samples by recipe digest. `documents` has the name of each objective's data: objectives
     with equal names were scored on the same documents, position by position.
@@ -63,7 +63,7 @@ class FrontVolume:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Results of the held-out stage.
+    """Results of scoring finalists and baselines on the holdout data.
 
     The best trial's value on search data minus its value on holdout data is the sum of `selection_bias` and
     `split_difference`. Both have a number for each objective and, as "mean", for the mean of the accuracy objectives.
@@ -98,7 +98,7 @@ def held_out_results(
     failures: Mapping[int, str] | None = None,
     seed: int = 0,
 ) -> HeldOut:
-    """Compute the results of the held-out stage.
+    """Compute the results of finalists and baselines on the holdout data.
 
     The results have no rows until the best trial has been scored on holdout data or has failed there.
 
@@ -148,7 +148,7 @@ def held_out_results(
 
 
 def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
-    """Values of the objectives that need no samples, by trial number and objective.
+    """Values of objectives that are properties of the recipe, by trial number and objective.
 
     They are the merged model's numbers of layers or parameters, which follow from the recipe and are exact.
     """
@@ -157,7 +157,7 @@ def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]
 
 
 def _with_exact(row: Comparison, exact: Mapping[int, Mapping[str, float]], reference: int | None) -> Comparison:
-    """Add the objectives that are costs of the recipe, and their differences, to a row of the held-out table.
+    """Add objectives that are properties of the recipe, such as the number of layers, to held-out results.
 
     `exact` has the values of each trial in these objectives, by trial number and objective. Differences are "this row
     minus `reference`", the trial with that number; there are none if `reference` is None.
@@ -179,7 +179,7 @@ def _exactly(value: float) -> Estimate:
 def _complete(
     trials: Iterable[TrialResult], samples: Mapping[str, Samples], names: Sequence[str]
 ) -> dict[int, Samples]:
-    """Values of the samples of each trial that has been scored completely, by trial number.
+    """Values of the samples of each completely scored trial, by trial number.
 
     `samples` has the values by recipe digest and objective, `names` are the objectives. A trial with fewer samples than
     another trial in some objective is not scored yet, or has failed; it is left out.
@@ -228,7 +228,7 @@ def _selection_bias(
     search: Scored,
     holdout: Scored,
 ) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
-    """Estimate the best trial's selection bias, and the difference between the splits, by objective and as "mean".
+    """Estimate the best trial's selection bias and the baselines' mean difference between the splits.
 
     The selection bias is the best trial's lead over the mean of the baselines on search data minus its lead on holdout
     data. The difference between the splits is the mean of the baselines on search data minus that on holdout data.

@@ -1,4 +1,4 @@
-"""Reads run records from the store: the data from which result files and the report are computed."""
+"""Reads a study's run record, the data for its result files and its report, from the store."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ BATCH = 2000
 
 
 def run_record(store: Store, study_id: str) -> RunRecord:
-    """Read the record of a study from the store, with everything that is stored so far.
+    """Read everything that the store has about a study, as one record.
 
     Every trial has its recipe and configuration.
     """
@@ -68,7 +68,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
 
 
 class RunReader:
-    """A reader of one study's record, which reads again only what has changed since the last call.
+    """Reader of one study's run record, which reads again only what has changed since the last call.
 
     A trial is read again if a new event names it, and as long as it is not finished. Recipes and configurations are
     most of a trial's data, and a study may have tens of thousands of trials. Therefore they are read only for the best
@@ -180,7 +180,7 @@ class RunReader:
     def _with_recipes(
         self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut, *, has_directions: bool
     ) -> tuple[TrialResult, ...]:
-        """Return `trials`; the trials that the results describe come with their recipes and configurations.
+        """Return `trials`, with recipes and configurations for those that the results describe.
 
         The results describe the best trial, the trials of the held-out table and, if merges have directions, all trials
         at full budget. Each recipe is read only once. All other trials are returned as they are.
@@ -219,10 +219,7 @@ class RunReader:
 def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
-    """Read the held-out values of one of `trials` from its row of the held-out table.
-
-    Returns None if the trial has no row.
-    """
+    """Read the held-out estimates of the trial with the number `trial`; None if it has none."""
     failures = store.events(study_id, kinds=(EventKind.HOLDOUT_FAILED,))
     file = Study.model_validate(store.job(study_id).document)
     stage = _held_out(store, study_id, file, trials, objectives, failures=failures)
@@ -231,7 +228,7 @@ def held_out_estimates(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """All data from which the results of a study's held-out stage are computed.
+    """All data from which a study's held-out results are computed.
 
     `compared` are the trials of the held-out table, `finalists` the finalists among them, and `best` is the best trial.
     `failures` has reasons by trial number. `search` and `holdout` are scores on both splits.
@@ -247,14 +244,14 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """The held-out stage of a study: its results, and the data that they were computed from."""
+    """Held-out results of a study, and the data from which they were computed."""
 
     inputs: _Inputs
     results: HeldOut
 
     @property
     def described(self) -> frozenset[int]:
-        """Numbers of the trials that the results describe: the best trial and the trials of the held-out table."""
+        """Numbers of the trials that the results describe: the best trial, and trials with held-out results."""
         best = self.inputs.best
         return frozenset({row.trial for row in self.results.rows} | (set() if best is None else {best.number}))
 
@@ -269,9 +266,9 @@ def _held_out(
     failures: Iterable[EventRecord],
     last: _HeldOut | None = None,
 ) -> _HeldOut:
-    """Read the held-out stage of a study and compute its results.
+    """Read a study's samples on holdout data, and compute the held-out results.
 
-    `failures` are the events of trials that failed on holdout data. `last` is the stage as it was read before; it is
+    `failures` are the events of trials that failed on holdout data. `last` has earlier results; it is
     returned if the data for the results have not changed.
     """
     final, best = finalists(trials, objectives), best_trial(trials, objectives)
@@ -311,7 +308,7 @@ def _benchmark_table(
     *,
     failures: Iterable[EventRecord],
 ) -> BenchmarkTable:
-    """Read the samples of a study's benchmarks and compute the results; none before the first benchmark is scored."""
+    """Read a study's samples on benchmarks, and compute the results; empty before a benchmark is scored."""
     specs, data = {spec.name: spec for spec in file.benchmarks}, _data_of(file.benchmarks)
     facts = [facts for facts in read_benchmarks(store.document(study_id, BENCHMARKS)) if facts.name in specs]
     if not facts:
@@ -332,14 +329,14 @@ def _benchmark_table(
 
 
 def _results(trial: TrialResult) -> dict[str, Any]:
-    """All fields of a trial's result except the recipe, by name."""
+    """All fields of a trial's result except the recipe, as a dict by field name."""
     return {field.name: getattr(trial, field.name) for field in fields(TrialResult) if field.name != "recipe"}
 
 
 def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Name of each entry's data, by the entry's name: a text of the task or its file, and of the split of its data.
+    """Identifier of each entry's data (task and split), by the entry's name.
 
-    Entries with equal texts are scored on the same documents.
+    Entries with equal identifiers are scored on the same documents.
     """
     return {
         spec.name: json.dumps([spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split])
@@ -348,7 +345,7 @@ def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
 
 
 def _arrays(values: Mapping[str, Samples]) -> dict[str, Samples]:
-    """Values of the samples that are stored, in the order of their positions, by recipe digest and objective.
+    """Values of the stored samples in the order of their positions, by recipe digest and objective.
 
     In `values`, a sample that is not stored is NaN.
     """

@@ -1,4 +1,4 @@
-"""The trial of a study's Pareto front that a user's weights of the objectives pick.
+"""Choice of a trial on the Pareto front by a user's weights of the objectives.
 
 For each objective, the gap to its best value on the front is divided by the width of the objective's range (0 to 1 if
 the study states none). The front's own range is not used: on a front that varies little, noise would then count as much
@@ -26,7 +26,7 @@ __all__ = ["Choices", "choices"]
 
 @dataclass(frozen=True)
 class Choices:
-    """The trials of a study's front from which a user's weights may pick one.
+    """The trials of a study's Pareto front from which a user's weights select one.
 
     `labels` and `values` have an entry for each trial, by trial number; values are those on `split`, search or holdout
     data.
@@ -38,7 +38,7 @@ class Choices:
     values: Mapping[int, Mapping[str, float]]
 
     def preferred(self, weights: Mapping[str, float]) -> PreferredDocument:
-        """Pick the trial that the user's `weights` of the objectives prefer; of equal trials the first.
+        """Select the trial that is best by the user's `weights` of the objectives; of equal trials the first.
 
         Raises:
             InvalidPreference: The weights are invalid (see `preference_vector`).
@@ -63,7 +63,7 @@ class Choices:
 
 
 def choices(run: RunRecord) -> Choices:
-    """Collect the trials of the front from which a user's weights may pick one.
+    """Collect the trials of the Pareto front from which a user's weights select one.
 
     The trials' values are their values on holdout data, or on search data if no trial of the front was scored on
     holdout data. If only some trials of the front were scored on holdout data, only these may be picked.

@@ -1,4 +1,4 @@
-"""Record of a run: the data from which result files, report and API responses are computed."""
+"""Run record: the data from which a study's result files, report and API responses are computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["EngineFigures", "RunRecord", "SearchFigures", "StoredBytes"]
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """Figures about the engines of a run: how many there were, and what they did.
+    """Numbers about the engines of a study: starts, seconds of swaps and scoring, share of busy time.
 
     Attributes:
         starts: Number of engine starts, including those of engines that were killed.
@@ -56,7 +56,7 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class SearchFigures:
-    """The searcher of a study and the cost of its steps.
+    """The searcher of a study, and how many gradients and policy updates it took.
 
     Attributes:
         algorithm: Name of the searcher; None in studies of early versions.
@@ -78,13 +78,13 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples that all steps of the searcher together count as."""
+        """Number of samples as which all gradients and policy updates of the searcher count."""
         return sum(self.charges.values())
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The record of a run: all data from which result files and report are computed.
+    """All data from which a study's result files and report are computed.
 
     The fields of the held-out stage (`holdout` to `split_difference`) are those of `service.results.holdout.HeldOut`.
 
@@ -135,7 +135,7 @@ class RunRecord:
 
     @property
     def whole_trials(self) -> tuple[TrialRecord, ...]:
-        """All trials, each with its recipe and configuration; only for a record in which every trial has them."""
+        """All trials with recipe and configuration, if the record was read with all of them."""
         return tuple(map(_whole, self.trials))
 
     @cached_property
@@ -146,12 +146,12 @@ class RunRecord:
 
     @cached_property
     def has_refined(self) -> bool:
-        """Whether the study has trials that refine paths of its front."""
+        """Whether some trials of the study are refined layer paths of its Pareto front."""
         return any(trial.origin is Origin.REFINED for trial in self.trials)
 
     @cached_property
     def compared(self) -> tuple[TrialRecord, ...]:
-        """The trials that have a row in the held-out table, in the order of their numbers."""
+        """The trials with held-out results, in the order of their numbers."""
         numbers = {row.trial for row in self.holdout}
         return tuple(_whole(trial) for trial in self.trials if trial.number in numbers)
 

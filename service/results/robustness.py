@@ -1,4 +1,4 @@
-"""The performance drop rate of a model whose prompts are attacked, with a paired bootstrap interval.
+"""Performance drop rate of a model under adversarial prompts, with a paired bootstrap interval.
 
 Zhu et al., 2023, "PromptRobust"; M3 (appendix E, equation 7). The interval is the percentile interval of Efron and
 Tibshirani, 1993, "An Introduction to the Bootstrap", chapter 13, which stays below the largest possible drop, 1.
@@ -50,7 +50,7 @@ def performance_drop(clean: ArrayLike, attacked: ArrayLike, *, seed: int = 0) ->
 
 @lru_cache(maxsize=512)  # a study's results are read again and again, and its samples do not change
 def _drop(clean: bytes, attacked: bytes, seed: int) -> Estimate | None:
-    """`performance_drop` for values that are given as the bytes of float64 arrays."""
+    """`performance_drop` for values given as the bytes of float64 arrays, so that results can be cached."""
     values = np.stack([np.frombuffer(clean), np.frombuffer(attacked)])
     count = values.shape[1]
     means = values.mean(axis=1)

@@ -1,4 +1,4 @@
-"""Selection of results: the best trial, the Pareto front, and the finalists of the held-out stage.
+"""Selection of trials: the best trial, the Pareto front, and the finalists for holdout data.
 
 Only trials evaluated at the full budget are considered, baselines included. Trials that satisfy all constraints come
 before trials that do not, whatever their values. Holdout data never select anything.
@@ -44,7 +44,7 @@ Trial = TypeVar("Trial", bound=TrialResult)
 
 
 def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
-    """Names of the accuracy objectives: those with values in [0, 1] of which larger ones are better.
+    """Names of the accuracy objectives: those with values in [0, 1] for which larger is better.
 
     Only for these objectives is a plain mean meaningful.
     """
@@ -108,7 +108,7 @@ def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Tria
 
 
 def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Sort the trials at full budget, the best first; `best_trial` describes the order."""
+    """Sort the trials at full budget, the best first, in the order that `best_trial` describes."""
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
     merit = _merit(objectives)
@@ -116,7 +116,7 @@ def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> t
 
 
 def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Select the finalists of the held-out stage: the Pareto front, the best trial first, at most MAX_FINALISTS."""
+    """Select the trials to score on holdout data: those of the Pareto front, best first, at most MAX_FINALISTS."""
     return best_of_front(trials, objectives, most=MAX_FINALISTS)
 
 
@@ -142,7 +142,7 @@ def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tu
 
 
 def front_of(candidates: Sequence[tuple[Trial, Candidate]]) -> tuple[Trial, ...]:
-    """Select the trials of a Pareto front from all `candidates`, in their order."""
+    """Select the trials on the Pareto front of `candidates`, in the given order."""
     on_front = constrained_front([candidate for _, candidate in candidates])
     return tuple(trial for trial, _ in itertools.compress(candidates, on_front))
 
@@ -150,7 +150,7 @@ def front_of(candidates: Sequence[tuple[Trial, Candidate]]) -> tuple[Trial, ...]
 def candidates(
     trials: Iterable[Trial], objectives: Sequence[Objective], *, origin: Origin | None = None
 ) -> tuple[tuple[Trial, Candidate], ...]:
-    """Pair each trial at full budget with its description as a candidate for the Pareto front, in the order of numbers.
+    """Pair each trial at full budget with its costs and constraint violation, for the Pareto front.
 
     A candidate has the trial's costs and constraint violation. Of trials with the same recipe only the first is in the
     result. With `origin`, trials of other origins are left out.
@@ -182,7 +182,7 @@ def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) 
 
 
 def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[float, int]]:
-    """Make the sort key that selects the best of several trials that violate constraints equally; smaller is better.
+    """Make the sort key that ranks trials with equal constraint violations; smaller is better.
 
     The key has two parts: the mean cost of the accuracy objectives (without accuracy objectives, of all objectives that
     are scored on samples, and without those of all objectives), and the trial number. The mean cost is rounded, so that
@@ -200,18 +200,14 @@ def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[flo
 
 
 def costs_of(trial: TrialResult, objectives: Sequence[Objective]) -> Costs:
-    """Costs of a trial at full budget, in the order of `objectives`.
-
-    A cost is 0 at the better end of an objective's range, 1 at the worse end.
-    """
+    """Normalised costs of a trial at full budget, one per objective (0 is the better end of its range, 1 the worse)."""
     return costs_of_values(trial.values, objectives)
 
 
 def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]) -> Costs:
-    """Cost of each of `values`, in the order of `objectives`.
+    """Normalised cost of each of `values` (0 is the better end of the objective's range, 1 the worse).
 
-    A cost is 0 at the better end of an objective's range, 1 at the worse end. The cost of a value outside the range is
-    below 0 or above 1.
+    The costs are in the order of `objectives`. The cost of a value outside the range is below 0 or above 1.
     """
     return tuple(objective.cost_of_stored(values[objective.name]) for objective in objectives)
 
@@ -251,7 +247,7 @@ def chosen_trials(
 
 
 def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Select the trials of the held-out table, in the order of their numbers.
+    """Select the trials with held-out results (finalists, baselines, given recipes), in order of number.
 
     They are the finalists, and every baseline and given recipe among `trials`.
     """

@@ -1,4 +1,4 @@
-"""Means, paired differences and their 95 % intervals, from values of single samples.
+"""Means, paired differences and their 95 % intervals, computed from the values of single samples.
 
 Every interval is two-sided, with 95 % nominal coverage unless another `level` is given. For metrics that are 0 or 1 on
 each sample, intervals stay inside the metric's range and have a width above 0 even at 0 % and 100 %. For other metrics,
@@ -273,7 +273,7 @@ def independent_difference(first: Estimate, second: Estimate) -> Estimate:
 
 
 def _checked(values: ArrayLike, bounds: Bounds | None) -> NDArray[np.float64]:
-    """Convert the values of samples to an array [num_samples], and check them.
+    """Convert the values of samples to an array [num_samples], and check that they can be averaged.
 
     Raises:
         ValueError: There are no samples, or a value is not finite or outside `bounds`.

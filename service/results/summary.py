@@ -1,4 +1,4 @@
-"""The summary of a run: results, costs and the outcome of checks."""
+"""The summary of a study: results, costs and the outcome of checks."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _finding_document(run: RunRecord, best: TrialResult | None) -> FindingDocume
 
 
 def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str, Estimate]:
-    """Estimate by objective the value of the best trial on search data minus its value on holdout data.
+    """Estimate, by objective, the best trial's value on search data minus that on holdout data.
 
     The two values are independent estimates, because they are of different samples. Objectives that are costs of the
     recipe are left out, because their values are the same on both splits. The result is empty if the best trial has no
@@ -212,7 +212,7 @@ def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str,
 
 
 def _verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
-    """Describe as JSON how many of the verified trials' samples plain transformers reproduced.
+    """Describe as JSON how many of the verified samples plain transformers reproduced.
 
     `reports` has a report for each trial chosen for verification; a report without samples counts as not verified.
     `reason` says why no trial was verified. If samples of verified trials were left out, the document's `reason` says

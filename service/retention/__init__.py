@@ -1,4 +1,4 @@
-"""Retention of jobs that have ended: a server removes parts of their data by age and size.
+"""Retention: a server removes data of ended jobs that exceed limits of age and size.
 
 - `limits`: the option `--keep`
 - `cleaning`: finds data that exceeds the limits, and removes it

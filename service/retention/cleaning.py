@@ -1,4 +1,4 @@
-"""Removal of data that exceeds the limits of retention, from jobs that have ended.
+"""Removal of data of ended jobs that exceed the limits of retention.
 
 Nothing is removed from a job that has not ended, or that another job uses. A job uses another job's models as sources,
 its policies or results as a start, or its experts. A failed job keeps its responses and files, because it may be
@@ -38,7 +38,7 @@ NAMES = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class Removal:
-    """Data to remove: their `kind`, the id and name of the job that they belong to, their count, and their bytes.
+    """Data of one kind to be removed, with the job that they belong to, their number and their bytes.
 
     `count` is the number of samples if responses are removed, the number of files if files are removed, and 1 for a
     job. For files of artifacts that no job uses, `job` and `name` are empty, and `count` is None.
@@ -59,7 +59,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Stored data of one kind of one job, such as its responses: their number, and their size in bytes.
+    """Stored data of one kind of one job, such as model responses: their number, and their size in bytes.
 
     `age_s` is the number of seconds since the job ended. Nothing is removed if `is_protected`, for example because
     another job uses the job's results.
@@ -73,7 +73,7 @@ class _Kept:
 
 
 class Cleaner:
-    """Finds and removes the data of a server's jobs that exceed `limits`, a limit for each kind such as "responses".
+    """Finds and removes data of a server's jobs that exceed `limits` (one limit for each kind of data).
 
     `delete_job` deletes a job that has ended from the store, with its exports; it raises Conflict or NotFound if that
     cannot be done at the moment.
@@ -95,7 +95,7 @@ class Cleaner:
         self._delete_job = delete_job
 
     def plan(self) -> tuple[Removal, ...]:
-        """All data that would be removed now, by kind, the oldest first."""
+        """List the data that `carry_out` would remove now, by kind, the oldest first."""
         jobs, now = self._store.jobs(), self._store.now()
         protected = self._referred_to(jobs) | {job.id for job in jobs if not job.state.is_finished}
         ages = {job.id: now - self._store.state_since(job.id) for job in jobs}
@@ -125,7 +125,7 @@ class Cleaner:
         return tuple(removals)
 
     def carry_out(self, removals: Sequence[Removal]) -> tuple[Removal, ...]:
-        """Remove the data that `plan` returned, and return what was removed. Failed removals are logged and skipped."""
+        """Remove the data that `plan` listed, and return what was removed; failed removals are logged and skipped."""
         done = []
         referred_to = self._referred_to(self._store.jobs())
         for removal in removals:
@@ -157,26 +157,26 @@ class Cleaner:
                 file.unlink(missing_ok=True)
 
     def _files(self, job: JobRecord) -> Iterator[Path]:
-        """Files of a job's drivers; alignments are left out, because exports of the job's trials need them."""
+        """Files of a job's drivers, without alignments, which exports of the job's trials need."""
         root = job_dir(self._data_dir, job.id)
         kept = alignments_dir(root)
         return (file for file in root.rglob("*") if file.is_file() and not file.is_relative_to(kept))
 
     def _has_void(self, job_id: str) -> bool:
-        """Whether a job has void samples; such a job may be resumed, and then needs its responses.
+        """Whether a job has samples from engines that failed a check; if so, it may resume and needs its responses.
 
         If no engine has ever failed a check, no sample is void, and the samples are not searched.
         """
         return self._store.num_engine_faults() > 0 and self._store.has_void(job_id)
 
     def _job_bytes(self, job: JobRecord, texts: Mapping[str, tuple[int, int]]) -> int:
-        """Bytes of a job's responses, files and artifacts; the job's other rows in SQL are too small to count."""
+        """Bytes of a job's responses, files and artifacts; the job's other database rows are too small to count."""
         root = job_dir(self._data_dir, job.id)
         stored = sum(artifact.num_bytes for artifact in self._artifacts.of(job.id))
         return stored + texts.get(job.id, (0, 0))[1] + _sizes(f for f in root.rglob("*") if f.is_file())[1]
 
     def _referred_to(self, jobs: Sequence[JobRecord]) -> set[str]:
-        """Ids of the jobs that must be kept because another job uses their results.
+        """Ids of jobs that must be kept because another job uses their results.
 
         A job uses another one if its document or the findings of its checks name the other job's id, or the digest of
         one of the other job's artifacts. A fine-tuning is also used if a study was created from its experts.
@@ -193,7 +193,7 @@ class Cleaner:
 
 
 def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
-    """Yield the removals after which the stored data of one kind are within `limit`, oldest jobs first.
+    """Yield the removals that bring the stored data of one kind within `limit`, oldest jobs first.
 
     `kept` has the stored data of each job. Protected data count towards the total size and are not removed.
     """
@@ -223,7 +223,7 @@ def _sizes(files: Iterator[Path]) -> tuple[int, int]:
 
 
 def clean_up(store: Store, artifacts: ArtifactStore, data_dir: Path, job_id: str) -> None:
-    """Delete the files of a deleted job, and stored files that no remaining job needs."""
+    """Delete the files of a deleted job, and all stored files that no remaining job uses."""
     shutil.rmtree(job_dir(data_dir, job_id), ignore_errors=True)
     artifacts.collect()
     for kind in KINDS.values():

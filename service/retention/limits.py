@@ -1,4 +1,4 @@
-"""Limits on the data that are kept of ended jobs, in the form of the option `--keep`."""
+"""Limits on the data kept of ended jobs, as the command line's option `--keep` states them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 @dataclass(frozen=True)
 class Limit:
-    """Limits on the age and the size of one kind of kept data, such as responses; None is no limit.
+    """Limits on the age and the size of one kind of kept data, such as model responses; None is no limit.
 
     `age_s` is in seconds since the job ended, `num_bytes` the bytes of all jobs together.
     """
@@ -59,7 +59,7 @@ def _refusal(text: str, part: str) -> str:
 
 
 def limits_of(given: Iterable[tuple[str, Limit]]) -> dict[str, Limit]:
-    """Collect limits in a dict by their kind of data, such as "responses". Raises Conflict if a kind is given twice."""
+    """Collect limits in a dict by kind of data, such as "responses". Raises Conflict if a kind is given twice."""
     found: dict[str, Limit] = {}
     for kind, limit in given:
         if kind in found:

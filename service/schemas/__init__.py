@@ -1,4 +1,4 @@
-"""JSON documents as typed dictionaries, shared by server, client and command line.
+"""Types of JSON documents (TypedDict) shared by server, client and command line.
 
 - `files`: the result files of a run: trials.jsonl, summary.json, pareto.json
 - `recipe`: recipe.json

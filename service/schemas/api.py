@@ -1,4 +1,4 @@
-"""The server's JSON responses, except the result files of a run: jobs, events, exports, plots, problems.
+"""Types of the server's JSON responses, except result files: jobs, events, exports, plots, problems.
 
 Server and client share these definitions. The series of a plot are declared with the plot, in `service.results.series`.
 Keys may be added in later versions, never renamed or removed.
@@ -49,7 +49,7 @@ Time = Annotated[str, Field(description="RFC 3339, in UTC.")]
 
 
 class ProgressDocument(TypedDict):
-    """Latest progress of a study, as its driver reported it."""
+    """Latest progress of a study, as the driver that works on the study reported it."""
 
     study: str
     stage: Literal["searching", "refining", "held-out", "benchmarks"]
@@ -78,14 +78,14 @@ class ProgressDocument(TypedDict):
 
 
 class RayJobDocument(TypedDict):
-    """Ray Job in which a driver works on a job."""
+    """Ray Job in which the driver of a job runs."""
 
     submission_id: str
     dashboard_url: Annotated[str | None, Field(description="Page of the Ray Job in the dashboard, if Ray is up.")]
 
 
 class JobDocument(TypedDict):
-    """Job on the server, with the fields that jobs of every kind have."""
+    """Job on the server, with the fields that all kinds of jobs have."""
 
     id: str
     kind: Annotated[str, Field(description='"search": a study; "finetune": a fine-tuning.')]
@@ -122,7 +122,7 @@ class ExpertProgressDocument(TypedDict):
 
 
 class TrainingProgressDocument(TypedDict):
-    """Latest progress of a fine-tuning, as its driver reported it."""
+    """Latest progress of a fine-tuning, as the driver that works on it reported it."""
 
     experts: Annotated[
         dict[str, ExpertProgressDocument],
@@ -140,7 +140,7 @@ class ExpertDocument(TypedDict):
 
 
 class FinetuneDocument(JobDocument):
-    """Fine-tuning on the server, of one expert or of a fleet."""
+    """Fine-tuning on the server, of one expert or of several experts."""
 
     experts: Annotated[
         dict[str, ExpertDocument],
@@ -174,7 +174,7 @@ Loss = Annotated[float | None, Field(description="Nats per token of the referenc
 
 
 class FitDocument(TypedDict):
-    """Distribution with mean 0 that is fitted to the elements of a task vector."""
+    """Zero-mean distribution fitted to the elements of a task vector."""
 
     distribution: Literal["laplace", "gaussian"]
     scale: Annotated[float, Field(description="Scale b of the Laplace distribution, or standard deviation.")]
@@ -197,7 +197,7 @@ class TaskVectorDocument(TypedDict):
 
 
 class LandscapeDocument(TypedDict):
-    """Losses of merges of two experts, by the coefficients of the experts' task vectors.
+    """Losses of merges of two experts over a grid of the two task vectors' coefficients.
 
     Each loss is the sum of the losses on the tasks of both experts.
     """
@@ -211,14 +211,14 @@ class LandscapeDocument(TypedDict):
 
 
 class TriedDocument(TypedDict):
-    """Coefficient of a merge method that was tried, with the mean loss by which the best one is chosen."""
+    """A coefficient that was tried for a merge method, with the mean loss of the merge."""
 
     coefficient: float | None
     mean: Loss
 
 
 class MergeLossDocument(TypedDict):
-    """Losses and metrics of merges of `num_experts` experts by one method, at the best coefficient that was tried.
+    """Losses and metrics of merges by one method, at the best coefficient that was tried.
 
     If there are `values`, the coefficient was chosen on other samples than are reported.
     """
@@ -244,7 +244,7 @@ class MergeLossDocument(TypedDict):
 
 
 class FleetAnalysisDocument(TypedDict):
-    """Analysis of the experts that one fine-tuning trained."""
+    """Analysis of the experts that one fine-tuning trained: task vectors and losses of merges."""
 
     name: Annotated[
         str, Field(description="Name of the optimizer, with the options in which it differs from other fleets'.")
@@ -263,7 +263,7 @@ class FleetAnalysisDocument(TypedDict):
 
 
 class MixedDocument(TypedDict):
-    """Merges of two experts, each of another one of two trainings: means over pairs and over which is of which."""
+    """Losses of merges of two experts, one from each of two trainings of the same experts; means over pairs."""
 
     fleets: Annotated[list[str], Field(description="Names of the two trainings.")]
     merges: list[MergeLossDocument]
@@ -304,14 +304,14 @@ class EventsDocument(TypedDict):
 
 
 class EndDocument(TypedDict):
-    """Last document of a stream of events, which says how the job ended."""
+    """Last document of an event stream: how the job ended."""
 
     state: State
     reason: str | None
 
 
 class ExportDocument(TypedDict):
-    """Export: a merged model that the server writes for download, with its state."""
+    """Export, a merged model that the server writes for download, with its state."""
 
     id: str
     study: str

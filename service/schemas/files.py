@@ -1,4 +1,4 @@
-"""Result files of a run as typed dictionaries: trials.jsonl, summary.json and pareto.json.
+"""Types of the result files of a study: trials.jsonl, summary.json and pareto.json.
 
 JSON Schemas are derived from these definitions. Keys may be added in later versions, never renamed or removed. The
 server sends the same documents; its other responses are in `service.schemas.api`.
@@ -248,7 +248,7 @@ class DifferenceDocument(EstimateDocument):
 
 
 class RivalTestDocument(TypedDict):
-    """Comparison, on holdout data, of the finalists that the search proposed with the best baseline of one kind.
+    """Comparison, on holdout data, of the search's best trials (finalists) with the best baseline of one kind.
 
     The two kinds of baseline are the sources (base and experts) and the published recipes.
     """
@@ -290,7 +290,7 @@ class BenchmarkColumnDocument(TypedDict):
 
 
 class AttackDocument(TypedDict):
-    """Results of one trial with the attacked template on which it is worst."""
+    """Result of one trial with the adversarial prompt template on which it is worst."""
 
     value: Annotated[EstimateDocument, Field(description="Value with this template.")]
     drop: Annotated[
@@ -321,7 +321,7 @@ class JudgedDocument(TypedDict):
 
 
 class BenchmarkRowDocument(TypedDict):
-    """Values of one trial on the benchmarks on which it was scored completely."""
+    """Values of one trial on the benchmarks on which all its samples were scored."""
 
     trial: Number
     label: str
@@ -344,7 +344,7 @@ class BenchmarkRowDocument(TypedDict):
 
 
 class BenchmarkTestDocument(TypedDict):
-    """Comparison of merges with the best baseline of one kind, on one benchmark or the average of a group."""
+    """Comparison of merges with the best baseline of one kind, on one benchmark or a group's average."""
 
     name: Annotated[str, Field(description="Name of the benchmark or group.")]
     is_average: bool
@@ -367,7 +367,7 @@ class BenchmarkFailureDocument(TypedDict):
 
 
 class BenchmarksDocument(TypedDict):
-    """Results of the benchmark stage. They select nothing."""
+    """Results on benchmarks, which are scored after the search and influence no selection."""
 
     benchmarks: list[BenchmarkColumnDocument]
     groups: Annotated[dict[str, list[str]], Field(description="Benchmarks by group.")]
@@ -380,7 +380,7 @@ class BenchmarksDocument(TypedDict):
 
 
 class OverlapDocument(TypedDict):
-    """Items of a holdout entry or benchmark that are also in the search data."""
+    """Overlap of holdout data or a benchmark with the search data: which items occur in both."""
 
     section: Annotated[str, Field(description="holdout or benchmarks.")]
     name: str
@@ -396,7 +396,7 @@ class OverlapDocument(TypedDict):
 
 
 class FindingDocument(TypedDict):
-    """Finding of a study: whether a proposed merge is better than the baselines, and the tests that show this."""
+    """Main result of a study: whether a proposed merge is better than the baselines, with tests."""
 
     text: Annotated[str, Field(description="Result in one sentence, also if no merge is better.")]
     criterion: Annotated[str, Field(description="Name of the compared value.")]
@@ -433,7 +433,7 @@ class FailureDocument(TypedDict):
 
 
 class SelectionDocument(TypedDict):
-    """Texts that describe how a study selects its best trial, and how it selects trials for the next rung."""
+    """Texts that describe how a study selects its best trial and the trials for the next rung."""
 
     best: Annotated[str, Field(description="Criterion that names the best trial.")]
     promotion: Annotated[str, Field(description="Criterion that promotes trials to the next rung.")]
@@ -554,7 +554,7 @@ class ConstraintDocument(TypedDict):
 
 
 class PreferredDocument(TypedDict):
-    """Trial of the Pareto front that given weights of the objectives pick."""
+    """Trial on the Pareto front that is best under given weights of the objectives."""
 
     weights: dict[str, float]
     trial: Number
@@ -564,7 +564,7 @@ class PreferredDocument(TypedDict):
 
 
 class ParetoDocument(TypedDict):
-    """Pareto front of a study, the content of pareto.json: the trials at full budget that no other trial dominates."""
+    """Pareto front of a study (pareto.json): trials at full budget that no other trial dominates."""
 
     objectives: list[ObjectiveDocument]
     reference_point: Annotated[

@@ -1,4 +1,4 @@
-"""JSON Schemas of result files, and of the files that users submit: studies and fine-tunings."""
+"""JSON Schemas of the files that users submit (studies, fine-tunings) and of result files."""
 
 from __future__ import annotations
 

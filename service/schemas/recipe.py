@@ -1,4 +1,4 @@
-"""Content of recipe.json as typed dictionaries."""
+"""Types of the content of recipe.json."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LayerDocument(TypedDict):
 
 
 class TokenDocument(TypedDict):
-    """Source of a token's embedding row in the merged model: the model and the token whose row is taken."""
+    """Source of a token's embedding row in the merged model: a model, and the token of that row."""
 
     model: NotRequired[str]
     token: NotRequired[str]

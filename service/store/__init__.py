@@ -1,4 +1,4 @@
-"""Jobs, trials, samples and events in SQL: SQLite, or PostgreSQL.
+"""Database of jobs, trials, samples and events: SQLite or PostgreSQL.
 
 - `sql`: the store of all jobs in one database: creates and reads jobs, and makes writers of their results
 - `attempt_writer`: writes the results of one driver; refuses once another driver has taken over the job

@@ -1,4 +1,4 @@
-"""Artifacts: directories of files that drivers create, stored by content, each with a row in SQL.
+"""Artifacts: directories of files that drivers create, stored by content hash, with a database row each.
 
 An artifact is a manifest, {"path": {"digest": ..., "bytes": ...}} as JSON. The manifest and the files that it names are
 in a `BlobStore`; the manifest's sha256 is the artifact's digest. Files of equal content, such as the tokenizers of a
@@ -35,7 +35,7 @@ DIGEST_DIGITS = 16
 
 @repeated
 class ArtifactStore:
-    """Store of artifacts, which are directories of files that the jobs in `store` made, such as trained experts.
+    """Store of artifacts, the directories of files that jobs in `store` made, such as trained experts.
 
     The files are at `location`: a directory or the URL of an object store. Every process may use it. Methods that read
     or write files raise OSError if the location cannot be used.
@@ -72,7 +72,7 @@ class ArtifactStore:
         return self._record(job_id, name, digest, manifest, facts)
 
     def keep(self, job_id: str, name: str, digest: str) -> ArtifactRecord:
-        """Make the stored artifact with the given digest an artifact of the job `job_id` too, and return its record.
+        """Make the stored artifact with the given digest an artifact of the job `job_id` too; return its record.
 
         The artifact may belong to any job. Its files then stay when that job is deleted. Raises Conflict if the files
         have been deleted already.
@@ -80,7 +80,7 @@ class ArtifactStore:
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
     def kept_names(self, models: Iterable[str]) -> dict[str, str]:
-        """Digests of the models that are artifacts in this object store, by the names under which jobs keep them.
+        """Names under which a job keeps source models that are artifacts of this store, with their digests.
 
         `models` are directories, hub ids and URLs. The result is for `keep` and `Store.create_job`.
         """
@@ -121,7 +121,7 @@ class ArtifactStore:
         return found[0]
 
     def of(self, job_id: str) -> tuple[ArtifactRecord, ...]:
-        """Records of a job's artifacts, ordered by name."""
+        """Records of all artifacts of a job, ordered by name."""
         return self._records(schema.artifacts.c.study == job_id)
 
     def _records(self, where: sa.ColumnElement[bool]) -> tuple[ArtifactRecord, ...]:
@@ -153,7 +153,7 @@ class ArtifactStore:
 
     @property
     def remote(self) -> str | None:
-        """URL of the object store that has the artifacts' files; None if they are in a directory."""
+        """URL of the object store with the artifacts' files; None if they are in a directory."""
         return self._blobs.remote
 
     def content(self, digest: str) -> bytes:
@@ -161,7 +161,7 @@ class ArtifactStore:
         return self._blobs.read(digest)
 
     def write_to(self, record: ArtifactRecord, out: Path) -> Path:
-        """Copy the files of an artifact to the new directory `out`, which appears only when all are copied.
+        """Copy the files of an artifact to the new directory `out`, which appears when all are copied.
 
         Returns:
             `out`.
@@ -210,7 +210,7 @@ class ArtifactStore:
         return digests.union(*self._named.values())
 
     def _names(self, digest: str) -> frozenset[str]:
-        """Digests of the files that the manifest with the given digest names."""
+        """Digests of the files that a manifest (the list of an artifact's files) names."""
         return frozenset(entry["digest"] for entry in json.loads(self._blobs.read(digest)).values())
 
     def _manifest(self, name: str, digest: str) -> dict[str, dict[str, Any]]:

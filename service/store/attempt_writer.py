@@ -1,4 +1,4 @@
-"""Writes of one driver to its job. Every transaction checks that the driver still owns the job."""
+"""Database writes of a driver to its job. Every transaction checks that the driver still owns the job."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHANNEL = "mergesearch_events"
 
 @repeated
 class JobWriter:
-    """Writer of the data that one attempt at a job stores; only the writer of the job's latest attempt may write.
+    """Writer of a driver's results to its job; only the writer of the job's latest attempt may write.
 
     Every method is one transaction, and raises StaleAttempt if a later attempt has begun.
 
@@ -88,7 +88,7 @@ class JobWriter:
         patience_s: float | None = None,
         waiting_for: str | None = None,
     ) -> None:
-        """Store that the driver is alive.
+        """Store that the driver is alive, with its progress.
 
         `wall_clock_s` is the number of seconds that all attempts have worked. `idle_s` is the number of seconds since
         the driver last made progress; None stores that no progress is known. `patience_s` is the number of seconds
@@ -114,7 +114,7 @@ class JobWriter:
             self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def set_waiting(self, reason: str) -> None:
-        """Store that the job is STOPPED because something that it needs is missing now; `reason` says what is missing.
+        """Store that the job is STOPPED because something is missing for now; `reason` says what is missing.
 
         The server starts another driver for the job later.
         """
@@ -145,7 +145,7 @@ class JobWriter:
             )
 
     def resize_bracket(self, bracket: int, size: int) -> None:
-        """Set a bracket's number of configurations to `size`, because the search ended before the bracket was full."""
+        """Store that a bracket has `size` configurations, because the search ended before it was full."""
         table = schema.brackets
         with self._transaction() as connection:
             where = (table.c.study == self.job_id) & (table.c.bracket == bracket)
@@ -175,7 +175,7 @@ class JobWriter:
     def record_chunk(
         self, trial: int, split: Split, result: ScoreResult, *, again: Collection[tuple[str, int]] = ()
     ) -> None:
-        """Store a chunk's samples and evidence, and add their number and timings to the trial.
+        """Store a chunk of scored samples with its evidence, and add its size and timings to the trial.
 
         Samples that are stored already are ignored; a chunk that has no other samples is not stored at all. `again` are
         the samples, as (objective, position), that replace void samples: the void samples are deleted first. The
@@ -228,7 +228,7 @@ class JobWriter:
         self.longest_chunk_s = max(self.longest_chunk_s, sum(result.timings_s.values()))
 
     def delete_texts(self, *, keep: Collection[str]) -> None:
-        """Delete the responses and tokens of all recipes except those whose digests are in `keep`."""
+        """Delete the model responses and tokens of all recipes except those with digests in `keep`."""
         with self._transaction() as connection:
             delete_texts(connection, self.job_id, keep=keep)
             self._add_event(connection, EventKind.TEXTS_DELETED, {"recipes_kept": len(keep)})
@@ -270,7 +270,7 @@ class JobWriter:
             )
 
     def finish_trials(self, trials: Sequence[int], state: TrialState, reason: str | None = None) -> None:
-        """Store that the trials with the given numbers have ended in `state`, PRUNED or FAIL, without a further rung.
+        """Store that trials have ended in `state` (PRUNED or FAIL) without another finished rung.
 
         `reason` says why.
         """
@@ -299,7 +299,7 @@ class JobWriter:
             connection.execute(insert(connection, schema.search_steps).values(row).on_conflict_do_nothing())
 
     def add_prompt_templates(self, benchmark: str, templates: Mapping[str, str]) -> None:
-        """Store prompt templates of an attacked benchmark, by the name of their samples; known ones are kept."""
+        """Store adversarial prompt templates of a benchmark, by sample name; stored ones are kept."""
         rows = [
             {"study": self.job_id, "name": name, "benchmark": benchmark, "template": template}
             for name, template in templates.items()
@@ -325,7 +325,7 @@ class JobWriter:
             self._add_event(connection, name, {})
 
     def record_engine_fault(self, replica: str, canaries: int, reason: str) -> None:
-        """Store that the engine of the replica `replica` failed a check after it had passed `canaries` canaries.
+        """Store that a replica's engine failed a check after it had passed `canaries` canary checks.
 
         The fault counts for all studies whose samples the engine scored. Only the first fault of a replica is stored.
         Drivers of unfinished studies read the stored faults themselves. If samples of a COMPLETE study are void now,
@@ -351,7 +351,7 @@ class JobWriter:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.job_id).values(**changes))
 
     def _notify_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
-        """Store in each COMPLETE study how many of its samples are void because of the stored fault of a replica.
+        """Add to each COMPLETE study how many of its samples a failed engine check invalidates.
 
         Each study with such samples receives an event, and the number and `reason` are added to the reason of its
         state.
@@ -373,7 +373,7 @@ class JobWriter:
             insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert `rows` for the job into a table; a stored row with the same key is not changed."""
+        """Insert `rows` of the job into a table; rows whose key exists are left unchanged."""
         if not rows:
             return
         statement = insert(connection, table).on_conflict_do_nothing()
@@ -381,14 +381,14 @@ class JobWriter:
 
 
 def insert(connection: sa.Connection, table: sa.Table) -> Any:
-    """Start an INSERT statement for `table` in the dialect of the connection's database, which supports ON CONFLICT."""
+    """Start an INSERT statement for `table` that supports ON CONFLICT, in the dialect of the connection's database."""
     from sqlalchemy.dialects import postgresql, sqlite
 
     return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
 
 
 def lock_job(connection: sa.Connection, job_id: str) -> int | None:
-    """Lock the job's row until the transaction ends, and return the number of the job's latest attempt.
+    """Lock the job's row until the transaction ends, and return the number of the job's latest driver attempt.
 
     Returns None if there is no such job.
     """
@@ -399,7 +399,7 @@ def lock_job(connection: sa.Connection, job_id: str) -> int | None:
 
 
 def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Mapping[str, Any]) -> None:
-    """Add an event of a job, whose row the transaction must have created, changed or locked.
+    """Insert an event of a job, whose row must be locked or changed in this transaction.
 
     Transactions that add events of the same job therefore end one after another, in the order of the events' ids. So a
     reader that continues after the last id that it has read misses no event.
@@ -413,7 +413,7 @@ def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Map
 
 
 def _lock_faults(connection: sa.Connection) -> None:
-    """Make transactions that store engine faults wait for each other, so that faults appear in the order of their ids.
+    """Serialize the transactions that store engine faults, so that faults appear in the order of their ids.
 
     On SQLite nothing needs to be done, because only one transaction writes at a time.
     """

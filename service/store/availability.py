@@ -1,4 +1,4 @@
-"""Whether the database answers, and calls that wait until it does.
+"""Monitoring of whether the database answers, and calls that wait until it does.
 
 While the database does not answer, a server answers requests with an error, and a driver waits. Waiting is an option of
 SQLAlchemy's engine (`waiting`), so all objects that share a waiting store's engine wait, too.
@@ -40,7 +40,7 @@ Class = TypeVar("Class", bound=type)
 
 @dataclass(frozen=True)
 class Outage:
-    """A time during which the database did not answer.
+    """A period in which the database did not answer.
 
     It lasted from `since` until `until`, in seconds since the epoch by this machine's clock.
     """
@@ -50,7 +50,7 @@ class Outage:
 
 
 class Availability:
-    """Observer of a database's connections, which records whether the database answered when it was last used.
+    """Monitor of a database's connections, which records whether the database answered when last used.
 
     A message is logged when the database stops answering and when it answers again. `place` names the database in
     messages. Thread-safe.
@@ -64,7 +64,7 @@ class Availability:
         self._ended: Outage | None = None
 
     def watch(self, engine: sa.Engine) -> sa.Engine:
-        """Observe every connection of `engine`, and return the engine with this object among its execution options.
+        """Monitor every connection of `engine`, and return the engine with this monitor in its options.
 
         The function `availability_of` reads the object from these options. Connections to SQLite are not
         observed, because a file always answers.
@@ -75,10 +75,7 @@ class Availability:
         return engine.execution_options(**{AVAILABILITY: self})
 
     def problem(self) -> str | None:
-        """Message with the database, the time since when it does not answer, and the error.
-
-        Returns None if the database answered when it was last used.
-        """
+        """Message that the database does not answer, since when and why; None if it answered when last used."""
         with self._lock:
             if self._since is None:
                 return None
@@ -86,16 +83,13 @@ class Availability:
             return f"database: {self._place} does not answer since {since}: {self._reason}"
 
     def take_ended(self) -> Outage | None:
-        """Return the last outage that has ended, and forget it.
-
-        Returns None if no outage has ended since the last call.
-        """
+        """Return the last outage that has ended, once; None if no outage has ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, None
             return ended
 
     def put_back(self, outage: Outage) -> None:
-        """Make the next call of `take_ended` return `outage`, unless another outage has ended in the meantime."""
+        """Make the next `take_ended` return `outage`, unless a newer outage has ended."""
         with self._lock:
             self._ended = self._ended or outage
 
@@ -121,13 +115,13 @@ class Availability:
 
 
 def availability_of(engine: sa.Engine) -> Availability:
-    """The `Availability` that observes the connections of `engine`."""
+    """The monitor (`Availability`) of the connections of the SQLAlchemy engine `engine`."""
     found: Availability = engine.get_execution_options()[AVAILABILITY]
     return found
 
 
 def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
-    """Return `engine` with the option that decides whether calls of stores that use it wait for the database.
+    """Return the SQLAlchemy engine `engine` with the option that decides whether store calls wait for the database.
 
     If `waits` is True, a call waits while the database does not answer, and is then repeated. Otherwise it raises the
     error.
@@ -136,12 +130,12 @@ def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
 
 
 def is_waiting(engine: sa.Engine) -> bool:
-    """Whether calls of stores that use `engine` wait while the database does not answer."""
+    """Whether store calls that use the SQLAlchemy engine `engine` wait while the database does not answer."""
     return bool(engine.get_execution_options().get(WAITING, False))
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether an error of a store says that the database does not answer."""
+    """Whether an error of a store call means that the database does not answer."""
     return isinstance(error, DatabaseUnavailable) or (isinstance(error, sa.exc.DBAPIError) and _is_away(error.orig))
 
 

@@ -1,4 +1,4 @@
-"""Files stored by their content: each file is named by its sha256 (hex) and never changes.
+"""Content-addressed files: each is named by its sha256 (hex) and never changes.
 
 A file appears under its name only when it is complete. Storing content that is stored already has no effect.
 """
@@ -41,7 +41,7 @@ GRACE_S = 24 * 3600.0
 
 
 class BlobStore(Protocol):
-    """Interface of stores of files, each of which is named by its digest, the sha256 of its content.
+    """Interface of content-addressed stores of files: each file is named by the sha256 of its content.
 
     Every process may use a store. `place` names the store in messages.
     """
@@ -51,7 +51,7 @@ class BlobStore(Protocol):
 
     @property
     def remote(self) -> str | None:
-        """URL of the object store that has the files; None if they are in a directory."""
+        """URL of the object store with the files; None if they are in a directory."""
 
     def add(self, file: Path) -> tuple[str, int]:
         """Store a file, and return its digest and its size in bytes.
@@ -72,7 +72,7 @@ class BlobStore(Protocol):
         """
 
     def stored(self, digest: str) -> StoredFile | None:
-        """Return the stored file with the given digest, for reading; None if there is none."""
+        """Find the stored file with the given digest, for reading; None if there is none."""
 
     def num_bytes(self) -> int:
         """Total size in bytes of all stored files."""
@@ -84,13 +84,13 @@ class BlobStore(Protocol):
         """Check that files can be stored, listed, read and deleted. Raises OSError if not."""
 
     def storing(self) -> AbstractContextManager[None]:
-        """Context in which a process stores files and then stores rows in the database that name the files.
+        """Context in which a process stores files and then the database rows that name them.
 
         The method `collect` deletes none of these files meanwhile.
         """
 
     def collect(self, used: Callable[[], Collection[str]], *, deletes: bool = True) -> int:
-        """Delete the files that are not in use, and return the number of bytes freed.
+        """Delete the files that are not used, and return the number of bytes freed.
 
         `used` returns the digests of the files in use. Files that another process may be about to name in the database
         are kept. A later call deletes them if they are not used. If `deletes` is False, nothing is deleted, and the
@@ -100,7 +100,7 @@ class BlobStore(Protocol):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A stored file: its size in bytes, and where its content is read from.
+    """A stored file: its size in bytes, and where its content is read from (a local path or an object store).
 
     `source` is a path, or an object store and the file's path in it.
     """
@@ -153,7 +153,7 @@ def check_location(location: str | Path) -> None:
 
 
 class DirectoryBlobs:
-    """Store of files in a directory DIR, on this machine or on a file system that all machines share.
+    """Content-addressed files in a directory, of this machine or of a shared file system.
 
     The file with the digest abcdef... is DIR/blobs/ab/cdef.... Processes lock the file DIR/.lock: shared while they
     store files, and exclusively while they delete unused files.
@@ -240,7 +240,7 @@ class DirectoryBlobs:
 
 
 class ObjectBlobs:
-    """Store of files in an object store. URL/blobs/ab/cdef... is the file with the digest abcdef....
+    """Content-addressed files in an object store; URL/blobs/ab/cdef... is the file with the digest abcdef....
 
     An object store has no locks. Unused files are therefore deleted only `GRACE_S` (24 h) after they were written. If a
     process stores a file that exists already and was written more than half of `GRACE_S` ago, the file is written

@@ -1,4 +1,4 @@
-"""Column types that store and sort the same values on SQLite and PostgreSQL; the tables and the migrations use them."""
+"""SQLAlchemy column types that store and sort values equally on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def string(length: int) -> sa.String:
 
 
 class LosslessText(sa.types.TypeDecorator[str]):
-    """Column type for text that may hold every character of a Python string, such as a model's response.
+    """Column type for text with any character of a Python string, such as NUL in a model's response.
 
     PostgreSQL stores no NUL, and UTF-8 has no lone surrogates. NUL, lone surrogates and the character `ESCAPE` (U+001A)
     itself are stored as `ESCAPE` and the four hexadecimal digits of their code point. Text that earlier versions stored

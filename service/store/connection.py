@@ -1,4 +1,4 @@
-"""Connections to the database: settings, how transactions begin and end, and the clock for stored times."""
+"""Database connections: settings, the begin and end of transactions, and the clock of stored times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RECYCLE_S = 1800
 
 
 def connect(url: sa.URL) -> sa.Engine:
-    """Create the SQLAlchemy engine for the database at `url`, a result of `parse_url`, without connecting to it yet.
+    """Create the SQLAlchemy engine for the database at `url` without connecting to the database.
 
     Write transactions on SQLite take the write lock when they begin. NaN and infinite numbers in values of JSON columns
     are refused (ValueError).
@@ -83,7 +83,7 @@ def _check_encoding(place: str, connection: Any, _: Any) -> None:
 
 
 def reading(engine: sa.Engine) -> sa.Engine:
-    """Return the engine with the options for transactions that only read.
+    """Return the SQLAlchemy engine with the options for read-only transactions.
 
     All queries of such a transaction see the same state of the database, and never wait for a transaction that writes.
     """
@@ -94,7 +94,7 @@ def reading(engine: sa.Engine) -> sa.Engine:
 
 @contextmanager
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """Context of a transaction that writes; the transaction is committed at the end.
+    """Context with a write transaction, which is committed at the end.
 
     On PostgreSQL the transaction also stores a token that only it has. If the connection is lost during the commit, the
     stored tokens show whether the transaction was committed. An error therefore means that nothing was stored.
@@ -134,7 +134,7 @@ NEXT_TOKEN = sa.text(_STORE_TOKEN.format(is_outdated="token = :before"))
 
 
 def _store_token(connection: sa.Connection) -> str | None:
-    """Store a new token in the transaction that is open on `connection`, and delete the connection's previous one.
+    """Store a new token in the open transaction, by which a lost commit can be verified later.
 
     With the first token of a connection, old tokens of closed connections are deleted. On SQLite, and if the
     transaction has written nothing, no token is stored and the result is None.
@@ -167,7 +167,7 @@ def _is_committed(engine: sa.Engine, token: str) -> bool:
 
 
 def clock(connection: sa.Connection) -> Any:
-    """Expression for the present time in seconds since the epoch, by the clock of all stored times.
+    """Expression for the present time in seconds since the epoch, by the database's clock.
 
     On SQLite, which only one machine uses, the result is a number. On PostgreSQL, which all machines share, it is an
     SQL expression for the time of the database's clock.
@@ -189,7 +189,7 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 
 def _to_wal(cursor: Any) -> None:
-    """Switch an SQLite file to write-ahead logging; while the file is locked, try again for up to 60 s.
+    """Switch an SQLite file to write-ahead logging; a locked file is tried again for up to 60 s.
 
     If several connections switch a file at once, SQLite refuses all but one without waiting for its own timeout,
     because each would wait for the others to stop reading.

@@ -1,4 +1,4 @@
-"""URLs of databases: which are accepted, how they are shown without passwords, and where processes look for them.
+"""Database URLs: which are accepted, how messages show them without passwords, and where processes find them.
 
 A server that is not given a database, and every driver, look in the same places: the variable MERGESEARCH_DATABASE,
 then the file `URL_FILE` in the data directory, then an SQLite file in the data directory. A server writes `URL_FILE`
@@ -97,7 +97,7 @@ def has_password(url: sa.URL) -> bool:
 
 
 def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
-    """URL of the database of the server with the data directory `data_dir`.
+    """Find the URL of the database of the server with the data directory `data_dir`.
 
     It is the first of these that exists:
 
@@ -114,7 +114,7 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
 
 
 def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
-    """URL of the database of an existing server; it is found in the same places as by `database_url`.
+    """Find the URL of an existing server's database, in the same places as `database_url`.
 
     Raises:
         Conflict: There is no such database: neither `given` nor this machine's environment names one, and `data_dir`
@@ -130,7 +130,7 @@ def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
 
 
 def remembered(data_dir: Path) -> sa.URL:
-    """URL of the database of the last server with this data directory, which `remember` has stored there.
+    """URL of the database that the last server with this data directory used, as stored there by `remember`.
 
     If no URL is stored, the result is the URL of an SQLite file in the data directory.
 
@@ -147,7 +147,7 @@ def remembered(data_dir: Path) -> sa.URL:
 
 
 def remembered_place(data_dir: Path) -> str:
-    """Text without secrets that names the database of the last server with this data directory.
+    """Text, without secrets, that names the database of the last server with this data directory.
 
     It is known even if the server took the database's URL from MERGESEARCH_DATABASE.
     """
@@ -156,7 +156,7 @@ def remembered_place(data_dir: Path) -> str:
 
 
 def _stored(data_dir: Path) -> tuple[str | None, str]:
-    """Read what `remember` has stored: a pair of the URL and of a text that names a database whose URL is not stored.
+    """Read what `remember` stored: the database's URL, or a text that names a database whose URL is secret.
 
     The URL is None if only the text is stored; otherwise the text is "". If nothing is stored, the URL is that of the
     SQLite file in the data directory.
@@ -170,7 +170,7 @@ def _stored(data_dir: Path) -> tuple[str | None, str]:
 
 
 def named_url(text: str) -> sa.URL:
-    """URL of the database that `text` names: by its URL, or by the data directory of the server that uses it.
+    """URL of the database that `text` names, either by URL or by a server's data directory.
 
     Raises:
         Conflict: `text` is neither of these.

@@ -1,4 +1,4 @@
-"""Documents of a study in the table `documents`, as JSON by name: about the study's start and its closing stages.
+"""JSON documents of a study, stored by name: warm start, alignments, benchmarks, overlaps, verification.
 
 A document is stored as the fields of its type (`dataclasses.asdict`).
 """
@@ -53,7 +53,7 @@ BENCHMARKS, CONTAMINATION, ATTACKS = "benchmarks", "contamination", "attacks"
 
 @dataclass(frozen=True)
 class BenchmarkFacts:
-    """Facts about the samples of a benchmark, stored when the benchmark is first scored.
+    """Description of a benchmark's task and samples, stored when the benchmark is first scored.
 
     Attributes:
         name: Name of the benchmark, under which its samples are stored.
@@ -86,7 +86,7 @@ class BenchmarkFacts:
     reference_length: float = 0.0
 
     def change_since(self, stored: BenchmarkFacts) -> str:
-        """How the task differs from that of stored samples, in words; "" if their samples are comparable."""
+        """Describe how the task differs from that of stored samples; "" if samples are comparable."""
         if self.task_digest == stored.task_digest:
             return ""
         then, now = (
@@ -99,13 +99,13 @@ class BenchmarkFacts:
 
     @property
     def objective(self) -> Objective:
-        """Name, metric, direction and range of the benchmark."""
+        """The benchmark as an objective: name, metric, direction and range."""
         return Objective(self.name, self.metric, self.direction, self.range)
 
 
 @dataclass(frozen=True)
 class AttackResult:
-    """The end of an attack on one recipe's prompts in a benchmark.
+    """Result of an adversarial attack on the prompts of a benchmark for one recipe.
 
     Attributes:
         benchmark: Name of the benchmark.
@@ -126,7 +126,7 @@ class AttackResult:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Overlap of a holdout entry's or benchmark's items with the search data of all objectives.
+    """Overlap of the items of a holdout task or benchmark with the search data of all objectives.
 
     Attributes:
         section: "holdout" or "benchmarks".
@@ -151,35 +151,35 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Share of the items that overlap with search data."""
+        """Share of the items that are also in the search data."""
         return self.num_ngrams / self.num_items if self.num_items else 0.0
 
 
 def read_attacks(document: Any) -> tuple[AttackResult, ...]:
-    """Read the ends of the attacks on a study's benchmarks; none before the first attack has ended."""
+    """Read the results of attacks on a study's benchmarks; empty before the first attack has ended."""
     return () if document is None else TypeAdapter(tuple[AttackResult, ...]).validate_python(document)
 
 
 def read_benchmarks(document: Any) -> tuple[BenchmarkFacts, ...]:
-    """Read the stored facts about a study's benchmarks; none before the first of them is scored."""
+    """Read the stored descriptions of a study's benchmarks; empty before the first is scored."""
     return () if document is None else TypeAdapter(tuple[BenchmarkFacts, ...]).validate_python(document)
 
 
 def read_contamination(document: Any) -> tuple[Overlap, ...]:
-    """Read the stored overlaps of a study's held-out data and benchmarks with its search data."""
+    """Read how a study's held-out data and benchmarks overlap with its search data."""
     return () if document is None else TypeAdapter(tuple[Overlap, ...]).validate_python(document)
 
 
 @dataclass(frozen=True)
 class AlignmentCost:
-    """Seconds in which all attempts at a study learned its alignments; reading one from the cache takes almost none."""
+    """Seconds that a study took to learn its alignments (maps between layers), over all attempts."""
 
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class StartPolicy:
-    """Checkpoint of a policy with which a study begins.
+    """Checkpoint of a trained policy from which a study starts.
 
     `digest` is the checkpoint's sha256, `iteration` the last iteration from which the policy has learned.
     """
@@ -190,7 +190,7 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """Policies of another study from which a study's own policies start, in the order of the study's own policies.
+    """Trained policies of another study from which a study's own policies start, in the same order.
 
     `study` and `name` are the id and name of the study that trained them.
     """
@@ -202,7 +202,7 @@ class PolicyStart:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Results of an earlier study that a study's searcher begins with.
+    """Results of an earlier study with which a study's searcher starts.
 
     `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results at every rung are used, or
     "full" if only those at the full budget are. `digest` is the digest of the artifact that has the results.
@@ -218,7 +218,7 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RemovedResponses:
-    """Removal of the responses and tokens of a study's samples: its time in seconds since the epoch, and its amount."""
+    """Removal of a study's model responses and tokens: its time, and the number and bytes of samples."""
 
     removed_at: float
     num_samples: int
@@ -227,7 +227,7 @@ class RemovedResponses:
 
 @dataclass(frozen=True)
 class Canaries:
-    """Results of the last canary of each engine of a study.
+    """Results of the last canary (a check with fixed prompts) of each engine of a study.
 
     `samples_not_checked` is the number of the study's samples that were scored after the last canary that their engine
     passed; None before the study's end. `skipped` has the reasons why canaries could not be run, by replica.

@@ -1,4 +1,4 @@
-"""Copies all data of a database to another database, which may be of another kind (SQLite or PostgreSQL)."""
+"""Copies all data of one database to another, for example from SQLite to PostgreSQL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_COPIED = frozenset({"schema_version", "commit_tokens"})
 
 @dataclass(frozen=True)
 class MovedTable:
-    """A table that was copied: its number of rows, and the sha256 of all its rows in the order of their keys."""
+    """A table that was copied: its number of rows, and the sha256 of the rows in the order of their keys."""
 
     name: str
     rows: int
@@ -32,7 +32,7 @@ class MovedTable:
 
 
 def move(source: Store, target: Store, *, note: Callable[[str], None] = lambda _: None) -> list[MovedTable]:
-    """Copy all tables of `source` to the empty `target`, in one transaction, and compare the copies with the originals.
+    """Copy all tables of `source` to the empty `target` in one transaction, and compare the copies with the originals.
 
     All tables of the source are read at one moment, and the source is not changed. Rows keep their ids. Ids of rows
     that were deleted in the source are not given to new rows of the target. If this process ends early, the target is

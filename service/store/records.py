@@ -1,4 +1,4 @@
-"""Conversion of the store's rows to records, and the records that only the store's modules use."""
+"""Conversion of database rows to records, and the records that only the store uses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BracketRecord:
-    """A stored bracket: its index, the rung at which it starts, and its number of configurations."""
+    """A stored Hyperband bracket: its index, the rung at which it starts, and its number of configurations."""
 
     bracket: int
     first_rung: int
@@ -43,7 +43,7 @@ class BracketRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """Something that happened to a job.
+    """An event in the history of a job, such as a finished rung.
 
     `id` grows with time and is never reused. `time` is in seconds since the epoch. `kind` is an `EventKind`, or the
     text that a later version of the program stored. `payload` has details, as JSON, which depend on the kind.
@@ -57,7 +57,7 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class EvidenceRecord:
-    """Evidence of one scored chunk: the weights that the engine held, and how long the parts of scoring took.
+    """Evidence of one scored chunk of samples: the weights that the engine held, and the times of the steps.
 
     `prompts` has hashes of the scored prompts. Its keys are "split objective[start:stop]", with the position of the
     first sample and the position after the last sample. `finished_at` is in seconds since the epoch. `canaries` is None
@@ -82,7 +82,7 @@ class EvidenceRecord:
     text_bytes: int | None = None
 
     def is_of(self, split: Split) -> bool:
-        """Whether the samples of the chunk belong to `split`, that is search data or holdout data."""
+        """Whether the samples of the chunk belong to `split`, such as the search data or the holdout data."""
         return any(key.startswith(f"{split} ") for key in self.prompts)
 
 
@@ -114,7 +114,7 @@ class JudgmentRecord:
 
 @dataclass(frozen=True)
 class EngineFaultRecord:
-    """First failed check of the engine of the replica `replica`, after it had passed `canaries` canaries.
+    """The first failed check of a replica's engine, after `canaries` passed canary checks.
 
     `id` grows with time. `time` is in seconds since the epoch.
     """

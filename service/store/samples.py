@@ -1,4 +1,4 @@
-"""Samples in SQL: one row for adjacent samples of one objective that were scored together.
+"""Storage of samples in SQL: one row for adjacent samples of one objective that were scored together.
 
     sample_chunks      values and flags, packed: float64 and one bit for each sample, compressed by zlib
     sample_documents   lists of documents; recipes that are scored on the same data share them
@@ -62,7 +62,7 @@ SIZES = ("sample_bytes", "text_bytes")
 
 @dataclass(frozen=True)
 class SampleChunk:
-    """Values of adjacent samples of one objective and recipe [number of samples].
+    """Values [num_samples] of adjacent samples of one objective and recipe.
 
     The first value is that of the sample at position `start`. A position is a sample's index in the order in which the
     objective's samples are scored.
@@ -76,7 +76,7 @@ class SampleChunk:
 
 @dataclass(frozen=True)
 class VoidSample:
-    """A void sample: a sample that an engine scored after the last canary that it passed, before it failed a check.
+    """A void sample: the engine that scored it later failed a check, so the sample must be scored again.
 
     `replica` is the engine's replica. `position` is the sample's index in the order in which the objective's samples
     are scored.
@@ -126,7 +126,7 @@ def _unpack_texts(packed: bytes | None, count: int) -> list[tuple[str, tuple[tup
 
 
 def pack_documents(names: Sequence[str]) -> bytes:
-    """Pack the names of the documents of adjacent samples into bytes."""
+    """Pack the names of the task documents of adjacent samples into bytes."""
     return _pack_json(names)
 
 
@@ -168,7 +168,7 @@ def read_chunks(
 
 
 def with_room(known: Values | None, stop: int) -> Values:
-    """Make an array of sample values by position that has room for at least `stop` positions.
+    """Extend an array of sample values by position to at least `stop` positions.
 
     The array begins with the values `known`; None means that no value is known. Positions without a value contain NaN.
     """
@@ -178,14 +178,14 @@ def with_room(known: Values | None, stop: int) -> Values:
 
 
 def read_samples(connection: sa.Connection, study: str, digest: str, split: Split) -> tuple[SampleResult, ...]:
-    """Scored samples of one recipe, ordered by objective and position."""
+    """Read the scored samples of one recipe, ordered by objective and position."""
     found = [sample for _, sample in _samples_of(connection, study, digest, split)]
     found += [sample for _, _, sample in _old_samples(connection, study, digest, split)]
     return tuple(sorted(found, key=lambda sample: (sample.objective, sample.position)))
 
 
 def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split) -> Iterator[tuple[int, SampleResult]]:
-    """Yield each sample of a recipe with the id of its evidence, except samples that an earlier version stored."""
+    """Yield each sample of a recipe with the id of its evidence; samples of earlier versions are left out."""
     table, texts, documents = schema.sample_chunks, schema.sample_texts, schema.sample_documents
     same = [texts.c[column.name] == column for column in table.primary_key]
     query = (
@@ -205,7 +205,7 @@ def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split
 
 
 def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str, int]:
-    """For each recipe of a study, the number of tokens in the completions of its scored samples, by recipe digest.
+    """Number of tokens that a study's merges generated on one split, by recipe digest.
 
     Recipes with a scored sample whose tokens are not stored are left out.
     """
@@ -225,7 +225,7 @@ def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str,
 
 
 def holdings() -> sa.Subquery:
-    """Subquery that counts the samples that belong to each stored evidence: rows (study, evidence, num_samples).
+    """Subquery that counts the samples of each chunk's evidence: rows (study, evidence, num_samples).
 
     `evidence` is the id of a row in the table `evidence`. The same study and evidence may have several rows, whose
     numbers add up.
@@ -238,7 +238,7 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """Query for the given `columns` of those rows of `held`, a subquery of `holdings`, that count void samples.
+    """Select `columns` of the counts `held` (from `holdings`) that count samples of engines that failed a check.
 
     A sample is void if its engine failed a check after the last canary that it passed. `columns` may also be columns of
     the tables `evidence` and `engine_faults`, to which the rows are joined.
@@ -253,7 +253,7 @@ def _void(query: sa.Select[Any], of: sa.ColumnElement[int]) -> sa.Select[Any]:
 
 
 def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample, ...]:
-    """Void samples of a study, ordered by recipe digest, split, objective and position."""
+    """Read a study's samples from engines that failed a check, by recipe, split, objective and position."""
     chunks, old, replica = schema.sample_chunks, schema.samples, schema.evidence.c.replica
     found = []
     query = _void(sa.select(chunks, replica).select_from(chunks), chunks.c.evidence).where(chunks.c.study == study)
@@ -272,7 +272,7 @@ def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample
 def not_stored(
     connection: sa.Connection, study: str, digest: str, split: Split, samples: Sequence[SampleResult]
 ) -> list[SampleResult]:
-    """The samples among `samples` that are not stored yet for the recipe with the given digest.
+    """Select those of `samples` that are not stored yet for the recipe with the given digest.
 
     Samples that are only in the table `samples`, where earlier versions stored them, count as not stored.
     """
@@ -287,7 +287,7 @@ def not_stored(
 def store_samples(
     connection: sa.Connection, study: str, digest: str, split: Split, evidence: int, samples: Iterable[SampleResult]
 ) -> None:
-    """Store samples of a recipe, which belong to the chunk whose evidence has the id `evidence`.
+    """Store samples of a recipe, which belong to the chunk with the evidence id `evidence`.
 
     No sample of `samples` may be stored already. `samples` must be all samples of the chunk that are to be stored,
     because this function also sets the chunk's stored sizes: the bytes that its samples and their texts take.
@@ -322,7 +322,7 @@ def store_samples(
 
 
 def delete_texts(connection: sa.Connection, study: str, *, keep: Collection[str]) -> None:
-    """Delete the responses and tokens of all recipes of a study except those whose digests are in `keep`."""
+    """Delete the model responses and tokens of all recipes of a study except those with digests in `keep`."""
     texts, evidence, old = schema.sample_texts, schema.evidence, schema.samples
 
     def is_other(table: sa.Table) -> sa.ColumnElement[bool]:
@@ -349,7 +349,7 @@ def remove_samples(
 
 
 def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
-    """For each study, the number of samples whose responses are stored, and the bytes that their responses take.
+    """Number of samples with stored responses, and the bytes of the responses, by study.
 
     The keys are ids of studies. A study is left out while some of its samples are still in the table of earlier
     versions.
@@ -366,7 +366,7 @@ def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
 
 
 def remove_texts(connection: sa.Connection, study: str) -> int:
-    """Remove the responses and tokens of one recipe of a study, and return the number of rows removed.
+    """Remove the model responses and tokens of one recipe of a study, and return the number of rows removed.
 
     The function chooses any recipe of the study that still has responses or tokens. It returns 0 if none is left.
     """
@@ -377,7 +377,7 @@ def remove_texts(connection: sa.Connection, study: str) -> int:
 
 
 def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
-    """Yield groups of samples with adjacent positions of one objective, ordered by objective and position."""
+    """Group samples with adjacent positions of one objective, ordered by objective and position."""
     ordered = sorted(samples, key=lambda sample: (sample.objective, sample.position))
     numbered = enumerate(ordered)
     for _, run in itertools.groupby(numbered, key=lambda item: (item[1].objective, item[1].position - item[0])):
@@ -385,7 +385,7 @@ def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
 
 
 def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -> int:
-    """Id of the stored list of documents with the names `names`. If the study lacks this list, it is stored first."""
+    """Id of the stored list of document names `names`; if the study lacks the list, it is stored first."""
     table = schema.sample_documents
     packed = pack_documents(names)
     digest = hashlib.sha256(packed).hexdigest()
@@ -398,7 +398,7 @@ def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -
 
 
 def _num_tokens(samples: Iterable[SampleResult]) -> int | None:
-    """Number of tokens in the completions of samples; None if one of them has no stored tokens."""
+    """Number of tokens in the completions of samples; None if a sample has no stored tokens."""
     total = 0
     for sample in samples:
         if sample.tokens is None:
@@ -415,7 +415,7 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 
 
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
-    """Move the samples of a recipe from the table of earlier versions to the present tables; return their number."""
+    """Convert a recipe's samples of an earlier version to the present tables; return their number."""
     by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
     for split, evidence, sample in _old_samples(connection, study, digest):
         by_chunk[split, evidence].append(sample)

@@ -1,4 +1,4 @@
-"""Servers of one database: which of them is the leader, and how they learn of new events.
+"""Coordination of servers that use one database: election of the leader, and notifications of new events.
 
 Any number of servers may use a PostgreSQL database. All of them answer requests; only the leader starts and replaces
 drivers, and writes exports. An SQLite database has a single server, which is the leader.
@@ -29,7 +29,7 @@ RETRY_S, LISTEN_S = 2.0, 1.0
 
 
 class Leadership:
-    """This server's claim to be the leader of the servers that use its database.
+    """Election of the leader, the server that starts drivers, among the servers that use a database.
 
     On PostgreSQL the leader is the server whose database session holds a lock. When the session ends, another server
     can take the lock. A leader whose session has ended detects this at the next call of `is_held`. Until then two
@@ -45,11 +45,11 @@ class Leadership:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this server was the leader when `is_held` was last called."""
+        """Whether this server was the leader at the last call of `is_held`."""
         return self._has_lock
 
     def is_held(self) -> bool:
-        """Try to become the leader if there is no leader, and return whether this server is the leader.
+        """Become the leader if there is none, and return whether this server is the leader.
 
         Raises:
             DBAPIError: The database does not answer; this server is not the leader.
@@ -69,7 +69,7 @@ class Leadership:
             return self._has_lock
 
     def has_others(self) -> bool:
-        """Whether other servers use the database; False if this is not known because the database does not answer."""
+        """Whether other servers use the database; False if the database does not answer."""
         with self._lock:
             if self._connection is None:
                 return False
@@ -162,7 +162,7 @@ class Notifications:
 
 
 def _single(store: Store) -> sa.Engine | None:
-    """Make an SQLAlchemy engine for one permanent connection besides the connections of `store`; None on SQLite."""
+    """Make an SQLAlchemy engine with one permanent connection, separate from those of `store`; None on SQLite."""
     if store.engine.dialect.name == "sqlite":
         return None
     settings = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}

@@ -1,4 +1,4 @@
-"""Store of jobs, trials, rungs, samples and events in SQL (SQLite or PostgreSQL, through SQLAlchemy).
+"""Store of jobs, trials, rungs, samples and events: SQLite or PostgreSQL through SQLAlchemy.
 
 Every process may read. Only a job's driver writes its trials, rungs, samples and events, through a `JobWriter` that
 checks its attempt number in every transaction, so a driver that was replaced can no longer write.
@@ -105,14 +105,14 @@ SETBACK_EVENTS = (EventKind.ATTEMPT, EventKind.JOB_REFUSED, EventKind.WAITING)
 
 
 class _Connections(Protocol):
-    """Interface of objects that open connections for the reads of a store: an engine, or `_OneConnection`."""
+    """Interface that opens connections for reads: an SQLAlchemy engine, or `_OneConnection`."""
 
     def connect(self) -> AbstractContextManager[sa.Connection]: ...
 
 
 @dataclass(frozen=True)
 class _OneConnection:
-    """Opens the same connection for all reads of a store, so that all of them read the same state of the database.
+    """Provider of one connection for all reads of a store, so that they see the same state of the database.
 
     The transaction of this connection stays open.
     """
@@ -125,7 +125,7 @@ class _OneConnection:
 
 @repeated
 class Store:
-    """Store of all jobs in one database. It is thread-safe, and must be closed after use.
+    """Store of all jobs in one database; thread-safe, and must be closed after use.
 
     Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. If the store
     `waits`, its calls and those of its writers wait while the database does not answer, and are then repeated.
@@ -166,12 +166,12 @@ class Store:
 
     @property
     def engine(self) -> sa.Engine:
-        """SQLAlchemy's engine of the database, for other stores in the same database, such as `ArtifactStore`."""
+        """SQLAlchemy engine of the database, for other stores in the same database, such as `ArtifactStore`."""
         return self._engine
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether only processes of one machine can open the database, because it is an SQLite file."""
+        """Whether only processes of one machine can open the database, as an SQLite file requires."""
         return self._engine.dialect.name == "sqlite"
 
     @property
@@ -187,7 +187,7 @@ class Store:
         return self._reads.connect()
 
     def waiting(self) -> Self:
-        """A copy of this store whose calls, and those of its writers, wait while the database does not answer."""
+        """Copy of this store whose calls, and its writers' calls, wait while the database does not answer."""
         return self._with(waiting(self._engine))
 
     def _with(self, engine: sa.Engine) -> Self:
@@ -196,23 +196,23 @@ class Store:
         return other
 
     def problem(self) -> str | None:
-        """Message that the database does not answer, and since when; None if it answered when it was last used."""
+        """Message that the database does not answer, and since when; None if it answered last time."""
         return availability_of(self._engine).problem()
 
     def now(self) -> float:
-        """Present time in seconds since the epoch, by the clock of all stored times, which is the database's clock."""
+        """Present time in seconds since the epoch, by the database's clock, which all stored times use."""
         with self._reads.connect() as connection:
             time_s = clock(connection)
             return time_s if isinstance(time_s, float) else float(connection.execute(sa.select(time_s)).scalar_one())
 
     @property
     def place(self) -> str:
-        """URL of the database for messages, without a password."""
+        """URL of the database without a password, for messages."""
         return shown(self._engine.url)
 
     @contextmanager
     def snapshot(self) -> Iterator[Self]:
-        """Context with a copy of this store, all of whose reads see the same state of the database, the present one.
+        """Context with a copy of this store whose reads all see the same, present state of the database.
 
         The copy must not be used to write.
         """
@@ -234,7 +234,7 @@ class Store:
         request_digest: str | None = None,
         keeps: Mapping[str, str] | None = None,
     ) -> JobRecord:
-        """Store a new job and return it, or return the job that was created with the same `idempotency_key`.
+        """Store a new job and return it, or return the job created with the same `idempotency_key`.
 
         `document` is the submitted document, and `accepted` the findings of its checks, as JSON. `request_digest` is a
         hash of the request, by which a later request with the same key is compared. `keeps` has the digests of other
@@ -266,7 +266,7 @@ class Store:
         return record
 
     def job(self, job_id: str) -> JobRecord:
-        """The job with this id. Raises NotFound if there is none."""
+        """Read the job with the given id. Raises NotFound if there is none."""
         found = self._jobs(schema.studies.c.id == job_id)
         if not found:
             raise NotFound(f"job {job_id!r}: no such job in {self.place}")
@@ -275,13 +275,13 @@ class Store:
     def jobs(
         self, kind: str | None = None, *, state: JobState | None = None, name: str | None = None
     ) -> tuple[JobRecord, ...]:
-        """All jobs, oldest first; only those of one kind, in one state or with one name if one is given."""
+        """Read all jobs, oldest first, or only those of one kind, state or name."""
         table = schema.studies.c
         wanted = ((table.kind, kind), (table.state, None if state is None else state.value), (table.name, name))
         return self._jobs(sa.and_(sa.true(), *(column == value for column, value in wanted if value is not None)))
 
     def unfinished_jobs(self, *, heard_since: float = math.inf) -> tuple[JobRecord, ...]:
-        """Jobs that have not ended, and ended jobs with a sign of life since the time `heard_since`, oldest first.
+        """Read the jobs that have not ended, or that had a sign of life since `heard_since`, oldest first.
 
         Signs of life are the creation of the job, the submission of a driver, and a driver's heartbeats. `heard_since`
         is in seconds since the epoch; by default, no job that has ended is returned.
@@ -292,21 +292,21 @@ class Store:
         return self._jobs(table.c.state.not_in(FINISHED) | is_recent)
 
     def job_ids(self, state: JobState) -> tuple[str, ...]:
-        """Ids of all jobs in a state, oldest job first; no other data of the jobs are read."""
+        """Ids of all jobs in one state, oldest job first; no other data are read."""
         table = schema.studies
         query = sa.select(table.c.id).where(table.c.state == state.value).order_by(table.c.created_at, table.c.id)
         with self._reads.connect() as connection:
             return tuple(connection.execute(query).scalars())
 
     def job_counts(self) -> dict[tuple[str, JobState], int]:
-        """Numbers of jobs by kind and state, without those that are 0."""
+        """Number of jobs by kind and state; zeros are left out."""
         table = schema.studies
         query = sa.select(table.c.kind, table.c.state, sa.func.count()).group_by(table.c.kind, table.c.state)
         with self._reads.connect() as connection:
             return {(kind, JobState(state)): count for kind, state, count in connection.execute(query)}
 
     def job_of_key(self, idempotency_key: str) -> JobRecord | None:
-        """The job that was created with this idempotency key; None if there is none."""
+        """Find the job created with the given idempotency key; None if there is none."""
         return next(iter(self._jobs(schema.studies.c.idempotency_key == idempotency_key)), None)
 
     def _jobs(self, where: sa.ColumnElement[bool]) -> tuple[JobRecord, ...]:
@@ -316,12 +316,12 @@ class Store:
             return tuple(job_record(row) for row in rows.mappings())
 
     def is_drained(self) -> bool:
-        """Whether the servers of this database are drained: they accept no jobs, and no driver begins to work."""
+        """Whether the servers are draining for maintenance: they accept no jobs, and no driver starts."""
         with self._reads.connect() as connection:
             return _is_drained(connection)
 
     def set_drained(self, *, drained: bool) -> None:
-        """Drain the servers of this database, or end the drain.
+        """Start or end draining the servers of this database, during which they accept and start no jobs.
 
         Once the drain has begun, no further driver begins, and `JobRecord.has_driver` is True for every job that a
         driver works on.
@@ -334,7 +334,7 @@ class Store:
                 connection.execute(sa.insert(schema.drains).values(since=clock(connection)))
 
     def open_attempt(self, job_id: str, *, because: str | None = None, as_driver: bool = False) -> JobWriter:
-        """Start a new attempt at a job and return its writer, which alone may write to the job from now on.
+        """Start a new attempt at a job, and return the writer that alone may write to the job from now on.
 
         `because` says why another attempt was needed; None states no reason. With `as_driver`, the attempt counts as a
         driver's heartbeat, and is refused while the servers are drained. Raises NotFound if there is no such job.
@@ -382,7 +382,7 @@ class Store:
             connection.execute(sa.delete(table).where(table.c.id == job_id))
 
     def record_submission(self, job_id: str, number: int) -> None:
-        """Store that a driver of the job is about to be submitted to the cluster.
+        """Store that a driver of the job is about to be submitted to the Ray cluster.
 
         `number` counts the job's drivers from 1.
         """
@@ -395,13 +395,13 @@ class Store:
             )
 
     def record_refusal(self, job_id: str, reason: str) -> None:
-        """Store an event: the cluster refused the driver that was submitted last for the job, for the given reason."""
+        """Store that the Ray cluster refused the last submitted driver of a job, with the reason."""
         with transaction(self._engine) as connection:
             lock_job(connection, job_id)
             insert_event(connection, job_id, EventKind.JOB_REFUSED, {"reason": reason})
 
     def refusal(self, job_id: str) -> str | None:
-        """Reason why the cluster refused the driver that was submitted last for the job; None if it was accepted."""
+        """Reason why the Ray cluster refused the last submitted driver of a job; None if it was accepted."""
         events, jobs = schema.events, schema.studies
         query = (
             sa.select(events.c.payload)
@@ -416,7 +416,7 @@ class Store:
             return None if payload is None else str(payload["reason"])
 
     def resume(self, job_id: str, *, reason: str) -> JobRecord:
-        """Allow a job to continue that is FAILED or STOPPED, or COMPLETE with void samples, and return the job.
+        """Let a FAILED or STOPPED job, or a COMPLETE one with void samples, continue, and return the job.
 
         The job becomes STOPPED, and its failed drivers are counted from zero again. A job in another state is not
         changed, nor is a COMPLETE job whose responses were removed. Raises NotFound if there is no such job.
@@ -445,7 +445,7 @@ class Store:
         return self.job(job_id)
 
     def add_benchmarks(self, study: JobRecord, document: Mapping[str, Any], *, names: Sequence[str]) -> JobRecord:
-        """Replace the study file of a COMPLETE study by one with more benchmarks, and let the study continue.
+        """Replace the study file of a COMPLETE study by one with more benchmarks, and reopen the study.
 
         `study` is the study as it was read, and `names` are the benchmarks that were asked for. Raises Conflict if the
         study is not COMPLETE any more, or was continued since it was read: `document` may lack what was added then.
@@ -479,7 +479,7 @@ class Store:
             return frozenset(connection.execute(query).scalars())
 
     def consecutive_failures(self, job_id: str) -> int:
-        """Number of a job's drivers in a row, up to the latest, that ended or failed to start without a result.
+        """Number of a job's latest drivers in a row that ended, or failed to start, without a result.
 
         A result is a finished rung or trial, a stored chunk or step, or another event in RESULT_EVENTS. A request to
         resume the job counts as a result. Drivers that ended to wait for something are counted by the method
@@ -491,7 +491,7 @@ class Store:
         return max(len(failures), job.submissions - job.attempt)
 
     def consecutive_waits(self, job_id: str) -> int:
-        """Number of a job's drivers, since its last result, that ended because something was missing for now.
+        """Number of a job's drivers, since its last result, that ended because something was missing.
 
         The method `consecutive_failures` defines results. The number is 0 if the last driver ended for another reason.
         """
@@ -499,7 +499,7 @@ class Store:
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, job_id: str) -> list[str]:
-        """Kinds of the events, since a job's last result, that report the end or the failed start of a driver.
+        """Kinds of events since a job's last result that report an ended driver or a failed start.
 
         The kinds are in the order of the events, oldest first. SETBACK_EVENTS lists these kinds. A result is an event
         of a kind in RESULT_EVENTS, a stored chunk or a stored step.
@@ -521,7 +521,7 @@ class Store:
             return list(connection.execute(kinds).scalars())
 
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
-        """Numbers of trials in each state, as study id -> state -> number.
+        """Number of trials in each state, as study id -> state -> number.
 
         With `study_id` None, the trials of all studies are counted.
         """
@@ -538,7 +538,7 @@ class Store:
     # -- exports ---------------------------------------------------------------------------------------------------
 
     def add_export(self, record: ExportRecord) -> ExportRecord:
-        """Store an export and return it. If an export with the same id exists, it is not changed, and is returned."""
+        """Store an export and return it, or return the stored export with the same id unchanged."""
         with transaction(self._engine) as connection:
             row = {**asdict(record), "state": record.state.value}
             connection.execute(insert(connection, schema.exports).on_conflict_do_nothing(), row)
@@ -550,23 +550,23 @@ class Store:
             connection.execute(sa.update(table).where(table.c.id == export_id).values(state=state.value, reason=reason))
 
     def delete_export(self, export_id: str) -> None:
-        """Delete the record of an export; nothing happens if there is none."""
+        """Delete the record of an export; does nothing if there is none."""
         with transaction(self._engine) as connection:
             connection.execute(sa.delete(schema.exports).where(schema.exports.c.id == export_id))
 
     def export(self, export_id: str) -> ExportRecord:
-        """The export with this id. Raises NotFound if there is none."""
+        """Read the export with the given id. Raises NotFound if there is none."""
         found = self._exports(schema.exports.c.id == export_id)
         if not found:
             raise NotFound(f"export {export_id!r}: no such export")
         return found[0]
 
     def exports(self, study_id: str | None = None) -> tuple[ExportRecord, ...]:
-        """Exports of the study `study_id`, or of all studies if it is None, oldest first."""
+        """Read the exports of the study `study_id`, or of all studies if it is None, oldest first."""
         return self._exports(sa.true() if study_id is None else schema.exports.c.study == study_id)
 
     def unfinished_exports(self) -> tuple[ExportRecord, ...]:
-        """Exports that are WAITING or RUNNING, oldest first."""
+        """Read the exports that are WAITING or RUNNING, oldest first."""
         return self._exports(schema.exports.c.state.in_([ExportState.WAITING.value, ExportState.RUNNING.value]))
 
     def _exports(self, where: sa.ColumnElement[bool]) -> tuple[ExportRecord, ...]:
@@ -586,7 +586,7 @@ class Store:
         state: TrialState | None = None,
         limit: int | None = None,
     ) -> tuple[TrialRecord, ...]:
-        """Trials of a study by number, from `start` up to but not including `stop`; to the last if `stop` is None.
+        """Read the trials of a study with numbers from `start` up to but not including `stop` (None: to the last).
 
         If `state` is not None, trials in other states are left out. Only the first `limit` trials are returned, or all
         if `limit` is None.
@@ -603,7 +603,7 @@ class Store:
         return tuple(trial_record(row, rungs.get(row["number"], ())) for row in rows)
 
     def trial_results(self, study_id: str, numbers: Collection[int] | None = None) -> tuple[TrialResult, ...]:
-        """Results of a study's trials, ordered by number: of those with the given `numbers`, or of all if it is None.
+        """Read the results of the trials with the given `numbers` (None: all) of a study, ordered by number.
 
         Neither recipes nor configurations are read, because they are most of a trial's data.
         """
@@ -619,7 +619,7 @@ class Store:
     def _rungs(
         self, connection: sa.Connection, study_id: str, trials: Sequence[int]
     ) -> dict[int, tuple[RungRecord, ...]]:
-        """Finished rungs of a study's trials with the numbers `trials`, by trial number.
+        """Read the finished rungs of the trials with the given `numbers`, by trial number.
 
         If there are many numbers, rungs of trials with other numbers between the first and the last may be included.
         """
@@ -636,7 +636,7 @@ class Store:
         return {trial: tuple(rungs) for trial, rungs in found.items()}
 
     def trial(self, study_id: str, number: int) -> TrialRecord:
-        """The study's trial with this number. Raises NotFound if there is none."""
+        """Read the study's trial with the given number. Raises NotFound if there is none."""
         found = self.trials(study_id, start=number, stop=number + 1)
         if not found:
             raise NotFound(f"trial {number}: study {study_id} has no such trial")
@@ -656,7 +656,7 @@ class Store:
         recipes: Collection[str] | None = None,
         objectives: Collection[str] | None = None,
     ) -> dict[str, dict[str, NDArray[np.float64]]]:
-        """Values of the scored samples of a study, by recipe digest and objective, as arrays [last position + 1].
+        """Read the values of a study's scored samples, as arrays by recipe digest and objective.
 
         `recipes` has the digests of the recipes to read, and `objectives` the names; None reads all. An array has the
         value of the sample at each position, or NaN if no value is stored. A position is a sample's index in the order
@@ -671,7 +671,7 @@ class Store:
         return dict(found)
 
     def num_tokens(self, study_id: str, split: Split) -> dict[str, int]:
-        """For each recipe of a study, the number of tokens in the completions of its scored samples, by recipe digest.
+        """Number of tokens that a study's merges generated on one split, by recipe digest.
 
         Recipes with a scored sample whose tokens are not stored are left out.
         """
@@ -679,12 +679,12 @@ class Store:
             return num_tokens(connection, study_id, split)
 
     def samples(self, study_id: str, recipe_digest: str, split: Split) -> tuple[SampleResult, ...]:
-        """Scored samples of one recipe on `split` (search or holdout data), ordered by objective and position."""
+        """Read the scored samples of one recipe on `split`, ordered by objective and position."""
         with self._reads.connect() as connection:
             return read_samples(connection, study_id, recipe_digest, split)
 
     def move_old_samples(self) -> int:
-        """Move the samples of one recipe that an earlier version stored to the tables that this version uses.
+        """Convert one recipe's samples of an earlier version to the present tables.
 
         Returns the number of moved samples; 0 if none is left. Earlier versions stored a row for each sample, which
         takes ten times the space. The study stays readable meanwhile, and its driver may write.
@@ -699,7 +699,7 @@ class Store:
             return max(1, move_old_samples(connection, found.study, found.recipe_digest))
 
     def text_sizes(self) -> dict[str, tuple[int, int]]:
-        """For each study, the number of samples whose responses are stored, and the bytes that their responses take.
+        """Number of samples with stored responses, and the bytes of the responses, by study.
 
         The keys are ids of studies. A study is left out as long as some of its samples are in the table of earlier
         versions.
@@ -708,7 +708,7 @@ class Store:
             return text_sizes(connection)
 
     def remove_texts(self, job_id: str, *, num_samples: int, num_bytes: int) -> None:
-        """Remove the responses and tokens of a study's samples; values and flags are kept.
+        """Remove the model responses and tokens of a study's samples; values and flags are kept.
 
         The removal is stored first, with the number of samples and the bytes; from then on the study cannot be resumed.
         Responses are removed a recipe at a time, so that drivers of other jobs may write in between. An interrupted
@@ -735,7 +735,7 @@ class Store:
                     return
 
     def has_void(self, job_id: str) -> bool:
-        """Whether a study has void samples: samples of an engine that later failed a check."""
+        """Whether a study has void samples, whose engine failed a check after it scored them."""
         held = holdings()
         query = void_holdings(held.c.study, held=held).where(held.c.study == job_id).limit(1)
         with self._reads.connect() as connection:
@@ -751,7 +751,7 @@ class Store:
         return self.job(job_id).created_at if time is None else float(time)
 
     def evidence(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EvidenceRecord, ...]:
-        """Evidence of the weights that a study's engines held: one record for each scored chunk, in stored order.
+        """Read the evidence of the weights that a study's engines held: one record per scored chunk of samples.
 
         Only records with an id above `after` are returned, and at most `limit` (None: all).
         """
@@ -762,7 +762,7 @@ class Store:
             return tuple(EvidenceRecord(**row) for row in rows.mappings())
 
     def steps(self, study_id: str, *, start: int = 0) -> tuple[Step, ...]:
-        """Steps of a study's searcher, ordered by number, from the number `start`."""
+        """Read the steps (such as gradients) of a study's searcher, ordered by number, from the number `start`."""
         table = schema.search_steps
         where = (table.c.study == study_id) & (table.c.number >= start)
         with self._reads.connect() as connection:
@@ -770,7 +770,7 @@ class Store:
             return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
     def prompt_templates(self, study_id: str) -> dict[str, tuple[str, str]]:
-        """Prompt templates that attacks have scored, by the name of their samples, each as (benchmark, template)."""
+        """Prompt templates that attacks on benchmarks scored, by sample name, as (benchmark, template)."""
         table = schema.prompt_templates
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.name))
@@ -794,14 +794,14 @@ class Store:
             return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples, in total, that the steps of a study's searcher count as towards the limit of samples."""
+        """Number of samples that a searcher's steps, such as gradients, count as towards the sample limit."""
         table = schema.search_steps
         with self._reads.connect() as connection:
             charged = sa.select(sa.func.coalesce(sa.func.sum(table.c.charged), 0)).where(table.c.study == study_id)
             return int(connection.execute(charged).scalar_one())
 
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
-        """Records, with ids above `after`, of engines' first failed checks in all studies, in the order of ids."""
+        """Read the records, with ids above `after`, of engines' first failed checks, in the order of ids."""
         table = schema.engine_faults
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.id > after).order_by(table.c.id))
@@ -813,12 +813,12 @@ class Store:
             return int(connection.execute(sa.select(sa.func.count()).select_from(schema.engine_faults)).scalar_one())
 
     def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
-        """Void samples of a study: scored after the last canary that their engine passed before it failed a check."""
+        """Read a study's void samples, which were scored by an engine that failed its next check."""
         with self._reads.connect() as connection:
             return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """Number of a study's samples that were scored after the last canary that their engine passed.
+        """Number of a study's samples that no passed canary check of their engine has confirmed yet.
 
         The number of canaries that an engine has passed is in the stored evidence of all studies, and in `passed` by
         replica; the larger of the two numbers is used.
@@ -839,7 +839,7 @@ class Store:
     def events(
         self, job_id: str, *, after: int = 0, limit: int | None = None, kinds: Collection[EventKind] | None = None
     ) -> tuple[EventRecord, ...]:
-        """Events of a job with an id above `after`, in the order of their ids, and at most `limit` (None: all).
+        """Read the events of a job with ids above `after`, in the order of ids, at most `limit` (None: all).
 
         `kinds` has the kinds of events to read; None reads all kinds.
         """
@@ -852,7 +852,7 @@ class Store:
             return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
 
     def event_counts(self, job_ids: Collection[str], *, kinds: Collection[EventKind]) -> dict[str, dict[str, int]]:
-        """Numbers of events of the given jobs and kinds, as job id -> kind -> number, without those that are 0."""
+        """Number of events of the given jobs and kinds, as job id -> kind -> number; zeros are left out."""
         table = schema.events
         where = table.c.study.in_(job_ids) & table.c.kind.in_([kind.value for kind in kinds])
         query = sa.select(table.c.study, table.c.kind, sa.func.count()).where(where)
@@ -863,7 +863,7 @@ class Store:
         return dict(counts)
 
     def last_event_id(self, job_id: str) -> int:
-        """Id of a job's latest event; 0 if the job has no event yet."""
+        """Id of the latest event of a job; 0 if the job has no event yet."""
         table = schema.events
         with self._reads.connect() as connection:
             found: int | None = connection.execute(
@@ -872,7 +872,7 @@ class Store:
             return found or 0
 
     def document(self, job_id: str, name: str) -> Any | None:
-        """Document that is stored for a job under `name`, such as the report of a verification.
+        """Read the document stored for a job under `name`, such as the report of a verification.
 
         Returns None if there is none yet.
         """
@@ -884,7 +884,7 @@ class Store:
 
 
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
-    """Make the artifact with the given digest, which may belong to any job, an artifact of the job `job_id` too.
+    """Make the artifact with the given digest, which may belong to another job, an artifact of this job too.
 
     Its name there is `name`. The other job cannot be deleted until the transaction ends. Raises Conflict if no job has
     the artifact.
@@ -905,7 +905,7 @@ DRAINS_LOCK = 0x6D65726A
 
 
 def _lock_drains(connection: sa.Connection, *, is_shared: bool = False) -> None:
-    """Lock the state in which the servers are drained or not, until the transaction ends.
+    """Lock, until the transaction ends, the state of whether the servers are draining.
 
     With `is_shared`, the transaction only relies on the state, and several transactions may hold the lock. Otherwise it
     changes the state, and waits until no other transaction holds the lock. On SQLite no lock is needed, because

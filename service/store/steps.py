@@ -1,4 +1,4 @@
-"""Steps: computations that a searcher requests before it proposes a configuration, such as the gradient of a loss.
+"""Stored steps of a searcher: gradients, losses, policy updates and decisions, computed before a proposal.
 
 A step consists of the searcher's request and the result of the computation. Each step counts as a number of samples,
 which may be 0. A step is stored in the database before the searcher receives its result, and it is never computed
@@ -53,13 +53,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Request of a searcher for a step. `label` describes the request to users."""
+    """Request of a searcher for a computation (step); `label` describes it to users."""
 
     label: str
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the step counts as towards the study's limit of samples.
+        """Number of samples that the step counts as in the study's limit of samples.
 
         The number is 0 for most kinds of steps.
         """
@@ -68,7 +68,7 @@ class _Request:
 
 @dataclass(frozen=True, kw_only=True)
 class _Measurement(_Request):
-    """Request for the losses of the merge at `point` on the reference answers of the samples at `positions`.
+    """Request for losses of the merge at `point` on the reference answers of the samples at `positions`.
 
     `point` has the values of all parameters of the search space, in the order of the space. `positions` has the
     positions of the samples, by objective. `completions` names the objectives for which the reference answers are
@@ -89,7 +89,7 @@ class _Measurement(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class LossesRequest(_Measurement):
-    """Request for the mean loss of each objective at a point, which takes a forward pass."""
+    """Request for the mean loss of each objective at a point of the search space: one forward pass."""
 
     kind: Literal["losses"] = "losses"
     charge: ClassVar[int] = 1
@@ -97,7 +97,7 @@ class LossesRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRequest(_Measurement):
-    """Request for the losses at a point, and for the derivatives of their sum weighted by `weights`.
+    """Request for the losses at a point, and for the gradient of their sum weighted by `weights`.
 
     The derivatives are with respect to all parameters of the search space. `descent` is the number, from 0, of the
     gradient descent to which the step belongs. `preference` is the preference vector of this descent, by objective; it
@@ -113,9 +113,9 @@ class GradientRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsRequest(_Request):
-    """Request for the samples that source models answered correctly, of the objectives named in `completions`.
+    """Request for the completions that source models answered correctly, as references for losses.
 
-    The correct completions then serve as reference answers for losses.
+    `completions` names the objectives.
     """
 
     completions: tuple[str, ...]
@@ -124,7 +124,7 @@ class CompletionsRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class NoteRequest(_Request):
-    """Request to store a decision of the searcher, which is called a note. Nothing is computed.
+    """Request to store a decision of the searcher (a note) without a computation.
 
     `label` describes the decision to users. `decision` is the decision in the form in which the searcher reads it again
     from the stored step.
@@ -136,7 +136,7 @@ class NoteRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest(_Request):
-    """Request that a policy learn from the trials of the searcher's iteration `iteration`.
+    """Request to update a policy on the trials of the searcher's iteration `iteration`.
 
     `preference` is the preference vector of the policy that learns, by objective; it is empty if there is only one
     policy.
@@ -158,7 +158,7 @@ StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | Upd
 
 @dataclass(frozen=True, kw_only=True)
 class LossesResult:
-    """Mean losses of the merge at the requested point, by objective.
+    """Mean losses of the merge at a requested point, by objective.
 
     `failure` is the reason why there are no losses; it is None if there are losses. `recipe` is the digest of the
     merge's recipe. `bank` is the fingerprint of the merge's source models.
@@ -172,7 +172,7 @@ class LossesResult:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientResult(LossesResult):
-    """Mean losses at the requested point, and the derivatives of their weighted sum.
+    """Mean losses of the merge at a requested point, and the gradient of their weighted sum.
 
     `gradient` has the derivative with respect to each value of the point, in the order of the values. `seconds` is the
     time that the computation took.
@@ -184,7 +184,7 @@ class GradientResult(LossesResult):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsResult:
-    """Samples that source models answered correctly, by objective.
+    """Completions that source models answered correctly, by objective.
 
     Each sample is given as a pair: the sample's position, and the number of the trial of a source model that answered
     the sample correctly. The pairs are sorted by position.
@@ -195,7 +195,7 @@ class CompletionsResult:
 
 @dataclass(frozen=True, kw_only=True)
 class NoteResult:
-    """Empty result of a step that only stores a decision of the searcher (a note).
+    """Empty result of a step that only stores a decision (note) of the searcher.
 
     Nothing is computed for such a step.
     """
@@ -203,7 +203,7 @@ class NoteResult:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
-    """Result of an update of a policy: statistics by name, and the sha256 of the policy's new checkpoint.
+    """Result of a policy update: statistics by name, and the sha256 of the policy's new checkpoint.
 
     `checkpoint` is "" if the policy learned nothing. `seconds` is the time that the computation took; it is 0 in steps
     that were stored by versions that did not measure the time.
@@ -222,7 +222,7 @@ StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | Note
 
 @dataclass(frozen=True)
 class _Step:
-    """Base class of steps that are stored in the database, with the step's place in its study.
+    """Base class of steps that are stored in the database, with their place in the study.
 
     `number` counts the study's steps from 0. `proposal` is the number of the trial that was proposed after the step.
     """
@@ -273,7 +273,7 @@ _STEP_OF_REQUEST: Mapping[type[StepRequest], type[Step]] = {
 
 
 def step_of(number: int, proposal: int, request: StepRequest, result: StepResult) -> Step:
-    """Make the step with the number `number`, computed before trial `proposal`, from its request and its result."""
+    """Make a step (number `number`, before the trial `proposal`) from its request and its result."""
     kind: Any = _STEP_OF_REQUEST[type(request)]
     step: Step = kind(number, proposal, request, result)
     return step
@@ -312,7 +312,7 @@ _READERS: Mapping[str, TypeAdapter[Any]] = {
 
 
 def step_document(step: Step) -> dict[str, Any]:
-    """JSON document in which the database stores the request and the result of a step."""
+    """JSON document with the request and the result of a step, as the database stores them."""
     return {
         "request": {**_REQUEST_KEYS, **asdict(step.request)},
         "result": {**_RESULT_KEYS, **asdict(step.result)},
@@ -320,7 +320,7 @@ def step_document(step: Step) -> dict[str, Any]:
 
 
 def read_step(number: int, proposal: int, document: Mapping[str, Any]) -> Step:
-    """The step with the request and the result that are in `document`.
+    """Read a step with its request and result from a stored `document`.
 
     The document must be a result of `step_document` of this or an earlier version.
     """

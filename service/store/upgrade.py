@@ -1,4 +1,4 @@
-"""Migrates a database to this program's schema, by the Alembic migrations in `migrations/versions`.
+"""Migration of a database to this program's schema, by the Alembic files in `migrations/versions`.
 
 A database that is up to date is only read, and Alembic is not imported. Any other database is migrated in one
 transaction that holds the database's write lock. Processes that open a database at the same time therefore migrate it
@@ -27,7 +27,7 @@ ADVISORY_LOCK = 0x6D657267
 
 @dataclass(frozen=True)
 class _Marks:
-    """Schema versions that a database states; each is None if it is not stated.
+    """Schema version numbers stored in a database; each is None if it is not stored.
 
     `revision` is Alembic's revision. `version` is a number in the table `schema_version`, which earlier versions of the
     program wrote before they used Alembic.
@@ -92,7 +92,7 @@ def _marks(connection: sa.Connection) -> _Marks:
 
 
 def _lock(connection: sa.Connection) -> None:
-    """Wait for other processes that migrate the database, and keep them waiting until the transaction ends.
+    """Wait until no other process migrates the database, and keep others waiting until this transaction ends.
 
     On SQLite nothing needs to be done, because the transaction has held the write lock since its beginning.
     """

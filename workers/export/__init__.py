@@ -1,4 +1,4 @@
-"""Export of a merge as a Hugging Face checkpoint.
+"""Export of a merged model as a Hugging Face checkpoint.
 
 - `checkpoint`: the directory with tensors, configuration, tokenizer and recipe
 - `shards`: the files of tensors, whose writing continues after a kill

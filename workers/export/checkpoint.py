@@ -1,8 +1,8 @@
-"""Export of a recipe as a Hugging Face checkpoint: the tensors that `merged_tensors` computes on this device.
+"""Export of a recipe's merged model as a Hugging Face checkpoint.
 
-They are bit for bit the ones that an engine scored, except where a device changes bits: in tensors that LoRA adapters
-change, if the engine was on a GPU (`model_card.ADAPTED`), and in merges by methods whose bits depend on the device
-(`model_card.BY_DEVICE`).
+Its tensors are bit for bit those that an engine scored, except where a device changes bits: in tensors that LoRA
+adapters change, if the engine was on a GPU (`model_card.ADAPTED`), and in merges by methods whose bits depend on the
+device (`model_card.BY_DEVICE`).
 
 The directory gets its name only when it is complete. Until then its files are in a hidden directory next to it,
 together with the checksums of the finished files. An export that was killed continues from these files.
@@ -57,7 +57,7 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
-    """Write the merge of a recipe as a Hugging Face checkpoint to the directory `out_dir`, and return the directory.
+    """Write the merged model of a recipe as a Hugging Face checkpoint to `out_dir`, and return the directory.
 
     The files are tensors, config.json, tokenizer, README.md, recipe.json and, if mergekit can express the recipe,
     mergekit_config.yml. A merge with alignments also has their tensors and the file of the model class that computes
@@ -122,7 +122,7 @@ def export(
 
 
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_template: str | None = None) -> bool:
-    """Whether `out_dir` is a complete export of this recipe, dtype and chat template.
+    """Whether `out_dir` contains the complete export of the given recipe, dtype and chat template.
 
     Returns False if `out_dir` is missing or empty. Raises FileExistsError if it contains anything else, such as an
     incomplete export or an export of another recipe, and PermissionError if it cannot be created.
@@ -143,7 +143,7 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
 
 def _check_weights(out: Path, recipe: Recipe) -> None:
-    """Check that an export has all files from which a model is loaded, and that its files of tensors are complete.
+    """Check that an export has all files from which a model is loaded, and that its weight files are complete.
 
     For a recipe with alignments, the file of the model class is required too. Raises OSError or ValueError if a file is
     missing or damaged.
@@ -167,7 +167,7 @@ def _check_weights(out: Path, recipe: Recipe) -> None:
 
 
 def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
-    """Check whether `out_dir` may be an export: it has a recipe.json. False if it is missing or an empty directory.
+    """Check whether the directory `out_dir` is an export (has a recipe.json); False if it is missing or empty.
 
     Raises FileExistsError if the path contains anything else; the message says that `expected` was expected. Raises
     PermissionError if the directory is missing and cannot be created.
@@ -186,7 +186,7 @@ def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
 
 
 def left_behind_bytes(out_dir: str | Path) -> int:
-    """Bytes on disk in the hidden directories that killed exports to `out_dir` left behind.
+    """Bytes on disk in hidden directories of exports to `out_dir` that were killed.
 
     The next export to `out_dir` reuses or removes these files.
     """
@@ -195,7 +195,7 @@ def left_behind_bytes(out_dir: str | Path) -> int:
 
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
-    """The content of the mergekit_config.yml that computes the recipe, or a string with the reason why there is none.
+    """Content of the mergekit_config.yml that computes the recipe, or the reason (a string) why there is none.
 
     `dtype` is the dtype in which mergekit stores the merge. Models are named by their hub ids, or by directories if
     they have no hub id.
@@ -228,7 +228,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
 
 
 def _content_key(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
-    """A key that is equal for two exports if one can continue from the incomplete files of the other.
+    """Key that is equal for two exports if one can continue from the incomplete files of the other.
 
     The key depends on the recipe, the sources, the dtype, the size of the files and the version of mergesearch.
     """
@@ -240,5 +240,5 @@ def _write_json(file: Path, document: Any) -> None:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """The name of a dtype as in configuration files, such as "float32"."""
+    """Name of a dtype as in configuration files, such as "float32"."""
     return str(dtype).removeprefix("torch.")

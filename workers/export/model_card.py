@@ -1,4 +1,4 @@
-"""The model card of an export: its sources, recipe, held-out scores and licences, as README.md."""
+"""Model card (README.md) of an export: its sources, recipe, held-out scores and licences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ had other bits than this checkpoint, which the CPU wrote."""
 
 
 class Score(Protocol):
-    """An objective's value on held-out data: `value`, its 95 % confidence interval and the number of samples."""
+    """Held-out score of an objective: `value`, its 95 % confidence interval and the number of samples."""
 
     @property
     def value(self) -> float: ...
@@ -58,7 +58,7 @@ def model_card(
     study: str | None,
     mergekit: Mapping[str, Any] | str,
 ) -> str:
-    """The text of an export's README.md: its sources, recipe, held-out scores and licences.
+    """Text of an export's README.md: its sources, recipe, held-out scores and licences.
 
     `dtype` is the dtype of the tensors. `scores` maps an objective to its held-out value. `study` is the name of the
     study, or None if the export is not of a study. `mergekit` is the mergekit configuration, or the reason why there is
@@ -121,7 +121,7 @@ def model_card(
 
 
 def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
-    """The rows of a table that describes a recipe: (layers, component, method, sources, coefficients).
+    """Rows of the table that describes a recipe: (layers, component, method, sources, coefficients).
 
     Adjacent layers with equal merges form one group. A group has a row for each component, and a row for each scale
     that is not 1. Merges of single tensors come last.
@@ -148,7 +148,7 @@ def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
 
 
 def licence(directory: Path) -> str | None:
-    """The licences of a source, as the README.md in its directory states them; None if it states none.
+    """Licences of a source model, as the README.md in its directory states them; None if it states none.
 
     The licences are the value of `license` in the front matter, separated by commas.
     """
@@ -162,7 +162,7 @@ def licence(directory: Path) -> str | None:
 
 
 def source_name(directory: Path) -> str:
-    """The name of a source in a model card: ID@COMMIT for a model from the hub, or its directory for other models.
+    """Name of a source model in a model card: ID@COMMIT for a hub model, the directory for other models.
 
     Hub names are preferred because they are valid on any machine.
     """
@@ -171,7 +171,7 @@ def source_name(directory: Path) -> str:
 
 
 def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
-    """Recipes of the sources that are merges themselves, as an entry for recipe.json: {"lineage": {alias: recipe}}.
+    """Recipes of those source models that are merges themselves, for recipe.json: {"lineage": {alias: recipe}}.
 
     The result is empty if no source is an export of mergesearch.
     """
@@ -182,7 +182,7 @@ def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
 
 
 def _recipe_document(directory: Path) -> dict[str, Any] | None:
-    """The content of recipe.json in `directory`; None if the directory is not an export."""
+    """Content of recipe.json in `directory`; None if the directory is not an export."""
     try:
         document = json.loads((directory / "recipe.json").read_text())
         Recipe.from_json(document)
@@ -192,7 +192,7 @@ def _recipe_document(directory: Path) -> dict[str, Any] | None:
 
 
 def _merge_name(directory: Path) -> str | None:
-    """The name in a model card of a source that is itself an export; None if `directory` is not an export.
+    """Model-card name of a source model that is itself an export; None if `directory` is not an export.
 
     The name has the digest, the models and, if known, the study of the source's recipe.
     """
@@ -205,7 +205,7 @@ def _merge_name(directory: Path) -> str | None:
 
 
 def _relative(merge: Merge, index: int) -> object:
-    """A form of a merge that is equal for adjacent layers which merge their sources in the same way.
+    """Form of a merge that is equal for adjacent layers which are merged in the same way.
 
     In this form, layers of sources are numbered relative to `index`, the index of the merged layer.
     """
@@ -215,7 +215,7 @@ def _relative(merge: Merge, index: int) -> object:
 
 
 def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple[str, str, str]:
-    """The method, sources and coefficients of a merge, each as text for a row of a table.
+    """Method, sources and coefficients of a merge, each as text for a table row.
 
     The row is for `length` adjacent layers from index `index` on that have this merge, each with the corresponding
     layers of the sources. `index` is None outside layers. The text names a source's layers only if their numbers differ

@@ -1,4 +1,4 @@
-"""The safetensors files of an export, each written once, with checksums so that a killed export can continue.
+"""Writing of an export's safetensors files, with checksums, so that a killed export can continue.
 
 Tensors are streamed into the files one by one.
 """
@@ -37,7 +37,7 @@ CHECKSUM = xxhash.xxh3_128
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of an export: `written` of `total` bytes of tensors are written.
+    """Progress of an export: how many of `total` bytes of tensors are written.
 
     `kept` is the number of written bytes that are from an earlier, killed export.
     """
@@ -55,7 +55,7 @@ class Shard:
 
 
 def plan_shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[Shard]:
-    """Distribute tensors over safetensors files of at most `max_bytes` of tensors, in order.
+    """Distribute tensors, in order, over safetensors files with at most `max_bytes` of tensors.
 
     `shapes` has the shape of each tensor by name. `itemsize` is the number of bytes of an element. A tensor larger than
     `max_bytes` is the only one in its file.
@@ -87,7 +87,7 @@ def write_shards(
     *,
     added: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write the tensors of a merge to the safetensors files `shards` in `directory`, and then the index of these files.
+    """Write the tensors of a merge to safetensors files (shards) and then the index of the files.
 
     A file's checksum is recorded, in a state file beside `directory`, once the file is on disk. Files that an earlier,
     killed export completed are kept if they still have the recorded checksum. The tensors in `added`, such as the
@@ -125,7 +125,7 @@ def write_shards(
 
 
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
-    """The checksums, by file name, of the files that an earlier, killed export completed.
+    """Checksums, by name, of the files that an earlier, killed export completed.
 
     The file `state` lists checksums. A file in `directory` counts as complete if it still has the listed checksum. The
     result is empty if `state` is missing or damaged.
@@ -149,7 +149,7 @@ def _write_shard(
     dtype: torch.dtype,
     stream: Iterator[tuple[str, torch.Tensor]],
 ) -> str:
-    """Write the next `len(shapes)` tensors of `stream` as one safetensors file, and return its checksum (hex).
+    """Write the next tensors of `stream` as one safetensors file, and return its checksum (hex).
 
     `shapes` has the expected names and shapes, in order. Only one tensor is in memory at a time.
     """

@@ -1,4 +1,4 @@
-"""mergekit's configurations as validated documents.
+"""mergekit's YAML configurations as validated documents.
 
 This module neither locates nor opens models.
 """
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Condition:
-    """The value that a mergekit file gives a parameter for the tensors whose names contain the text `filter`.
+    """Value of a parameter in a mergekit file, for tensors whose names contain the text `filter`.
 
     Several `values` are a gradient over layers: they are interpolated from the first layer to the last. `values` is
     empty if the file has no valid value. `place` is the key in the file, and `text` the values as they are in the file,
@@ -39,7 +39,7 @@ class Condition:
     text: str
 
     def at(self, t: float) -> Scalar | None:
-        """The parameter's value at the fraction t of the way through the layers; None if `values` is empty.
+        """Value of the parameter at the fraction t of the way through the layers; None if `values` is empty.
 
         t is from 0, the first layer, to 1, the last. Numbers are interpolated linearly; for flags, the result is the
         value at t or at the last place before t.
@@ -60,7 +60,7 @@ Settings = Mapping[str, tuple[Condition, ...]]
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A model that a slice merges, with the range [start, stop) of its layers.
+    """One of the models that a slice merges, with the range [start, stop) of its layers.
 
     `layers` is None for all layers of the model. `settings` are the parameters that the file sets for this model alone.
     `place` is the key in the file, for messages.
@@ -82,7 +82,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Source of the embedding row of a token.
+    """Where the merged model's embedding row for a token comes from.
 
     It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
     None, the row is zero. With `force`, the row is used for all models, even for models that have a row for the token;
@@ -128,7 +128,7 @@ class MergekitConfig:
 
     @property
     def base(self) -> str:
-        """The model that gives the merge its configuration and tokenizer, and that task vectors are relative to.
+        """Model that gives the merge its configuration and tokenizer, and from which task vectors are computed.
 
         It is `base_model`, or the base of the first slice, or the first model of the first slice, whichever exists
         first. It is "" if no model could be read.
@@ -139,7 +139,7 @@ class MergekitConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model that the configuration names, beginning with the base."""
+        """All models that the configuration names, beginning with the base."""
         return tuple(dict.fromkeys((*self._merged, *self.unmerged)))
 
     @property
@@ -150,7 +150,7 @@ class MergekitConfig:
 
     @property
     def unmerged(self) -> Mapping[str, str]:
-        """The models that are not merged, but from which the tokenizer or embedding rows of tokens are taken.
+        """Models that are not merged but provide the tokenizer or embedding rows of tokens.
 
         Each is mapped to the key of the file that names it.
         """
@@ -160,7 +160,7 @@ class MergekitConfig:
         return {model: place for model, place in places.items() if model is not None and model not in others}
 
     def conditions(self) -> Iterator[Condition]:
-        """Yield the settings of all parameters: of the whole file, its module, its slices and their models."""
+        """Yield all parameter settings: those of the whole file, its module, its slices and models."""
         inputs = (source.settings for slice_ in self.slices for source in slice_.inputs)
         of_slices = (slice_.settings for slice_ in self.slices)
         for settings in (self.settings, self.module_settings, *of_slices, *inputs):
@@ -169,6 +169,6 @@ class MergekitConfig:
 
 
 def split_adapter(model: str) -> tuple[str, str | None]:
-    """Split MODEL+LORA into the model and the LoRA adapter; the second is None for a model without an adapter."""
+    """Split MODEL+LORA into model and LoRA adapter; the second is None for a model without adapter."""
     name, plus, adapter = model.partition("+")
     return name, adapter if plus else None

@@ -29,12 +29,12 @@ SUMS = ("passthrough", "linear", "task_arithmetic")
 
 
 class Inexpressible(ValueError):
-    """Raised if no mergekit configuration computes the same tensors as the recipe; the message has the reason."""
+    """Raised if no mergekit configuration computes the recipe's tensors; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Adjacent merged layers with equal settings, which become one slice of a mergekit file.
+    """Adjacent merged layers with equal settings, which become one slice of the mergekit file.
 
     - `models`: the models that the slice lists, by their aliases in the recipe
     - `layers`: the first layer of each model
@@ -54,7 +54,7 @@ class _Slice:
 def mergekit_config(
     recipe: Recipe, layout: Layout, directories: Mapping[str, str], *, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """The mergekit configuration that computes the merge of a recipe, ready to be written as YAML.
+    """Configuration for mergekit that computes the merge of a recipe, ready to be written as YAML.
 
     The models are named by `directories`, which has a directory or hub id for each of the recipe's aliases. They are
     merged in float32; the merge is stored in `dtype`. `layout` has the names of the models' tensors. Raises
@@ -107,7 +107,7 @@ def mergekit_config(
 
 
 def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
-    """The recipe in which the scales of MLPs are expressed as merges of single tensors, the last tensors of these MLPs.
+    """Replace scales of MLPs by scaled copies of the MLPs' last tensors, which mergekit can express.
 
     Raises Inexpressible for an MLP that is merged from several models.
     """
@@ -135,7 +135,7 @@ def _always_differs(method: MergeMethod) -> bool:
 def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """The mergekit configuration of a recipe whose merges all have the method `method`, which also exists in mergekit.
+    """Configuration for mergekit of a recipe whose merges all use `method`, which mergekit also has.
 
     The method may have another name in mergekit. `layout` has the names of the models' tensors, `directories` a
     directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises Inexpressible if
@@ -187,7 +187,7 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 
 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
-    """The merges that a slice must state in a mergekit file, by piece; `index` is the slice's merged layer.
+    """Merges that one slice of a mergekit file must state, by piece: a component such as "mlp", or a single tensor.
 
     A piece is a component; if single tensors of the recipe have separate merges, a piece is a tensor, by its name
     within the layer. The first layer also has the embedding and the last layer the head, because mergekit takes their
@@ -210,7 +210,7 @@ def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
 
 
 def _models(recipe: Recipe) -> tuple[str, ...]:
-    """All models that the recipe uses, as aliases; the base is first if it is used.
+    """Aliases of all models that the recipe uses; the base is first if it is used.
 
     In the mergekit file of a weighted sum, every slice lists all of these models.
     """
@@ -221,7 +221,7 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """The layer of each of `models` that the merged layer `index` uses.
+    """Layer of each of `models` that the merged layer `index` uses.
 
     `merges` are the merges of this layer. A model that no merge uses gets an arbitrary layer, because a slice must name
     a layer of every model. Raises Inexpressible if several layers of one model are used.
@@ -254,7 +254,7 @@ def _sum_slice(recipe: Recipe, index: int, models: tuple[str, ...], method: str,
 
 
 def _weights(merge: Merge, base: str) -> dict[str, float]:
-    """The weight of each model in a merge that is a weighted sum of models: passthrough, linear or task arithmetic.
+    """Weight of each model in a merge that is a weighted sum: passthrough, linear or task arithmetic.
 
     `base` is the base model, which in task arithmetic has the weight 1 minus the sum of the lambdas.
     """
@@ -271,7 +271,7 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 
 
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
-    """The slices, one per layer, of a recipe that copies whole layers, some of them moved or repeated.
+    """One slice per layer for a recipe that copies whole layers, some of them moved or repeated.
 
     Returns None for any other recipe. mergekit takes the embedding from the first layer's model, and the head from the
     last layer's model; if the recipe takes them from other models, the result is None too.
@@ -312,7 +312,7 @@ def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
 
 
 def _joined(slices: list[_Slice]) -> list[_Slice]:
-    """Join adjacent slices of the same models with consecutive layers, if their settings do not differ.
+    """Join adjacent slices of the same models and consecutive layers, if their settings agree.
 
     Slices may have settings for different pieces (components or single tensors); a joined slice has the settings of all
     of its slices.
@@ -332,7 +332,7 @@ def _joined(slices: list[_Slice]) -> list[_Slice]:
 def _compatible(
     first: Mapping[tuple[str, str], Mapping[str, float]], second: Mapping[tuple[str, str], Mapping[str, float]]
 ) -> dict[tuple[str, str], dict[str, float]] | None:
-    """The settings of two slices of a mergekit file joined into one; None if the two contradict each other.
+    """Combine the settings of two slices of a mergekit file; None if they contradict each other.
 
     A setting is a parameter with a value for each piece: a component or a single tensor. The slices contradict each
     other if they set different parameters, or different values for the same piece.
@@ -347,7 +347,7 @@ def _compatible(
 
 
 def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """The (piece, filter) pairs by which a mergekit file selects each piece's tensors, in order of precedence.
+    """Pairs (piece, filter) by which a mergekit file selects the tensors of each piece, in order of precedence.
 
     A piece is a component, or a single tensor if the recipe has merges of single tensors. A filter matches the tensors
     whose names contain it; the first filter that matches a tensor is used. Raises Inexpressible if, with the tensor

@@ -1,4 +1,4 @@
-"""Converts mergekit's configurations to recipes that give the same tensors.
+"""Converts mergekit configurations to recipes that give the same tensors.
 
 Slices of layers, gradients over them and filters on tensor names have mergekit's meaning. This module does not locate
 models. Results differ from mergekit's in three ways:
@@ -39,7 +39,7 @@ def to_recipe(
     seed: int = 0,
     warn: Callable[[str], None] = log.warning,
 ) -> Recipe:
-    """The recipe that computes the merge of a mergekit configuration.
+    """Convert a mergekit configuration to the recipe that computes its merge.
 
     `layout` has the tensor names of the base. Models with another number of layers have their layout in `layouts`, by
     alias. `aliases` maps the names of models in the configuration to their aliases in the recipe, `fingerprints` maps
@@ -66,7 +66,7 @@ Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]
 
 
 class _Builder:
-    """Builds the parts of a recipe from a mergekit configuration.
+    """Builder of a recipe's parts (layers, embedding, head, single tensors) from a mergekit configuration.
 
     It determines the merge of every tensor. The merge that most tensors of a component have becomes the component's
     merge; tensors with another merge are listed one by one. `problems` maps a place in the file to the problem there,
@@ -94,7 +94,7 @@ class _Builder:
         self._names = {"lm_head.weight"} if layout.is_tied else set[str]()
 
     def parts(self) -> Parts:
-        """The recipe's layers, embedding, head, and merges of single tensors by name.
+        """Build the recipe's layers, embedding and head, and the merges of single tensors by name.
 
         Single tensors are the tensors whose merge differs from the merge of their component. Problems are added to
         `problems`; the result is then not usable.
@@ -117,7 +117,7 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """A copy of the slice with its base model, which becomes an input of the merge if the file lists `models`.
+        """Copy of the slice in which its base model is an input too, if the file lists `models`.
 
         The base is the base of the slice or, if the slice names none, of the file. If the file lists `slices`, the base
         is not added: with a method that uses a base, each slice must have it among its sources. Problems with the
@@ -151,7 +151,7 @@ class _Builder:
         return Slice(inputs, base, slice_.settings, slice_.place)
 
     def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
-        """Add a warning for each parameter that the file sets for the base, but that mergekit reads only for experts.
+        """Warn of parameters set for the base model that mergekit reads only for experts.
 
         `base` is the base of the slice whose models are `inputs`, or None if it has none.
         """
@@ -170,7 +170,7 @@ class _Builder:
         return source.layers or (0, self._layouts[source.model].num_layers)
 
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
-        """The merge that most tensors of the component `name` of a merged layer have.
+        """Most frequent merge among the tensors of component `name` in a merged layer.
 
         `index` is the index of the merged layer, `offset` its index within the slice, and `t` its relative place in the
         slice from 0 to 1, at which gradients are evaluated. `index` and `offset` are None for the embedding and the
@@ -229,7 +229,7 @@ class _Builder:
         return merge
 
     def _value(self, parameter: Parameter, scopes: Sequence[Settings], name: str, t: float, place: str) -> Scalar:
-        """The value that a mergekit file gives a parameter for the tensor `name`.
+        """Value that a mergekit file gives a parameter for the tensor `name`.
 
         `t` is the place of the tensor's layer in its slice: 0 for the first layer, 1 for the last. `scopes` are the
         settings from the narrowest scope to the widest: of the model, the slice, the module, the whole file. The first
@@ -269,7 +269,7 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """A merge in place of a merge whose description has a problem, so that the import continues; never computed."""
+    """Dummy merge that replaces an invalid one, so that the import can find more problems; never computed."""
     return Merge("passthrough", (Source(""),))
 
 

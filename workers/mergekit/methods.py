@@ -1,4 +1,4 @@
-"""mergekit's merge methods with the declared methods that are their counterparts, and the conversion of merges.
+"""mergekit's merge methods, the equivalent methods of this project, and the conversion of merges.
 
 Several declared methods can share one counterpart: its flags, and whether there is a base model, decide between them.
 """
@@ -20,7 +20,7 @@ __all__ = ["MERGEKIT_METHODS", "WITHOUT_EFFECT", "Inputs", "MergekitMethod"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of one tensor's merge as mergekit defines them: sources, base model, and the values of the parameters.
+    """Inputs of one tensor's merge in mergekit's terms: sources, base model, and parameter values.
 
     `sources` does not contain the base, except for methods that treat the base like any other model. `base` is None if
     there is no base model. A parameter with a value for each source has its values in the order of `sources`. `seed` is
@@ -56,7 +56,7 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """The merge of one tensor by the method of this project that gives the same result as mergekit's method.
+        """Merge of one tensor by the method of this project that gives the same result as mergekit's.
 
         If there are no sources, a method that adds task vectors to a base gives the base itself. Raises InvalidRecipe
         if no method of this project gives the same result.

@@ -1,4 +1,4 @@
-"""Reads mergekit's configurations, reports errors in them, and warns of settings that mergekit would ignore.
+"""Reads mergekit configurations, reports their errors, and warns of settings that mergekit would ignore.
 
 Each message states its place in the file. There is no warning about `int8_mask`, which has long had no effect and is in
 many files.
@@ -68,7 +68,7 @@ PARAMETER_NAMES = {parameter.name for method in MERGEKIT_METHODS.values() for pa
 def read_configuration(
     document: Any, *, warn: Callable[[str], None] = log.warning, problems: list[str] | None = None
 ) -> MergekitConfig:
-    """Read a mergekit file from `document`, its content as parsed from YAML.
+    """Read a mergekit configuration from `document`, its content as parsed from YAML.
 
     `warn` is called with one line, which names the place in the file, for every setting that mergekit would ignore
     without a message. Raises InvalidRecipe, with a line for every error and every unsupported setting. If `problems` is
@@ -87,7 +87,7 @@ def read_configuration(
 
 
 class _AsInYaml(reprlib.Repr):
-    """Formats values for messages as they are written in a YAML file, shortened if they are long."""
+    """Formatter of values for messages, as a YAML file would write them, shortened if they are long."""
 
     def repr_bool(self, value: bool, level: int) -> str:
         return str(value).lower()
@@ -108,12 +108,12 @@ class _AsInYaml(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """Format a value for a message as it is written in the YAML file; None is written as "nothing"."""
+    """Format a value for a message as a YAML file would write it; None is written as "nothing"."""
     return "nothing" if value is None else _AsInYaml().repr(value)
 
 
 class _Reader:
-    """Reader of a mergekit file. It collects errors (`problems`) and settings that mergekit ignores (`warnings`)."""
+    """Reader of a mergekit configuration, which collects errors and settings that mergekit ignores."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -158,7 +158,7 @@ class _Reader:
         )
 
     def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
-        """Read the slices and settings under the key `modules`, another way to write `models` or `slices`.
+        """Read slices and settings under the key `modules`, which may replace `models` or `slices`.
 
         `node` is the value of the key. Only the single module of a language model ("default") is supported; otherwise
         the problem is reported, and the result is empty.
@@ -176,7 +176,7 @@ class _Reader:
         return self._slices(found, place), self._settings(found.get("parameters"), f"{place}.parameters")
 
     def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
-        """Read the slices of `node`, a part of the file that must have either `models` or `slices`.
+        """Read the slices of `node`, which must have either `models` or `slices`.
 
         A part with `models` is one slice with all layers. If both or none are present, the problem is reported, and the
         result is empty. `place` is the key of the part in the file, "" for the whole file.
@@ -196,7 +196,7 @@ class _Reader:
         return slices
 
     def _check_depth(self, slices: Sequence[Slice], place: str) -> None:
-        """Report slices without layers: an error if no slice has layers, a warning for a slice in the middle.
+        """Report slices without layers: an error if no slice has layers, a warning for a middle slice.
 
         A slice without layers has a meaning only at the beginning and at the end, as the source of the embedding and of
         the head. `place` is the key of the slices in the file.
@@ -356,7 +356,7 @@ class _Reader:
         return {str(token): self._token(entry, f"{place}.{token}") for token, entry in node.items()}
 
     def _token(self, node: Any, place: str) -> TokenSource | None:
-        """Read the source of a token's embedding row; None if the file names no source for it.
+        """Read where a token's embedding row comes from; None if the file names no source for it.
 
         `node` is the token's entry in the file, and `place` the key of the entry.
         """
@@ -394,7 +394,7 @@ class _Reader:
         return int(number) if number else None
 
     def _stacks_experts(self, node: Any) -> bool:
-        """Whether the key `experts` asks for the experts of a layer's mixture of experts to be merged as one tensor.
+        """Whether the key `experts` asks to merge the experts of an MoE layer as one tensor.
 
         The key is this project's addition to mergekit's format, and `node` is its value. A value in the format of the
         program mergekit-moe is ignored with a warning.
@@ -438,7 +438,7 @@ class _Reader:
 
 
 def _number(node: Any) -> float | None:
-    """Convert a value of a YAML file to a number by the rules of pydantic; None if it is not a number.
+    """Convert a YAML value to a number by pydantic's rules; None if it is not a number.
 
     Texts of numbers are accepted, because YAML reads 1e-5 as a text. True counts as 1.
     """

@@ -1,4 +1,4 @@
-"""Models for merging: checkpoints that are opened, checked and fingerprinted, with aligned vocabularies.
+"""Models for merging: checkpoints that are located, checked and fingerprinted, with aligned vocabularies.
 
 - `family`: `ResolvedFamily`: a base and its experts, located, opened and checked once
 - `checkpoints`: one checkpoint: its configuration, its tensors by name

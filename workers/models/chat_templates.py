@@ -1,4 +1,4 @@
-"""Chat templates: those of models, and published formats by name.
+"""Chat templates of models, and published chat formats by name.
 
 This module renders no templates.
 """
@@ -54,7 +54,7 @@ NAMED: Mapping[str, str] = {
 
 
 def stated_template(directory: Path) -> str | None:
-    """The default chat template of the model in `directory`; None if the model has no template."""
+    """Default chat template of the model in `directory`; None if the model has none."""
     try:
         file = directory / FILE
         if file.is_file():
@@ -69,7 +69,7 @@ def stated_template(directory: Path) -> str | None:
 
 
 def most_common(directories: Iterable[Path]) -> str | None:
-    """The chat template that most of the models in `directories` have; None if no model has a template.
+    """Most common chat template among the models in `directories`; None if no model has one.
 
     Of templates that equally many models have, the first is chosen.
     """
@@ -78,7 +78,7 @@ def most_common(directories: Iterable[Path]) -> str | None:
 
 
 def write_template(directory: Path, template: str) -> None:
-    """Set the chat template of the tokenizer in `directory`, and remove all its other templates."""
+    """Set the chat template of the tokenizer in `directory`, and remove all other templates of it."""
     (directory / FILE).write_text(template)
     file = directory / TOKENIZER_CONFIG
     if file.is_file():

@@ -36,7 +36,7 @@ BY_CONFIG = "(by config.json, or transformers' default where it is silent)"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, with its configuration and safetensors headers read.
+    """A checkpoint on disk whose configuration and safetensors headers were read.
 
     If it is an adapter, `base` is the model that it changes, and its tensors are those of the base after the change.
     `files` are the checkpoint's own safetensors files, in order of name. Tensors that `read` returns must not be
@@ -52,7 +52,7 @@ class Checkpoint:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """The configuration with the same key names for every model type, and with defaults filled in."""
+        """Configuration with the same key names for every model type, and with defaults filled in."""
         return in_common_names(self.config)
 
     @cached_property
@@ -61,12 +61,12 @@ class Checkpoint:
 
     @property
     def tokenizer_dir(self) -> Path:
-        """The directory of the tokenizer: the checkpoint's own, or its base's for an adapter without a tokenizer."""
+        """Directory of the tokenizer: the checkpoint's own, or its base's for an adapter without one."""
         has_own = any((self.directory / name).is_file() for name in TOKENIZER_FILES)
         return self.directory if has_own or self.base is None else self.base.directory
 
     def tensor(self, name: str) -> SourceTensor | None:
-        """The tensor or stack with the name `name`; None if there is neither.
+        """Tensor (or stacked MoE tensor of all experts) with the name `name`; None if there is none.
 
         A stack is one matrix of all experts of a layer's mixture of experts (`Layout.stacks`), as one tensor.
         """
@@ -76,7 +76,7 @@ class Checkpoint:
         return Stacked(tuple(tuple(self.tensors[part] for part in parts) for parts in stack))
 
     def read(self, name: str) -> torch.Tensor:
-        """The value of the tensor `name`. Raises InvalidModel if the checkpoint has no such tensor."""
+        """Values of the tensor `name`. Raises InvalidModel if the checkpoint has no such tensor."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise InvalidModel((f"{self.directory}: no tensor {name!r}; it has {len(self.tensors)} others",))
@@ -95,7 +95,7 @@ class Checkpoint:
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether the weights of the checkpoint, and for an adapter those of its base too, are on this machine.
+        """Whether all weights of the checkpoint (and of an adapter's base) are on this machine.
 
         They are not on this machine if the directory is a metadata-only snapshot of a model on the hub or in an object
         store.
@@ -104,12 +104,12 @@ class Checkpoint:
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """All stored tensors from which the checkpoint's tensors are computed, including tensors of other models."""
+        """Stored tensors from which the checkpoint's tensors are computed, including those of other models."""
         return frozenset(info for tensor in self.tensors.values() for info in tensor.stored())
 
     @property
     def own(self) -> frozenset[TensorInfo]:
-        """The stored tensors in the checkpoint's own files.
+        """Stored tensors in the checkpoint's own files.
 
         The checkpoint's other tensors come from the model that it adapts, or are made of rows of other models.
         """
@@ -126,7 +126,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Open the whole model in a directory that `remote.locations.locate` has returned.
+    """Open the whole model in a directory that `remote.locations.locate` returned.
 
     Raises InvalidModel with all problems.
     """
@@ -164,7 +164,7 @@ def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
 def aligned(
     checkpoints: Mapping[str, Checkpoint], tokenizer: str, options: VocabularyOptions = NO_OPTIONS
 ) -> tuple[dict[str, Checkpoint], TokenAlignment]:
-    """Give all checkpoints the same vocabulary in their embeddings and output heads.
+    """Give all checkpoints one common vocabulary in their embeddings and output heads.
 
     `checkpoints` are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION or an alias. Returns the
     aligned checkpoints, and the changes by the alignment. `vocabulary.align` describes how rows are aligned. The
@@ -194,7 +194,7 @@ def aligned(
 
 
 def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """Bytes of all stored tensors from which `checkpoints` are made; a tensor that several of them use counts once."""
+    """Total bytes of the stored tensors that `checkpoints` are made of; shared tensors count once."""
     return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
 
 

@@ -1,4 +1,4 @@
-"""Reasons why a base and its experts cannot be merged, found in configurations and headers."""
+"""Checks, by configurations and headers, of whether a base and its experts can be merged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MAX_SHAPES = 5
 
 
 def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str]) -> Iterator[str]:
-    """Yield the problems of adapters that were trained on another model of the family than the base.
+    """Yield problems of LoRA adapters that were trained on another model of the family than the base.
 
     Only the configuration of such an adapter shows this, because its shapes fit the base as well. `opened` are the
     models by alias, the base first. `given` has the directory or hub id by which the caller named each model; the model
@@ -106,7 +106,7 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
 
 
 def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in a configuration that must be equal for two models to be merged; absent ones are left out.
+    """Settings in a configuration that must be equal for two models to be merged; absent ones are left out.
 
     The settings include those of the rotary embeddings, because a merge has the rotary embeddings of the base.
     """
@@ -118,7 +118,7 @@ def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(found: Layout, depth: int | None) -> set[str]:
-    """The names of the tensors of a model that are compared with those of another model, by presence and shape.
+    """Names of a model's tensors that must also exist, with the same shape, in another model.
 
     `found` is the model's layout. The names are those of the tensors outside layers and of the first `depth` layers, or
     of all layers if `depth` is None. Output heads are left out, because `differences` reports a difference between them

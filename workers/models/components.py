@@ -1,4 +1,4 @@
-"""The layer and the component of each tensor of a model, by the names of the modules that hold it.
+"""Layer and component (attention, MLP, norm) of each tensor of a model, by module names.
 
 Only names are used, not the values of tensors or the places where they are stored.
 """
@@ -43,7 +43,7 @@ IGNORED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)(?:self_|cross)?(?:attn|att
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The part of a model that a tensor belongs to: a component of a decoder layer, the embedding or the head.
+    """Part of a model to which a tensor belongs: a component of a decoder layer, the embedding or the head.
 
     `layer` is the index of the layer (0-based), or None outside layers. `suffix` is the tensor's name within its layer,
     such as "self_attn.q_proj.weight"; outside layers it is the whole name.
@@ -56,7 +56,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layer and component of each tensor of a model.
+    """Layer and component of each tensor of a model.
 
     An output head that is tied to the embedding is not among `places`. `tied_head` is the name of this head if a file
     contains it anyway.
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output head is tied to the embedding, that is, both are one tensor."""
+        """Whether output head and embedding are tied, that is, one tensor."""
         return not any(is_output_head(name) for name in self.places)
 
     @cached_property
@@ -81,7 +81,7 @@ class Layout:
 
     @cached_property
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """The stacks in all layers, by their names in transformers, each with the stored tensors that it joins.
+        """Stacked MoE tensors of all layers, by their names in transformers, each with its stored tensors.
 
         A stack is one matrix of all experts of a layer's mixture of experts. Its value is a tuple that has, for each
         expert of the mixture, the names of the stored tensors. Stacks that a file stores as one tensor are not
@@ -103,7 +103,7 @@ class Layout:
 
     @cached_property
     def stacked(self) -> Layout:
-        """The layout of the same model if each stack (of the property `stacks`) is stored as one tensor."""
+        """Layout of the same model if each stacked MoE tensor (`stacks`) is stored as one tensor."""
         parts = {part for stack in self.stacks.values() for joined in stack for part in joined}
         places = {name: place for name, place in self.places.items() if name not in parts}
         for name, ((first, *_), *_) in self.stacks.items():
@@ -112,11 +112,11 @@ class Layout:
         return Layout(places, self.num_layers, self.layer_prefix, self.tied_head)
 
     def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
-        """The sorted names of a component's tensors within a layer, or outside layers if `layer` is None."""
+        """Sorted names of a component's tensors within a layer, or outside layers if `layer` is None."""
         return self._groups.get((component, layer), ())
 
     def name(self, suffix: str, layer: int | None) -> str:
-        """The full name of a tensor that is called `suffix` within its layer.
+        """Full name of the tensor that is called `suffix` within its layer.
 
         `layer` is None for tensors outside layers, whose `suffix` is the full name.
         """
@@ -124,7 +124,7 @@ class Layout:
 
 
 def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
-    """Assign every tensor of a model to a layer and component, by the names of the modules that contain it.
+    """Assign every tensor of a model to a layer and component, by the names of its modules.
 
     Norms count as norms in every module, biases belong to their module, and modules that mix token positions count as
     attention. Routers and the experts of a mixture are parts of the MLP; each of them is a separate tensor. Position
@@ -171,7 +171,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 
 def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
-    """Assign the norms outside layers to the head, if their names put all of them in the embedding.
+    """Assign norms outside layers to the head, if their names put all of them in the embedding.
 
     Every decoder ends in a norm, which belongs to the head even if its name looks like a part of the embedding.
     """
@@ -186,19 +186,19 @@ def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
 
 
 def is_output_head(name: str) -> bool:
-    """Whether a tensor is, by its name, the output head, which maps hidden states to the vocabulary."""
+    """Whether a tensor is, by its name, the output head (hidden states to vocabulary)."""
     return OUTPUT_HEAD.search(name) is not None
 
 
 def first_few(names: Iterable[str]) -> str:
-    """Text for messages with the first few of `names`, and the number of the others."""
+    """Text for messages with the first of `names` and the number of the others."""
     names = sorted(names)
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + rest
 
 
 def _component(suffix: str) -> Component | None:
-    """The component of a tensor, by the names of the modules that contain it; None if no name indicates a component.
+    """Component of a tensor by the names of its modules; None if no name indicates a component.
 
     The innermost module whose name indicates a component decides: `norm_attn_norm.attn.Wqkv.weight` is attention.
     """

@@ -1,4 +1,4 @@
-"""Tensors of a model that no file holds, computed from stored tensors whenever they are read.
+"""Tensors that no file holds, such as LoRA-adapted ones, computed from stored tensors when they are read.
 
 A low-rank adapter's weights are its base's plus a product of two small matrices; the embedding for another vocabulary
 has the rows of the stored embedding in another order. Such tensors take only the memory of the tensors that they are
@@ -38,11 +38,11 @@ Read = Callable[[TensorInfo], "torch.Tensor"]
 
 
 class SourceTensor(Protocol):
-    """Interface of a model's tensor, either stored as it is (`headers.TensorInfo`) or computed from stored tensors."""
+    """Interface of a model's tensor: stored as it is (`headers.TensorInfo`), or computed from stored tensors."""
 
     @property
     def dtype(self) -> str:
-        """The name of the tensor's dtype as in safetensors files, such as "BF16"."""
+        """Name of the tensor's dtype as in safetensors files, such as "BF16"."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class SourceTensor(Protocol):
         ...
 
     def value(self, read: Read) -> torch.Tensor:
-        """The contiguous values of the tensor, which must not be written to.
+        """Contiguous values of the tensor, which must not be written to.
 
         `read` returns the values of a stored tensor. The result may be the memory that `read` returned.
         """
@@ -62,7 +62,7 @@ class SourceTensor(Protocol):
 
 @dataclass(frozen=True)
 class _Changed:
-    """A weight to which a LoRA adapter adds the product of its two matrices `a` and `b`, times `scaling`."""
+    """A weight to which a LoRA adapter adds the product of its matrices `a` and `b`, times `scaling`."""
 
     weight: SourceTensor
     a: TensorInfo
@@ -103,7 +103,7 @@ class LowRank(_Changed):
 
 @dataclass(frozen=True)
 class LowRankExpert(_Changed):
-    """A matrix of one expert of a mixture that a LoRA adapter changes: weight + scaling x B_e A_e, in float32.
+    """Matrix of one expert in an MoE layer, changed by a LoRA adapter: weight + scaling x B_e A_e, in float32.
 
     Here an expert is one of a layer's mixture of experts. The adapter has two matrices for all `num_experts` of them
     together; A_e and B_e are the parts for expert e = `number`.
@@ -130,7 +130,7 @@ class LowRankExpert(_Changed):
 
 @dataclass(frozen=True)
 class LowRankStack(_Changed):
-    """Matrices of all experts of a layer's mixture, stored as one tensor, that a LoRA adapter changes, in float32.
+    """Stacked MoE matrices of all experts in a layer, changed by a LoRA adapter, in float32.
 
     The matrix of expert e is changed to weight + scaling x B_e A_e, where A_e and B_e are the expert's parts of the
     adapter's matrices `a` and `b` (as in `LowRankExpert`). The tensor is [experts, outputs, inputs], or [experts,
@@ -208,7 +208,7 @@ class Shifted:
 
 @dataclass(frozen=True)
 class ReplacedRows:
-    """A weight with some rows replaced, for adapters that train the rows of single tokens.
+    """A weight with some rows replaced, for adapters that train embedding rows of single tokens.
 
     Row `numbers[i]` of `weight` is replaced by row i of `rows`.
     """
@@ -241,7 +241,7 @@ class ReplacedRows:
 
 @dataclass(frozen=True, eq=False)
 class RowsOfOthers:
-    """Rows of a tensor that are taken from other models, for tokens that the model itself lacks.
+    """Embedding rows that are taken from other models, for tokens that the model itself lacks.
 
     `donors` are the tensors of the other models. The row at `positions[i]` is the mean, over the tensors k of `donors`,
     of row `rows[k][i]` of tensor k; without donors it is zero.
@@ -254,7 +254,7 @@ class RowsOfOthers:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A tensor made of rows of the tensor `own` in another order, and of rows of other models.
+    """A tensor made of reordered rows of the tensor `own` and of rows of other models.
 
     Row i of the result is row `index[i]` of `own`; if `index[i]` is negative, the row comes from one of `others`. The
     dtype is that of all tensors involved, or float32 if they have several, because any other dtype would round.
@@ -298,7 +298,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stacked:
-    """The matrices of all experts of a layer's mixture of experts as one tensor [experts, rows, columns].
+    """MoE matrices of all experts in a layer as one tensor [experts, rows, columns].
 
     `parts` has for each expert of the mixture its tensors, which are joined along the rows. The dtype is that of all
     tensors, or float32 if they have several.
@@ -329,7 +329,7 @@ class Stacked:
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """A tensor that is extended to `num_rows` rows; each added row is the mean of its first `num_averaged` rows."""
+    """A tensor extended to `num_rows` rows; each added row is the mean of the first `num_averaged` rows."""
 
     tensor: SourceTensor
     num_rows: int

@@ -1,4 +1,4 @@
-"""A model's config.json in the names that all of transformers' models share, with defaults filled in.
+"""Model configurations (config.json) with the key names that all model types share, and with defaults.
 
 GPT-2 calls its number of layers n_layer, and many files leave out the defaults of their model type; transformers'
 configuration classes define both the other names and the defaults. The only check here is whether transformers knows
@@ -27,7 +27,7 @@ LAYERS_WITHOUT_EXPERTS = "mlp_only_layers"
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Read config.json of the model in `directory`, with the key names that all model types share (`in_common_names`).
+    """Read config.json of the model in `directory`, with key names that all model types share.
 
     The model was opened before, so the file is known to be valid. Raises InvalidModel if transformers does not know the
     model type.
@@ -37,7 +37,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to a model's config.json the key names that all model types share, with the model type's defaults.
+    """Add to a config.json the key names that all model types share, with the model type's defaults.
 
     Examples are num_hidden_layers, hidden_size, num_attention_heads and tie_word_embeddings. Raises InvalidModel if
     transformers does not know the model type: code that comes with a model is never run.
@@ -49,7 +49,7 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
-    """The fields of a model's config.json that have an entry for each layer, such as `layer_types`.
+    """Fields of a config.json that have an entry for each layer, such as `layer_types`.
 
     The result includes fields that transformers derives from a layer's index, but not lists of layer indices.
     """
@@ -64,7 +64,7 @@ def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[
 
 
 def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers that transformers writes as {"__float__": "Infinity"} (infinite ones and NaN) by floats."""
+    """Replace numbers written as {"__float__": "Infinity"} by transformers (infinite, NaN) by floats."""
 
     def decoded(entry: dict[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
@@ -75,7 +75,7 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """The names that a model type uses for the common configuration keys, and the defaults of its configuration.
+    """Names that a model type uses for the common configuration keys, and the defaults of its configuration.
 
     The names are by common key. Both results are cached on disk, because importing transformers' configurations takes
     longer than merging a small model. Raises InvalidModel if transformers does not know the model type.

@@ -1,4 +1,4 @@
-"""A base model and its experts, resolved: located, opened, checked and fingerprinted once.
+"""Families, that is, a base model and its experts, after they were located, opened, checked and fingerprinted.
 
 `types.Family` is a small description of the same models, which is sent to other processes. These processes open the
 models with `open_sources`.
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ResolvedFamily:
-    """Models that can be merged, located, opened and checked. All mappings are by alias and begin with the base.
+    """A base model and its experts after they were located, opened and checked for merging, by alias.
 
     A single model is a base without experts.
 
@@ -76,7 +76,7 @@ class ResolvedFamily:
 
     @property
     def base(self) -> Checkpoint:
-        """The base model, with embedding and output head converted to the vocabulary of the family's merges.
+        """Base model with embedding and output head converted to the vocabulary of the merges.
 
         The fields `tokenizer` and `vocabulary` select this vocabulary. Merges take their configuration, tensor shapes
         and layout from this model.
@@ -92,7 +92,7 @@ class ResolvedFamily:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
 
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The tokens of the model `alias` that the base lacks: those with an embedding row, and those without one.
+        """Tokens of the model `alias` that the base lacks: those with an embedding row, and those without.
 
         The result has a tuple of tokens for each of the two cases. The tokens of a tuple are in the order of their ids.
         """
@@ -104,7 +104,7 @@ class ResolvedFamily:
         return tuple(token for token in new if token in rows), tuple(token for token in new if token not in rows)
 
     def tokens_with_rows(self, alias: str) -> Mapping[str, int]:
-        """The ids, by token, of the tokens for which the embedding of the model `alias` has a row.
+        """Ids, by token, of the tokens that have a row in the embedding of the model `alias`.
 
         A model without a tokenizer.json is assumed to have the tokens of the base.
         """
@@ -117,17 +117,17 @@ class ResolvedFamily:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters of a merged model."""
+        """Number of parameters of a merged model."""
         return sum(math.prod(tensor.shape) for tensor in self.base.tensors.values())
 
     @property
     def stored_bytes(self) -> int:
-        """The size, in bytes, of all stored tensors that the family's models are made of."""
+        """Total bytes of the stored tensors that the family's models are made of."""
         return stored_bytes(self.views.values())
 
     @cached_property
     def commits(self) -> Mapping[str, str]:
-        """The commit of each model from the hub, by the hub id that the caller gave."""
+        """Commit of each hub model, by the hub id that the caller gave."""
         commits = {
             self.given[alias]: commit_of(directory)
             for alias, directory in self.directories.items()
@@ -137,7 +137,7 @@ class ResolvedFamily:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        """The content fingerprint of each model by alias (`fingerprints.fingerprint`).
+        """Content fingerprint of each model, by alias (`fingerprints.fingerprint`).
 
         Raises InvalidModel if a file cannot be read.
         """
@@ -162,7 +162,7 @@ class ResolvedFamily:
         return states
 
     def check_unchanged(self) -> None:
-        """Raise EvidenceMismatch if the contents of a model's files have changed since its fingerprint was computed.
+        """Raise EvidenceMismatch if a model's files have changed since its fingerprint was computed.
 
         Sizes, times of modification and inodes of files are compared. A model is read again only if one of these
         differs, because a file may have been touched, or replaced by a copy. A file that no longer exists does not
@@ -183,7 +183,7 @@ class ResolvedFamily:
 
     @cached_property
     def family(self) -> Family:
-        """The short description of the family that is sent to other processes.
+        """Short description of the family, which is sent to other processes.
 
         Raises InvalidModel if the weights of a model are not valid.
         """
@@ -200,7 +200,7 @@ class ResolvedFamily:
         return Family(base, tuple(experts), self.tokenizer, self.vocabulary)
 
     def _origin(self, alias: str) -> str | None:
-        """Origin from which other machines get the model `alias`: its hub id with the commit, or its object store URL.
+        """Where other machines get the model `alias`: its hub id with the commit, or its object store URL.
 
         Returns None if the model was given as a directory.
         """
@@ -215,7 +215,7 @@ class ResolvedFamily:
         return str(self.adapted[alias].resolve()) if alias in self.adapted else None
 
     def content_problems(self, *, exclude: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
-        """The problems in the weights of each model, by alias, found by `fingerprints.content_problems`.
+        """Problems in the weights of each model, such as NaN, by alias.
 
         Possible problems are NaN, infinite values, and a tied output head that differs from the embedding. The weights
         of the models with the aliases in `exclude` are not read.
@@ -233,7 +233,7 @@ class ResolvedFamily:
 
     @property
     def result_dir(self) -> str:
-        """A directory with the config.json, tokenizer and generation_config.json of all merges of the family.
+        """Directory with the config.json, tokenizer and generation_config.json of all merges of the family.
 
         If merges have the base's vocabulary, the result is the base's directory. Otherwise the result is a temporary
         directory without weights, which exists as long as this object. Raises InvalidModel if the files cannot be made.
@@ -248,19 +248,19 @@ class ResolvedFamily:
 
     @property
     def absent_bytes(self) -> int:
-        """The size, in bytes, of the weights that are not on this machine. The method `fetched` would download them."""
+        """Bytes of the weights that are not on this machine, which `fetched` would download."""
         return absent_bytes((*self.directories.values(), *self.adapted.values()))
 
     @property
     def lack_of_space(self) -> str | None:
-        """The reason why a disk is too small for the weights that the method `fetched` would download.
+        """Reason why a disk is too small for the weights that `fetched` would download.
 
         Returns None if there is enough space.
         """
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
-        """Download the weights that are not on this machine, and return the family opened and checked again.
+        """Download the weights that are not on this machine, and return the family, opened again.
 
         Returns the family itself if nothing is missing. `note` is called with lines about downloads. Raises
         InvalidModel if a download fails or the downloaded models have problems.
@@ -279,7 +279,7 @@ class ResolvedFamily:
 
 @dataclass(frozen=True)
 class LocatedFamily:
-    """The directories of a family's models, by alias; the first entry is the base.
+    """Directories of a base model and its experts, by alias; the first entry is the base.
 
     `problems` has the reasons why models were not found, by alias. `given` has the directory or hub id by which the
     caller named each model. An adapter may change another model than the base; `adapted` then has the directory of that
@@ -350,7 +350,7 @@ class LocatedFamily:
         )
 
     def _open(self, alias: str, opened: Mapping[str, Checkpoint]) -> Checkpoint | None:
-        """Open the model `alias`; `opened` has the models that were opened before, by alias.
+        """Open the model `alias`; `opened` has the models opened before, by alias.
 
         Returns None if the model is an adapter of the base and the base could not be opened. Raises InvalidModel if the
         model was not found or has problems.
@@ -376,7 +376,7 @@ def locate_family(
     base_alias: str = BASE,
     adapted: Mapping[str, str | Path] | None = None,
 ) -> LocatedFamily:
-    """Find the directories of a family's models, which are given as directories or hub ids.
+    """Find the directories of a base model and its experts, which are given as directories or hub ids.
 
     Models that are not found are listed in `problems` of the result. An adapter may change another model than the base;
     `adapted` then names that model, by the adapter's alias.
@@ -433,7 +433,7 @@ def resolve_model(
     vocabulary: Mapping[str, Any] | None = None,
     cache: str | Path | None = None,
 ) -> ResolvedFamily:
-    """Locate, open and check one model, as a family without experts.
+    """Locate, open and check one model, which is returned as a family without experts.
 
     If the model is an adapter, `adapts` is the model that it changes. Raises InvalidModel with every problem.
     """
@@ -442,7 +442,7 @@ def resolve_model(
 
 
 def open_sources(family: Family, *, cache: str | Path | None = None) -> ResolvedFamily:
-    """Open and check the models of a family again, from the description that was sent to this process.
+    """Open and check a family's models again, from the description that was sent to this process.
 
     The function does not check whether the contents of the models are still the same. Raises InvalidModel with every
     problem.
@@ -454,7 +454,7 @@ def open_sources(family: Family, *, cache: str | Path | None = None) -> Resolved
 
 
 def on_this_machine(family: Family, *, note: Callable[[str], None] = log.info) -> Family:
-    """Return the description of a family, with the directories that its models have on this machine.
+    """Replace the directories in a family's description by those that its models have on this machine.
 
     Another machine may have sent the description. A model whose directory does not exist here is looked up by its
     origin, and downloaded unless this machine has it. If there is such a model, the contents of all models are compared
@@ -500,7 +500,7 @@ def open_family(
     cache: str | Path | None = None,
     note: Callable[[str], None] = log.info,
 ) -> Family:
-    """Resolve a family, download weights that are not on this machine, and return its short description.
+    """Locate, check and, if needed, download a family's models, and return their short description.
 
     The description can be sent to other processes. Raises InvalidModel with every problem of every model.
     """

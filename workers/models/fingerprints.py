@@ -1,4 +1,4 @@
-"""Checks of the contents of a checkpoint: fingerprints, and whether weights are finite. Results are cached.
+"""Checks of checkpoint contents: fingerprints, and whether weights are finite; results are cached.
 
 Reading all of a large model takes minutes. The cache therefore has the hash of each file by path, size, modification
 time and inode, and the problems of the weights by the model's fingerprint.
@@ -25,7 +25,7 @@ __all__ = ["FileState", "content_problems", "file_states", "fingerprint"]
 
 @dataclass(frozen=True)
 class FileState:
-    """The state of a file according to the file system: bytes, time of modification (ns since 1970), inode.
+    """State of a file in the file system: size in bytes, time of modification (ns since 1970), inode.
 
     A program that changes a file changes at least one of these three, unless it sets the time of modification back.
     """
@@ -36,12 +36,12 @@ class FileState:
 
     @classmethod
     def of(cls, file: Path) -> FileState:
-        """The present state of `file`. Raises OSError if the file does not exist."""
+        """Present state of `file`. Raises OSError if the file does not exist."""
         found = file.stat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
     def change(self, file: Path) -> str:
-        """Describe in words how `file` has changed since this state was recorded.
+        """Describe how `file` has changed since this state was recorded.
 
         Returns "" if it has not changed, or no longer exists.
         """
@@ -60,12 +60,12 @@ class FileState:
 
 
 def file_states(checkpoint: Checkpoint) -> dict[Path, FileState]:
-    """The states, by path, of the checkpoint's own files on whose contents its fingerprint depends."""
+    """States, by path, of the checkpoint's own files on which its fingerprint depends."""
     return {file: FileState.of(file) for file in _defining_files(checkpoint)}
 
 
 def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str | Path | None = None) -> str:
-    """The fingerprint of a checkpoint: sha256 (hex) of the names and contents of the files that define the model.
+    """Fingerprint of a checkpoint: sha256 (hex) of the names and contents of the files that define the model.
 
     The directory does not matter. The files of a whole model are its safetensors files, config.json,
     generation_config.json and tokenizer files. The files of an adapter are its safetensors files, adapter_config.json
@@ -80,7 +80,7 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
 
 
 def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path | None = None) -> tuple[str, ...]:
-    """The problems in a checkpoint's weights: NaN or infinity, or a tied output head that differs from the embedding.
+    """Problems in a checkpoint's weights: NaN, infinity, or a tied head that differs from the embedding.
 
     All weights are read, but only once for each content, because results are cached by the checkpoint's fingerprint,
     which is the argument `content`. `cache` is the directory of the cache, or None for the default directory. The

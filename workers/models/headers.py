@@ -1,4 +1,4 @@
-"""safetensors headers: the tensors that a model's files declare, checked against the sizes of the files.
+"""safetensors headers: the tensors that a model's files declare, checked against the files' sizes.
 
 The safetensors library does not read these headers here, because a broken file must be reported together with all other
 problems, with its name and byte counts, and without reading its weights.
@@ -100,7 +100,7 @@ def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dic
 
 
 def _shards(path: Path, stem: str, problems: list[str]) -> tuple[list[Path], Mapping[str, str] | None]:
-    """The safetensors files of a model, and the index that maps tensors to files, or None if there is only one file.
+    """Weight files (safetensors) of a model, and the index from tensors to files, or None if there is one file.
 
     `stem` is the beginning of the files' names. Problems, for example that there are only pickles, are appended to
     `problems`.

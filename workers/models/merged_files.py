@@ -1,4 +1,4 @@
-"""Files of a merged model that contain no tensors: configuration and tokenizer, for engines and transformers.
+"""Files of a merged model other than weights: configuration and tokenizer, for engines and transformers.
 
 All merges of a family have the same files, except for fields of the configuration about layers.
 """
@@ -37,7 +37,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def make_result_dir(
     sources: Mapping[str, Checkpoint], config: Mapping[str, Any], alignment: TokenAlignment, tokenizer: str
 ) -> TemporaryDirectory[str]:
-    """Make a temporary directory with config.json, tokenizer and generation_config.json for the merges of a family.
+    """Make a temporary directory with config.json, tokenizer and generation_config.json for merges.
 
     `sources` are the models by alias, the base first; `tokenizer` selects the vocabulary; `config` is the content of
     config.json. Raises InvalidModel if the files cannot be made.
@@ -105,7 +105,7 @@ def _each_layer(model: Checkpoint) -> Mapping[str, Sequence[Any]]:
 
 
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
-    """Save the tokenizer of the directory `base`, extended by the tokens in `added`, in the directory `place`.
+    """Save the tokenizer in the directory `base`, extended by the tokens in `added`, to `place`.
 
     The tokens come from other models (`sources` by alias, the base first), or are new. Models may describe a token
     differently; which description is used does not depend on the order of the models.

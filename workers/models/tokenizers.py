@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer so that it encodes and decodes as its tokenizer.json defines.
+"""Loads tokenizers so that they encode and decode as their tokenizer.json defines.
 
 Preflight, engines, the comparison with transformers, and exports all load tokenizers with this module.
 """
@@ -104,7 +104,7 @@ def _warn(path: Path, difference: str) -> None:
 
 
 def _found(path: Path) -> tuple[Any, str]:
-    """The tokenizer that agrees with tokenizer.json, and a text about how transformers' choice differs from it.
+    """Tokenizer that agrees with tokenizer.json, and a description of how transformers' default choice differs.
 
     The text is "" if there is no difference. Raises InvalidModel if there is no tokenizer that agrees.
     """
@@ -121,7 +121,7 @@ def _found(path: Path) -> tuple[Any, str]:
 
 
 def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:
-    """A temporary directory with `tokenizer` whose files state its class, for programs that load tokenizers themselves.
+    """Temporary directory with a tokenizer whose files state its class, for programs that load it themselves.
 
     `tokenizer` is the tokenizer that `load_tokenizer` loaded from `directory`. Returns None if no temporary directory
     is needed, because transformers' AutoTokenizer loads the same class from `directory`.

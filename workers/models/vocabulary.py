@@ -1,4 +1,4 @@
-"""Alignment of vocabularies: the token of each row of a model's embedding and output head.
+"""Alignment of vocabularies: the rows of embeddings and output heads are reordered for a common vocabulary.
 
 The rows of all models are brought into the order of one vocabulary: the base's, the base's with the tokens that other
 models have added (union), or one expert's. Rows are found by the token's string. A model without a row for a token gets
@@ -47,7 +47,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Source of the embedding row of a token, for a token that the options of a vocabulary list.
+    """Where the embedding row of a token comes from, as the vocabulary options state it.
 
     It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
     None, the row is zero. Only models without the token get the row; with `is_forced`, all models get it.
@@ -61,7 +61,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class VocabularyOptions:
-    """Options of the vocabulary of merges.
+    """Options of the vocabulary of merged models.
 
     `tokens` defines for single tokens where their embedding rows come from; these tokens are added to the vocabulary if
     it lacks them. The number of rows is rounded up to a multiple of `multiple_of`. With `by_id`, a union (the base's
@@ -75,12 +75,12 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """Aliases of the models that the options name as sources of single tokens' embedding rows."""
+        """Aliases of the models that the options name as sources of embedding rows of tokens."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> VocabularyOptions:
-        """Read the options from the `vocabulary` of a recipe.
+        """Read vocabulary options from the field `vocabulary` of a recipe.
 
         The document is {"tokens": {TOKEN: {"model", "token", "id", "force"}}, "multiple_of", "by_id"}. Raises
         InvalidModel for any other document.
@@ -100,7 +100,7 @@ NO_OPTIONS = VocabularyOptions()
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The data of a model that the alignment of vocabularies needs: its directory, tensors and token ids.
+    """Model data that the alignment of vocabularies needs: directory, tensors and token ids.
 
     `tokens` maps a token to its id; it is None if the model has no readable tokenizer.json.
     """
@@ -114,14 +114,14 @@ class Vocabulary:
         return next((tensor.shape[0] for name, tensor in self.tensors.items() if name.endswith(EMBEDDING_NAMES)), 0)
 
     def has_rows(self, name: str) -> bool:
-        """Whether the tensor `name` is an embedding or output head, with a row for each token."""
+        """Whether the tensor `name` is an embedding or output head, which has a row for each token."""
         is_one = name.endswith(EMBEDDING_NAMES) or is_output_head(name)
         return is_one and name in self.tensors and self.tensors[name].shape[0] == self.num_rows
 
 
 @dataclass(frozen=True)
 class TokenAlignment:
-    """The common vocabulary of a family's models, and the tensors of each model that it changes.
+    """Common vocabulary of several models, and the tensors that it changes in each model.
 
     `tensors` has these tensors by alias and name. The vocabulary has `num_rows` rows; `num_unnamed` of these represent
     no token. `added` are the tokens that are added to the tokenizer, in the order of their ids.
@@ -182,7 +182,7 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
 
 
 def token_ids(directory: Path) -> Mapping[str, int] | None:
-    """The ids of all tokens of the tokenizer in `directory`, including added ones.
+    """Ids of all tokens of the tokenizer in `directory`, including added ones.
 
     Returns None if there is no readable tokenizer.json.
     """
@@ -199,14 +199,14 @@ def token_ids(directory: Path) -> Mapping[str, int] | None:
 
 
 def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
-    """The tokens that were added to a tokenizer's own vocabulary, by text, with their entries in tokenizer.json."""
+    """Tokens that were added to a tokenizer's own vocabulary, by text, with their entries in tokenizer.json."""
     file = directory / TOKENIZER
     document = json.loads(file.read_bytes()) if file.is_file() else {}
     return {str(token["content"]): token for token in document.get("added_tokens", ())}
 
 
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
-    """The ids of the tokens that have an embedding row, by model and token; and problems, as texts.
+    """Ids of the tokens that have an embedding row, by model and token; also problems, as texts.
 
     A problem is a model whose tokens are unknown. `models` and the ids are by alias, the base first.
     """
@@ -235,7 +235,7 @@ Chosen = Mapping[str, tuple[tuple[str, int] | None, bool]]
 def _chosen_rows(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], options: VocabularyOptions
 ) -> Chosen:
-    """The embedding row that the options choose for each token that they list.
+    """Embedding row that the options choose for each token that they list.
 
     The result maps the token to (row, is_forced): the row is (alias of the model, index), or None for a row of zeros.
     If `is_forced`, all models get the row; otherwise, only models without the token get it. `tokens` are the ids of
@@ -259,7 +259,7 @@ def _chosen_rows(
 def _added_by_others(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
 ) -> list[str]:
-    """The tokens that are in the union (the common vocabulary of all models), but not in the base's vocabulary.
+    """Tokens in the union vocabulary of all models that the base's vocabulary lacks.
 
     `models` are by alias, the base first; `tokens` has the ids of each model's tokens by alias. The result is sorted by
     token, or with `by_id` by the smallest id that a token has, and does not depend on the order of the models. Raises
@@ -291,7 +291,7 @@ def _added_by_others(
 
 
 class _Plan:
-    """The source of each row of one model's aligned embedding and output head.
+    """Plan of one model's alignment: where each row of its new embedding and output head comes from.
 
     - `alias`: the model that is aligned
     - `target`: the vocabulary to which it is aligned, as the ids by token
@@ -339,7 +339,7 @@ class _Plan:
         return not self._others and np.array_equal(self._index, np.arange(num_rows))
 
     def applied(self, name: str, models: Mapping[str, Vocabulary]) -> SourceTensor:
-        """The tensor `name` (embedding or output head) with its rows in the order of the common vocabulary."""
+        """Tensor `name` (embedding or output head) with its rows in the order of the common vocabulary."""
         others = tuple(
             RowsOfOthers(positions, tuple(models[donor].tensors[name] for donor in donors), rows)
             for donors, (positions, rows) in self._others.items()

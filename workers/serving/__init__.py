@@ -1,4 +1,4 @@
-"""Scoring replicas: warm engines behind Ray Serve. Only this package of `workers` imports Ray Serve.
+"""Scoring replicas: warm vLLM engines behind Ray Serve. No other package of `workers` imports Ray Serve.
 
 - `deployment`: start the replicas of a family
 - `serve_scorer`: the handle through which studies score

@@ -1,4 +1,4 @@
-"""The state of a Ray Serve application, which runs the replicas of a family, according to Serve's controller."""
+"""State of the Ray Serve application that runs the scoring replicas, as Serve's controller reports it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def answered(ask: Callable[[], T], *, deadline: float) -> T:
 
 
 def num_replicas(name: str) -> Counter[str]:
-    """The number of replicas of a Serve application by state ("RUNNING", "STARTING", ...).
+    """Number of replicas of a Serve application by state ("RUNNING", "STARTING", ...).
 
     The result is empty if there is no such application. Raises ServeUnavailable if Serve's controller does not answer.
     """
@@ -50,7 +50,7 @@ def num_replicas(name: str) -> Counter[str]:
 
 
 def replica_state(name: str, replica_id: str) -> str | None:
-    """The state of a replica of a Serve application; None if Serve does not know the replica any more."""
+    """State of a replica of a Serve application; None if Serve does not know the replica any more."""
     application = _applications().get(name)
     deployments = application.deployments.values() if application else ()
     replicas = (replica for deployment in deployments for replica in deployment.replicas)
@@ -64,7 +64,7 @@ def is_deployed(name: str) -> bool:
 
 
 def application_state(name: str) -> str:
-    """The state of a Serve application, such as "RUNNING".
+    """State of a Serve application, such as "RUNNING".
 
     Raises EngineUnavailable if there is no application, or if its deployment failed. EngineUnavailable is also raised
     if no replica runs because its models cannot be used any more, because Serve would try to start replicas forever.
@@ -79,7 +79,7 @@ def application_state(name: str) -> str:
 
 
 def failure_reason(name: str) -> str:
-    """The reason why a Serve application failed, or why its state is unknown.
+    """Reason why a Serve application failed, or why its state is unknown.
 
     Serve's message about the failure is shortened to the error of `workers.errors` that it contains or, if there is
     none, to its last line.

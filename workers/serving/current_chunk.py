@@ -1,6 +1,6 @@
-"""Notes of the chunk that each replica scores, in Ray's key-value store, which outlives the replica's process.
+"""Record of the samples that each replica scores, in Ray's key-value store, which outlives the replica's process.
 
-When a replica's process has ended, the callers of all its requests get the same error. From the note, each caller
+When a replica's process has ended, the callers of all its requests get the same error. From the record, each caller
 learns whether its own chunk was being scored, or only waited.
 """
 
@@ -22,7 +22,7 @@ KEY = "chunk of replica "
 
 @dataclass(frozen=True)
 class CurrentChunk:
-    """Note about the chunk of samples that a replica began last, for the replica's callers.
+    """Record of the chunk of samples that a replica began last, for clients whose requests failed.
 
     - `chunk`: the chunk's id
     - `replica`, `log_file`: the replica's name, and its log
@@ -41,15 +41,15 @@ class CurrentChunk:
 
 
 def chunk_id(request: ScoreRequest) -> str:
-    """An id of a request to score, which is equal for equal requests of a study."""
+    """Id of a scoring request for one chunk of samples; equal requests of a study have equal ids."""
     spans = [[span.objective, span.task.digest, span.start, span.stop] for span in request.spans]
     return digest_of([request.study, request.recipe.digest, spans])
 
 
 def note_chunk(current: CurrentChunk) -> None:
-    """Note the chunk of samples that a replica begins, with the Ray node, in Ray's key-value store.
+    """Record in Ray's key-value store which chunk of samples this replica begins to score.
 
-    This is called in the replica's process. Nothing is noted without Ray, or while Ray's head node does not answer.
+    This is called in the replica's process. Nothing is recorded without Ray, or while Ray's head node does not answer.
     """
     import ray
     from ray.exceptions import RayError
@@ -66,12 +66,12 @@ def note_chunk(current: CurrentChunk) -> None:
 
 
 def current_chunk(actor: str | None) -> CurrentChunk | None:
-    """Read the note of the replica that is the Ray actor `actor` (hex); None if there is none."""
+    """Read which chunk of samples the replica with the Ray actor id `actor` (hex) began last; None if unknown."""
     return _read(f"{KEY}{actor}")
 
 
 def scored_last(chunk: str) -> CurrentChunk | None:
-    """Read the note of the replica whose last chunk has the id `chunk`; None if there is none."""
+    """Find the replica that began the chunk of samples `chunk` last; None if there is no such record."""
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_list
 

@@ -46,7 +46,7 @@ DEPLOYING = "deploying"
 
 
 def app_name(family: Family, options: EngineOptions) -> str:
-    """The name of the Serve application for a family; studies with the same models and options share its replicas."""
+    """Name of the Serve application for a model family; studies with equal models and options share its replicas."""
     models = [(model.alias, model.origin or model.directory, model.fingerprint) for model in family.models]
     others = [family.alignments_dir] if family.alignments_dir else []
     return f"scorer-{digest_of([models, family.tokenizer, options.document(), *others])[:12]}"
@@ -65,7 +65,7 @@ def deploy_scorer(
     start_timeout_s: float = 1800.0,
     time_limits: TimeLimits = TIME_LIMITS,
 ) -> ServeScorer:
-    """Start `replicas` replicas on the Ray cluster that this process is connected to, and wait until they are ready.
+    """Start scoring replicas on the Ray cluster of this process, and wait until they are ready.
 
     A running application of the same name is used unchanged. With `keep_idle_s`, studies share the application: the
     number of its replicas follows the number of requests, as far as the GPUs allow. Replicas that are idle for
@@ -120,7 +120,7 @@ def deploy_scorer(
 
 @contextmanager
 def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Iterator[ServeScorer]:
-    """Context manager that starts `replicas` replicas, and deletes their Serve application at the end.
+    """Context manager that starts scoring replicas, and deletes their Serve application at the end.
 
     Raises EngineUnavailable if a replica does not start.
     """
@@ -155,7 +155,7 @@ def _num_gpus() -> int:
 
 
 def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -> dict[str, Any]:
-    """Serve's settings for the number of replicas: fixed, or adapted to the load.
+    """Ray Serve settings for the number of replicas: fixed, or autoscaled with the load.
 
     If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise there are `replicas` at first. Later their
     number follows the number of requests, as far as the GPUs allow, down to none after `keep_idle_s` idle seconds.
@@ -176,7 +176,7 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
 
 @contextmanager
 def _deploying(deadline: float) -> Iterator[None]:
-    """Context manager that holds a lock, across the Ray cluster, while a process deploys replicas.
+    """Context manager that holds a cluster-wide lock while a process deploys replicas.
 
     Without the lock, one of two processes that start Serve at the same time fails, and deploying an application a
     second time restarts its replicas. The lock is the name of a Ray actor. Ray frees the name when the process that

@@ -1,4 +1,4 @@
-"""Draining of nodes: whether a replica must begin no further work because its node is about to stop.
+"""Detection that a replica should accept no further work, because Ray drains its node.
 
 Ray drains a node before the node stops, for example after a notice of preemption (`ray drain-node`, KubeRay,
 autoscaler). Serve then starts a replica on another node. Serve stops the replica on the drained node as soon as the
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def is_being_moved() -> bool:
-    """Whether Ray drains this process's node and Serve has begun to stop the replica in this process.
+    """Whether Ray drains this process's node, and Serve has begun to stop the replica in this process.
 
     Serve is queried only if Ray drains the node. If Ray or Serve does not answer, the result is False, because
     beginning one more chunk does no harm.

@@ -1,4 +1,4 @@
-"""The worker of a replica: a warm engine, and the tasks prepared for it."""
+"""Worker of a replica: a warm inference engine, and the evaluation tasks prepared for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["EngineWorker"]
 
 
 class EngineWorker:
-    """The worker of a replica: owns a warm engine, and the tasks prepared for it.
+    """Worker of a replica that owns a warm inference engine and the evaluation tasks prepared for it.
 
     Raises EngineUnavailable if the engine does not start.
     """
@@ -50,7 +50,7 @@ class EngineWorker:
         self.busy_s = 0.0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Swap the engine to the request's recipe, and score the request's samples.
+        """Write the merge of the request's recipe into the engine, and score the request's samples.
 
         Raises TrialFailed (or its subclass MetricFailed) if the merge cannot be scored, InvalidTask if a task cannot be
         used, and EngineFault if the engine holds another recipe or failed a check.
@@ -89,7 +89,7 @@ class EngineWorker:
         return tuple(map(self.evaluator.describe, tasks))
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Score samples again with plain transformers on the recipe's exported checkpoint, and compare with `samples`.
+        """Score samples again by plain transformers on the exported recipe, and compare with `samples`.
 
         The checkpoint is computed on the CPU, and transformers computes in float32. A recipe with alignments, which has
         no ordinary checkpoint, is built in transformers instead. Returns a report of 0 samples if nothing can be

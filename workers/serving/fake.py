@@ -1,4 +1,4 @@
-"""A scorer without models, with the interface of the real scorer, known answers, and configurable delays and failures.
+"""Fake scorer for tests, without models: known answers, and configurable delays and failures.
 
 The probability of a right answer is a smooth function of the recipe's coefficients; a hash of (recipe, objective,
 position) decides each sample. The same request always gives the same result, different recipes give different results,
@@ -41,7 +41,7 @@ __all__ = ["FakeScorer", "expected_value"]
 
 @dataclass
 class FakeScorer:
-    """A scorer without models, for tests: implements `workers.types.Scorer` with made-up answers, delays and failures.
+    """Fake `workers.types.Scorer` for tests: it computes answers without models, and can delay and fail.
 
     It is picklable. Calls are counted by the lines of `log_file`, so that counts survive the end of a process. Every
     finished or failed call appends one JSON line: {call, recipe, spans: [[objective, start, stop], ...], outcome,
@@ -145,7 +145,7 @@ class FakeScorer:
             )
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """Facts about tasks: an inline task has as many samples as its file has, any other task `num_samples` samples.
+        """Facts about tasks: an inline task has as many samples as its file, another task has `num_samples`.
 
         Raises InvalidTask if a file cannot be read.
         """
@@ -202,7 +202,7 @@ class FakeScorer:
             return (CanaryReport(self.name, self._canaries, self.skips_canaries),)
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of the fake engine, with the keys of a real engine's; they count calls in this process only."""
+        """Statistics of the fake engine, with a real engine's keys; they count calls in this process only."""
         return {
             "starts": 1,
             "canaries": self._canaries,
@@ -216,7 +216,7 @@ class FakeScorer:
         }
 
     def calls(self) -> list[dict[str, Any]]:
-        """The calls of `score` in `log_file`, by all processes that wrote to it."""
+        """Read the calls of `score` from `log_file`, by all processes that wrote to it."""
         if self.log_file is None or not Path(self.log_file).exists():
             return []
         return [json.loads(line) for line in Path(self.log_file).read_text().splitlines()]
@@ -284,7 +284,7 @@ class FakeScorer:
 
 
 def expected_value(recipe: Recipe, objective: str) -> float:
-    """The made-up expected score of a recipe on an objective, in [0.05, 0.95]; larger is better.
+    """Expected score of a recipe on an objective in the fake scorer, in [0.05, 0.95]; larger is better.
 
     Each model has a skill on each objective, derived from its fingerprint. The best merge mixes several models and is
     never an expert alone.
@@ -301,12 +301,12 @@ def expected_value(recipe: Recipe, objective: str) -> float:
 
 
 def prompt_hash(span: Span) -> str:
-    """A made-up hash for the prompts of a span of samples, which depends on the task and the positions alone."""
+    """Fake hash of the prompts of a span of samples, which depends only on the task and the positions."""
     return digest_of([span.task.digest, span.start, span.stop])
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """The mean coefficient of each model over all merges of a recipe, by the model's fingerprint.
+    """Mean coefficient of each model over all merges of a recipe, by the model's fingerprint.
 
     In SLERP the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources
     counts as 1.
@@ -347,13 +347,13 @@ def _numbers(merge: Merge) -> list[float]:
 
 
 def _draw(*key: object) -> float:
-    """A pseudorandom number in [0, 1) that depends only on `key`."""
+    """Pseudorandom number in [0, 1) that depends only on `key`."""
     digest = hashlib.sha256("\0".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def _quantile(probability: float) -> float:
-    """The number x with P((u + v)/2 < x) = `probability`, for independent uniform u and v in [0, 1).
+    """Quantile of (u + v)/2 for independent uniform u and v in [0, 1), at `probability`.
 
     `FakeScorer` compares it with the mean of two such numbers, so that a sample is right with this probability.
     """

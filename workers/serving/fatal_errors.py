@@ -1,4 +1,4 @@
-"""The signal that ended a replica's process, according to the reports of Ray and Python in the process's error log."""
+"""Finds the signal that ended a replica's process in the reports of Ray and Python in the error log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READ_S = 30.0
 
 
 def fatal_error(current: CurrentChunk) -> str | None:
-    """The report of the fatal signal that ended a replica, for example "Fatal Python error: Segmentation fault".
+    """Report of the fatal signal that ended a replica, such as "Fatal Python error: Segmentation fault".
 
     Returns None if there is no report, for example after SIGKILL, and if the log cannot be read, for example because
     its node is gone. A Ray task on the replica's node reads the log, so that no dashboard is needed.
@@ -52,7 +52,7 @@ def fatal_error(current: CurrentChunk) -> str | None:
 
 
 def find_report(error_log: str, wait_s: float) -> str | None:
-    """The last report of a fatal signal in the file `error_log`; None if there is none after `wait_s` seconds.
+    """Last report of a fatal signal in the file `error_log`; None if none appears within `wait_s` seconds.
 
     The report may be written shortly after the process has ended. Raises OSError if the file cannot be read.
     """

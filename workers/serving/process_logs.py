@@ -1,4 +1,4 @@
-"""Log files of a replica's process: the files behind its standard output and standard error, and Serve's log file."""
+"""Log files of a replica's process: its standard output, its standard error, and Serve's log."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["error_log", "keeping_serve_log", "log_file"]
 
 
 def log_file() -> str:
-    """The path of the file behind this process's standard output, which contains vLLM's log too."""
+    """Path of the file behind this process's standard output, which also contains vLLM's log."""
     return _file_behind(1) or "the replica's standard output"
 
 
 def error_log() -> str:
-    """The path of the file behind this process's standard error; "" if it is not a file."""
+    """Path of the file behind this process's standard error; "" if it is not a file."""
     return _file_behind(2)
 
 
 @contextmanager
 def keeping_serve_log() -> Iterator[None]:
-    """Context manager after which Serve's log of this replica works as before.
+    """Context manager that restores Serve's log handlers of this replica after an engine start closed them.
 
     vLLM configures logging when an engine starts, and Python then closes every log handler of the process. If the file
     of Serve's handler is closed, Serve's log is lost, and Serve's controller cannot recover the replica after a

@@ -1,4 +1,4 @@
-"""The lock of a replica. It prefers chunks of the recipe that the engine holds, so that the engine swaps less often."""
+"""Lock of a replica that prefers requests for the recipe in the engine, so that the engine swaps less often."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RecipeLock"]
 
 
 class RecipeLock:
-    """An asyncio lock that prefers waiters for the recipe that was held last, so that the engine swaps less often.
+    """Asyncio lock that prefers waiters for the recipe held last, so that the engine swaps merges less often.
 
     When the lock is released, it goes to the longest waiter for this recipe. If no one waits for it, the longest waiter
     for any recipe gets the lock.
@@ -24,7 +24,7 @@ class RecipeLock:
 
     @asynccontextmanager
     async def hold(self, digest: str) -> AsyncIterator[None]:
-        """Async context manager that holds the lock for a recipe, named by its digest; "" for work without a recipe."""
+        """Async context manager that holds the lock for a recipe (by digest); "" for work without a recipe."""
         if self._is_taken:
             ready = asyncio.get_running_loop().create_future()
             self._waiting.append((digest, ready))

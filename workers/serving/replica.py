@@ -1,4 +1,4 @@
-"""The work of one replica, which owns a warm engine and scores chunks of work with it, one at a time.
+"""Scoring replica of Ray Serve: it owns a warm engine, and scores one request at a time.
 
 A replica holds one recipe at a time. One lock covers the swap and the scoring of a chunk; chunks of the held recipe are
 scored first (`recipe_lock`). The engine runs in its own thread, so that health checks are answered while it works.
@@ -55,14 +55,14 @@ T = TypeVar("T")
 
 
 class Worker(Protocol):
-    """Interface of the object that does a replica's work. One thread at a time uses it. FakeScorer implements it too.
+    """Interface of the object that does a replica's work, used by one thread at a time; FakeScorer implements it.
 
     A worker raises EngineCrashed if it cannot be used any more. After any other error it continues.
     """
 
     @property
     def name(self) -> str:
-        """The replica's name, which is part of the evidence of its results."""
+        """Name of the replica, which is part of the evidence of its results."""
         ...
 
     def score(self, request: ScoreRequest) -> ScoreResult: ...
@@ -79,7 +79,7 @@ class Worker(Protocol):
 
 
 class ReplicaMetrics:
-    """A replica's metrics in Ray, with a tag for the study; Serve adds tags for deployment and replica.
+    """Metrics of a replica, reported to Ray with a tag for the study; Serve adds deployment and replica.
 
     `mergesearch_samples` is a counter, whose rate is samples per second. A recipe's digest is not a tag, because each
     new digest would start a time series that is never dropped.
@@ -123,7 +123,7 @@ class ReplicaMetrics:
 
 
 class ScoringReplica:
-    """The class that Ray Serve deploys: one replica with one worker.
+    """Ray Serve deployment class: a scoring replica with one worker.
 
     `make_worker` is called once, in the thread that does all the work. Raises EngineUnavailable if the worker does not
     start within `limits.start_s` seconds.
@@ -147,7 +147,7 @@ class ScoringReplica:
         self._metrics = ReplicaMetrics()
 
     async def hold(self, digest: str) -> str:
-        """Tell Serve's router that this replica serves the recipe with the digest `digest`, and return the digest.
+        """Register at Serve's router that this replica serves the recipe `digest`, and return the digest.
 
         Serve treats the digest as the id of a multiplexed model, and prefers to send requests with this id here. The
         engine swaps to the recipe later, when the replica's lock is held for it.
@@ -186,7 +186,7 @@ class ScoringReplica:
         return {**self._worker.statistics(), "replica": os.getpid(), "log_file": log_file()}
 
     async def check_health(self) -> None:
-        """Raise RuntimeError if the engine has failed or its work is overdue, so that Serve replaces the replica.
+        """Raise RuntimeError if the engine has failed or its work is overdue; Serve then replaces it.
 
         This runs in the event loop, also while a chunk is scored.
         """
@@ -206,7 +206,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in the engine's thread, and convert its errors to those of `workers.errors`.
+        """Run a function in the engine's thread, and convert its exceptions to those of `workers.errors`.
 
         After an error of the engine (EngineCrashed or EngineFault) the replica refuses all work, and fails its health
         checks. After any other error it continues.
@@ -265,7 +265,7 @@ class ScoringReplica:
             self._scored.add(digest)
 
     def _try_the_base(self, request: ScoreRequest) -> None:
-        """Score the request's first sample with the base model, to find out whether the engine works at all.
+        """Score the request's first sample with the base model, to test whether the engine works.
 
         If the engine works, and then crashes on the request, the request is the cause. Nothing is done if the request's
         own recipe is the base model. Raises EngineUnavailable if the engine crashes on the base model.
@@ -286,7 +286,7 @@ class ScoringReplica:
 
 
 def _base_alone(recipe: Recipe) -> Recipe:
-    """A recipe over the models of `recipe` whose merge is the unchanged base model."""
+    """Recipe over the models of `recipe` that gives the unchanged base model."""
     return Recipe.of_model(
         recipe.base,
         models=recipe.models,

@@ -1,4 +1,4 @@
-"""The handle through which studies score with the replicas of one Serve application."""
+"""Client of the scoring replicas in a Ray Serve application, used by studies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAX_TRIES = 3
 
 @dataclass(frozen=True)
 class ServeScorer:
-    """The replicas of one Serve application as a scorer (`workers.types.Scorer`).
+    """Client of the scoring replicas in a Ray Serve application; it implements `workers.types.Scorer`.
 
     It is picklable, and connects at the first call. When a replica dies or fails, Serve replaces it and the same
     request is sent again. If the replica was scoring the request and the request counts crashes
@@ -79,7 +79,7 @@ class ServeScorer:
         return report
 
     def is_starting(self) -> bool:
-        """Whether no replica runs, but at least one is being started."""
+        """Whether no replica runs yet but at least one is being started."""
         try:
             replicas = num_replicas(self.app_name)
         except ServeUnavailable:
@@ -87,7 +87,7 @@ class ServeScorer:
         return not replicas["RUNNING"] and bool(replicas["STARTING"])
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """Let every running replica compare its engine with transformers, and return the reports.
+        """Let each running replica compare its engine with transformers, and return the reports.
 
         This starts no replica.
         """
@@ -97,7 +97,7 @@ class ServeScorer:
         return tuple(report for reports in answers.values() for report in reports)
 
     def _ask_each(self, method: str, name_of: Callable[[Any], Any]) -> dict[Any, Any]:
-        """Call the method `method` of each running replica, and return the answers by the replica's name.
+        """Call the method `method` of each running replica, and return the answers by replica name.
 
         `name_of` reads the name from an answer. Serve chooses the replica for a call. Therefore calls are repeated
         until each replica has answered, but at most 8 times as often as there are replicas.
@@ -112,7 +112,7 @@ class ServeScorer:
         return found
 
     def _known_replicas(self) -> Counter[str]:
-        """The number of replicas by state ("RUNNING", ...), once Serve's controller knows all replicas.
+        """Number of replicas by state ("RUNNING", ...), once Serve's controller knows all of them.
 
         A controller that was restarted must find its replicas again first. This method waits for it, at most
         `deadline_s` seconds. Raises ServeUnavailable if the controller does not answer within that time.
@@ -125,7 +125,7 @@ class ServeScorer:
             time.sleep(min(0.5, self.poll_s))
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of all replicas that answer now, as sums and lists; replicas that died are not included."""
+        """Statistics of all replicas that answer now, as sums and lists; dead replicas are left out."""
         found = self._ask_each("statistics", lambda answer: answer["replica"])
         every = list(found.values())
         return {
@@ -178,7 +178,7 @@ class ServeScorer:
             pause_s = min(2 * pause_s, 10.0)
 
     def _result(self, response: Any) -> Any:
-        """Wait for the result of a request, without limit while the application is running.
+        """Wait for the result of a request, without a time limit while the application is running.
 
         `response` is the object that Serve's handle returned. Raises EngineUnavailable if the application has failed,
         or has not been running for `deadline_s` seconds.
@@ -200,7 +200,7 @@ class ServeScorer:
                 raise
 
     def _is_running(self) -> bool:
-        """Whether Serve says that the application is running; False while Serve's controller does not answer."""
+        """Whether Serve reports that the application is running; False if the controller does not answer."""
         try:
             return application_state(self.app_name) == "RUNNING"
         except ServeUnavailable as error:
@@ -209,7 +209,7 @@ class ServeScorer:
 
 
 def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
-    """Raise EngineCrashed if `error` means that a replica died while it was scoring this request.
+    """Raise EngineCrashed if `error` means that a replica died while it scored this request.
 
     Otherwise return: if the request only waited at the replica, if the replica died because its node was preempted, or
     if the error has another meaning.
@@ -238,7 +238,7 @@ def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _handle(name: str) -> Any:
-    """Serve's handle to the replicas of an application.
+    """Ray Serve handle to the replicas of an application.
 
     This does not query Serve's controller for the replicas: `ray.serve.get_app_handle` would wait for its answer
     without limit. Requests through the handle of an application that does not exist are never answered.

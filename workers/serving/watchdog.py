@@ -1,4 +1,4 @@
-"""Limits on how long the work of a replica may take before the replica counts as hung.
+"""Time limits for the work of a replica; a replica that exceeds them counts as hung.
 
 Nothing can interrupt the engine's thread. A replica whose work is overdue fails its health checks, and Serve replaces
 it.
@@ -18,7 +18,7 @@ __all__ = ["TIME_LIMITS", "TimeLimits", "Watchdog"]
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Limits, in seconds, for the work of a replica.
+    """Time limits, in seconds, for the work of a replica.
 
     - `start_s`: the start of its worker, with downloads and compilation
     - `first_chunk_s`: scoring a chunk of samples with a task or a merge method that is new to the replica, for which
@@ -39,7 +39,7 @@ TIME_LIMITS = TimeLimits()
 
 
 class Watchdog:
-    """Measures how long the work of one replica takes, and reports whether the work is overdue.
+    """Timer of a replica's work, which reports work that is overdue.
 
     The engine's thread enters the contexts `chunk` (scoring a chunk of samples) and `work`; any thread may call the
     method `overdue`. `start_s` is the number of seconds that the start of the replica's worker took. A chunk may always
@@ -78,7 +78,7 @@ class Watchdog:
             self._current = None
 
     def overdue(self) -> str | None:
-        """Describe the running work that has exceeded its time limit; None if there is no such work."""
+        """Describe the running work that exceeded its time limit; None if there is no such work."""
         if (current := self._current) is None:
             return None
         started, limit_s, what = current

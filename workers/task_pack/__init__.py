@@ -1,4 +1,4 @@
-"""The shipped tasks: lm-eval YAML files for the tables of the papers, with their prompts, splits and lengths.
+"""The shipped evaluation tasks: lm-eval YAML files that reproduce tables of papers.
 
 The files are in a directory for each paper. They name data on the hub; `workers.evaluation.data_sets` says from where
 the data come.

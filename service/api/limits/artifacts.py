@@ -1,4 +1,4 @@
-"""Quota of stored artifacts: fine-tunings that would exceed it are refused.
+"""Quota of stored artifacts, such as trained experts: fine-tunings that would exceed it are refused.
 
 Artifacts are results, so none is removed automatically to make room; users delete jobs that they no longer need.
 """
@@ -21,7 +21,7 @@ Made = TypeVar("Made")
 
 
 class ArtifactQuota:
-    """Limit on the total size of the artifacts of all jobs, in bytes.
+    """Limit on the total size in bytes of the artifacts, such as trained experts, of all jobs.
 
     The limit is `quota_bytes`. If it is None, the limit is a tenth of the disk, and artifacts in an object store have
     no limit.
@@ -33,7 +33,7 @@ class ArtifactQuota:
         self._lock = threading.Lock()
 
     def admit(self, num_bytes: int, make: Callable[[], Made]) -> Made:
-        """Store a job by calling `make`, if the `num_bytes` of artifacts that the job will store fit into the quota.
+        """Store a job by calling `make`, if the job's `num_bytes` of artifacts fit into the quota.
 
         The artifacts that are stored already, and those that unfinished jobs will still store, take up the quota too.
         Returns the result of `make`. Raises Conflict, without calling `make`, if the job's artifacts do not fit.

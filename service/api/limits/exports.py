@@ -1,4 +1,4 @@
-"""Limits on stored exports: which have expired, and which exceed the quota."""
+"""Limits on stored exports (merged models): exports that have expired or exceed the quota are selected."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["FairQueue"]
 
 
 class FairQueue:
-    """Queue of requests, of which at most `num_places` run at a time; waiting clients take turns.
+    """Queue of requests, of which at most `num_places` run at a time; clients with waiting requests take turns.
 
     One client runs at most `num_places - 1` requests at a time (but at least one), so that other clients need not wait
     for it. A queue is bound to one asyncio event loop.

@@ -1,4 +1,4 @@
-"""Refuses requests that were meant for another server, or that a browser sends for a page of another server.
+"""Middleware against requests meant for another server, or sent by a browser for another server's page.
 
 Any web page can make a browser send requests to this machine. Such a request has the page's origin in the header
 Origin. If the page's host name was made to resolve to this machine (DNS rebinding), that name is in the header Host.

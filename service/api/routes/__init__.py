@@ -1,4 +1,4 @@
-"""Routes of the API by topic; they only translate between HTTP and the packages that do the work.
+"""Routes of the API by topic. Routes only translate between HTTP and the packages that do the work.
 
 - `jobs`: the routes that every kind of job has: create, list, show, cancel, resume, delete, its log
 - `events`: the events of a job, as a stream or a list

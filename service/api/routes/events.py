@@ -1,4 +1,4 @@
-"""Route of the events of a job, as a stream or as a list."""
+"""Route of a job's events, as a stream of server-sent events or as a JSON list."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def _watch(
     limit: int,
     last_event_id: int | None,
 ) -> Response:
-    """Respond with a job's events as a JSON list or, by default, as a stream that ends with the job.
+    """Respond with a job's events as a JSON list or, by default, as a stream that ends when the job ends.
 
     The response is a list if the request's header Accept asks for JSON. Only events with ids above `after` are sent, or
     above `last_event_id` if it is given. A list has at most `limit` events.

@@ -1,4 +1,4 @@
-"""Routes of exports, which are merged models: request one, show its state, download it."""
+"""Routes of exports, which are merged models written for download: request, show, list, delete, download."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _document(services: Services, export: ExportRecord) -> ExportDocument:
 
 
 def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
-    """Read the trial ("best" or a number), the dtype and the weights of the objectives from a request's body.
+    """Read the trial ("best" or a number), the dtype and the objectives' weights from the body of an export request.
 
     The dtype or the weights are None if the body does not state them. Raises InvalidRequest with every problem.
     """
@@ -181,14 +181,14 @@ def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
 
 
 def _are_weights(value: Any) -> bool:
-    """Whether `value` is a dict from objectives to weights: floats, or integers below 10^6 in magnitude."""
+    """Whether `value` maps objectives to weights, which are floats, or integers below 10^6 in magnitude."""
     if not isinstance(value, dict):
         return False
     return all(type(w) is float or (type(w) is int and abs(w) < MAX_WEIGHT) for w in value.values())
 
 
 def _choices(record: RunRecord) -> tuple[int | None, int]:
-    """Number of a study's best trial, None if there is none, and the total number of its trials."""
+    """Number of a study's best trial (None if there is no best trial), and the total number of trials."""
     best = record.best
     return (None if best is None else best.number), len(record.trials)
 

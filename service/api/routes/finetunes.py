@@ -1,4 +1,4 @@
-"""Routes of a fine-tuning's results: training curves, analysis, report, and experts for download."""
+"""Routes of a fine-tuning's results: training curves, analysis, report, and download of experts."""
 
 from __future__ import annotations
 

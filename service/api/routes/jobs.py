@@ -1,4 +1,4 @@
-"""Routes that every kind of job has: create, list, show, document, events, log, cancel, resume, delete."""
+"""Routes that jobs of every kind have: create, list, show, document, events, log, cancel, resume, delete."""
 
 from __future__ import annotations
 

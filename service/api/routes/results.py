@@ -1,4 +1,4 @@
-"""Routes of a study's results so far: trials, recipes, front, summary, report, plots."""
+"""Routes of a study's results so far: trials, recipes, Pareto front, summary, report, plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Analysis of a fine-tuning's trained experts, stored as an event."""
+"""Analysis of the experts that a fine-tuning trained; the result is stored as an event."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def store_analysis(
     note: Callable[[str], None],
     access: FileAccess | None,
 ) -> None:
-    """Analyse trained experts, if the specification asks for an analysis, and store the result as an event.
+    """Analyse trained experts if the specification asks for an analysis, and store the result as an event.
 
     `pipeline` is the specification of the fine-tuning. `places` has the experts' directories by alias. The function
     does nothing if an earlier driver has stored the analysis. `note` is called with messages about the progress.

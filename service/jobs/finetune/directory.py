@@ -1,4 +1,4 @@
-"""Files in the directory of a training: specification, checkpoints, history, expert, and summary or failure."""
+"""Files in the directory of a training: specification, checkpoints, history of losses, expert, summary or failure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WRITER_LOCK = ".writer"
 
 
 def written_spec(directory: Path) -> FinetuneSpec | None:
-    """Specification of the expert whose training is in `directory`; None if no training was started there."""
+    """Specification of the expert whose training was started in `directory`; None if there was no training."""
     document = read_document(directory / SPEC_FILE)
     return None if document is None else parse_spec(document)
 

@@ -1,4 +1,4 @@
-"""Events and progress of a stored fine-tuning, from the histories that its training workers write.
+"""Events and progress of a stored fine-tuning, read from the histories that training workers write.
 
 An event of the kind `training` has the step, losses and other numbers of an expert's last updates, or the results of an
 evaluation. From the stored events, a new driver knows which lines of the histories are stored already, and continues
@@ -78,7 +78,7 @@ def storing_events(
 
 
 class _HistoryEvents:
-    """Writer of training events, which reads the lines that were added to the experts' training histories.
+    """Writer of events for new losses and evaluations, which are read from the experts' training histories.
 
     A history is a file to which an expert's training adds a line for each update and each evaluation.
     """
@@ -108,7 +108,7 @@ class _HistoryEvents:
 
 
 def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield one event for the training `updates`: the last update, with a key `losses` for all of them.
+    """Yield one event for several training `updates`: the last update, with a key `losses` for all of them.
 
     `losses` has at most 10 pairs (step, loss). A pair represents several adjacent updates: it has the step of the last
     of them and the mean of their losses. If there are no updates, no event is yielded.

@@ -1,4 +1,4 @@
-"""Declaration of the fine-tuning as a kind of job, which trains experts and may create a study that merges them."""
+"""Declaration of the job kind fine-tuning, which trains experts and may create a study that merges them."""
 
 from __future__ import annotations
 

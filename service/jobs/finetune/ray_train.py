@@ -1,4 +1,4 @@
-"""Training on Ray Train: one or several workers run `workers.training.finetuning` in the directory of one expert.
+"""Training of one expert on Ray Train, whose workers run `workers.training.finetuning` in one directory.
 
 Ray Train replaces a worker that dies, and the new worker continues from the last checkpoint in the expert's directory.
 Ray Train's own checkpoints are not used, because they may be incomplete if processes are killed.
@@ -109,7 +109,7 @@ def train_here(
     device: Any = None,
     access: FileAccess | None = None,
 ) -> None:
-    """Train an expert in the current process, which may be one of several that train the expert together.
+    """Train an expert in this process, alone or as one of several processes that train the expert together.
 
     `is_writer` is True in exactly one of these processes. That process first waits until the workers of an earlier
     driver have ended; at the end it writes the summary, or the reason why the training failed, to `directory`. `report`
@@ -145,7 +145,7 @@ def _report(line: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Context in which no other worker writes to `directory`.
+    """Context in which this process is the only one that writes to the training directory `directory`.
 
     Entering the context waits until the workers of an earlier driver have ended. Raises TimeoutError if one of them
     still runs after 120 s.

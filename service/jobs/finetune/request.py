@@ -1,4 +1,4 @@
-"""Checks of a requested fine-tuning before the server stores it: files, base model, data and tasks."""
+"""Checks of a submitted fine-tuning before the server stores it: files, base model, data and tasks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check a submitted fine-tuning, except the weights of its base model. Raises InvalidStudy with every problem."""
+    """Check a submitted fine-tuning, without its base's weights. Raises InvalidStudy with every problem."""
     pipeline = parse_pipeline(document)
     check_server_paths(pipeline)
     examine_finetune(pipeline, access=context.access)
@@ -59,7 +59,7 @@ def check_server_paths(pipeline: Pipeline) -> None:
 
 
 def check_finetune_files(pipeline: Pipeline, access: FileAccess | None) -> None:
-    """Check that a fine-tuning's files exist, are regular files, and may be read according to `access`.
+    """Check that the files of a fine-tuning exist, are regular files, and may be read under `access`.
 
     If `access` is None, all files may be read. Raises FilesRefused with every file, directory, dataset and hub model
     that `access` does not allow, and InvalidStudy with every file that is missing or not a regular file.
@@ -120,7 +120,7 @@ def artifact_bytes(pipeline: Pipeline) -> int:
 
 
 def access_of(job: JobRecord) -> FileAccess | None:
-    """Files that a stored fine-tuning may read, as stored when it was created; None if it may read all files."""
+    """Files that a stored fine-tuning may read, as recorded when it was created; None if it may read all files."""
     access = job.accepted.get("access")
     return access and FileAccess.of(access)
 
@@ -144,7 +144,7 @@ def _models(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
 
 
 def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[str, str]]]) -> Iterator[Problem]:
-    """Yield the problems of a fine-tuning's specification that `find` reports for each expert.
+    """Yield the problems that the check `find` reports for the experts in a fine-tuning's specification.
 
     `find` takes an expert's specification, and returns pairs of a field and a message.
     """
@@ -153,7 +153,7 @@ def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[
 
 
 def _in_study(pipeline: Pipeline, find: Callable[[str], str | None]) -> Iterator[Problem]:
-    """Yield the problems that `find` reports for the task files of the study that follows the fine-tuning.
+    """Yield the problems that the check `find` reports for task files of the study that follows the fine-tuning.
 
     `find` returns a message about a file, or None if nothing is wrong with the file.
     """

@@ -1,4 +1,4 @@
-"""Study that merges the experts of a fine-tuning on a server, created once all experts are trained."""
+"""Creation of the study that merges the experts of a fine-tuning on a server, once all experts are trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def study_of(store: Store, finetune_id: str) -> JobRecord | None:
 
 
 def _study_key(finetune_id: str) -> str:
-    """Idempotency key of the study of a fine-tuning's experts.
+    """Idempotency key with which the study of a fine-tuning's experts is created.
 
     The key contains a space, so that no client can send the same key.
     """
@@ -77,7 +77,7 @@ def begin_study(
 
 
 def collect_sources(store: Store, data_dir: Path) -> None:
-    """Delete copies of trained experts that no stored study has as a source.
+    """Delete the copies of trained experts that no stored study merges.
 
     The copies are made for studies that follow a fine-tuning. Nothing is deleted while any fine-tuning with such a
     study is unfinished.

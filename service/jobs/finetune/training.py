@@ -1,4 +1,4 @@
-"""Training of one expert or of a fleet. Each expert is trained in a directory, from its last checkpoint to the end."""
+"""Training of one expert or of several experts in turn, each in its directory and from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_finetune(
     note: Callable[[str], None] = lambda _: None,
     access: FileAccess | None = None,
 ) -> dict[str, Any]:
-    """Train the expert of `spec` in `directory`, or continue its training there, and return the summary.
+    """Train the expert that `spec` describes in `directory`, or continue its training; return the summary.
 
     Args:
         spec: Specification of the expert.
@@ -90,7 +90,7 @@ def run_fleet(
     finished: Callable[[str, dict[str, Any]], None] = lambda *_: None,
     access: FileAccess | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Train the experts of a fleet one after the other, each in its directory, and return their summaries by alias.
+    """Train several experts one after the other, each in its directory, and return their summaries by alias.
 
     All trainings use one connection to Ray. All experts are checked before the first training starts. `specs` and
     `directories` are by alias. `finished` is called with the alias and the summary of an expert as soon as the expert

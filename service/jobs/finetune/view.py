@@ -16,7 +16,7 @@ __all__ = ["view"]
 
 
 def view(job: JobRecord, store: Store, artifacts: ArtifactStore, *, path: str) -> View:
-    """Fields and links for the server's document of a fine-tuning: its experts, and links to its analysis and study.
+    """Fields and links of a fine-tuning for the server's JSON: its experts, and links to its analysis and study.
 
     `path` is the URL path of the fine-tuning.
     """

@@ -1,4 +1,4 @@
-"""Work on one stored fine-tuning, from its stored state to its end."""
+"""The driver's work on one stored fine-tuning: it continues from the stored state to the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["work"]
 
 
 def work(attempt: Attempt) -> None:
-    """Train the experts of a stored fine-tuning, and store each expert as an artifact under its alias.
+    """Train the experts of a stored fine-tuning, and store each trained expert as an artifact under its alias.
 
     An analysis and a study of the experts follow if the specification has them. Raises Conflict if models or data
     cannot be used or a training fails, because every later driver would have the same problem.

@@ -1,4 +1,4 @@
-"""One attempt at a study, from its stored state to its end: alignments, search, the stages after it, verification.
+"""One driver's work on a study from its stored state: alignments, search, later stages, verification.
 
 Callers connect to Ray and open the scorer.
 """
@@ -78,7 +78,7 @@ def with_alignments(
     artifacts: ArtifactStore,
     note: Callable[[str], None],
 ) -> PreflightResult:
-    """Learn the alignments that a study's search space needs, and return the prepared study with alignments.
+    """Learn the maps between layers (alignments) that a search space needs, and return the study with them.
 
     An alignment is a map of the residual stream between two layers. The files of the alignments are written to
     `directory`. Alignments are learned once and stored with the study, so that the study's recipes stay the same. If
@@ -127,7 +127,7 @@ def with_alignments(
 
 
 def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) -> None:
-    """Copy the files of the alignments named `names` from `artifacts` to `directory`, unless they are there already.
+    """Copy the files of the alignments named `names` from `artifacts` to `directory`, unless the files exist there.
 
     The driver that learned the alignments may have run on another machine. Names without a file in `artifacts` are
     skipped.
@@ -141,7 +141,7 @@ def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) ->
 
 
 def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:
-    """Names of a study's learned alignments, by the pair of layers that each aligns; empty if none were learned yet."""
+    """Names of a study's learned alignments, by the pair of layers that each aligns; empty if none exist."""
     rows: list[Any] = store.document(study_id, ALIGNMENTS) or []
     return {((first[0], first[1]), (second[0], second[1])): name for first, second, name in rows}
 
@@ -286,7 +286,7 @@ def described_recipes(
     *,
     benchmarks: Sequence[Benchmark] = (),
 ) -> list[str]:
-    """Digests, sorted, of the recipes whose responses are never removed from a complete study.
+    """Sorted digests of the recipes whose stored responses are never removed from a complete study.
 
     They are the recipes of trials that are scored on holdout data or benchmarks, and of trials that were
     verified. A response is the text that a merge generated for a sample.
@@ -297,7 +297,7 @@ def described_recipes(
 
 
 def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]) -> None:
-    """Store what the samples of each benchmark are of.
+    """Store, for each benchmark, from which task, data and metric its samples result.
 
     Raises StudyFailed if samples of a benchmark with the same name but another task or other data are stored.
     """
@@ -314,7 +314,7 @@ def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]
 
 
 def _keep_overlaps(store: Store, writer: JobWriter, preflight: PreflightResult) -> None:
-    """Store how much of each holdout entry and benchmark overlaps with the search data, unless it is stored."""
+    """Store how much of the held-out data and of each benchmark is also in the search data, if not yet stored."""
     study, tasks = preflight.study, preflight.tasks
     stored = read_contamination(store.document(writer.job_id, CONTAMINATION))
     if {f"{overlap.section}.{overlap.name}" for overlap in stored} != unsearched_names(study):
@@ -328,7 +328,7 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 
 
 def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
-    """Number of gradient steps and policy updates that a study takes if nothing ends it early.
+    """Number of gradient steps and policy updates that a study makes if nothing ends it early.
 
     The refinement is counted with the largest number of paths.
     """
@@ -416,7 +416,7 @@ class _Snapshots:
 
 
 def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightResult) -> str | None:
-    """Reason why a study cannot continue after `error`; None if another attempt may succeed later.
+    """Reason why a study must fail after `error`; None if another attempt may succeed later.
 
     - After StudyFailed and EvidenceMismatch the study cannot continue.
     - After any other error the study's models and tasks are checked again. The study cannot continue if they have
@@ -454,7 +454,7 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
 
 
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
-    """Call `close`, which checks the engines and verifies trials, and return whether the study is finished.
+    """Call `close`, which checks engines and verifies trials, and return whether the study is finished after that.
 
     The study is not finished if an engine has failed a check, during this call or earlier, because samples that this
     engine scored must be scored again.
@@ -469,7 +469,7 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 
 
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
-    """Run a canary (fixed prompts that show whether an engine computes correctly) in every running engine.
+    """Let every running engine score fixed prompts (a canary), which shows whether the engine computes correctly.
 
     A sample counts as checked once its engine has passed a later canary. The number of the study's samples that are not
     checked is stored with the study.

@@ -1,4 +1,4 @@
-"""`mergesearch run --check`: the expected cost of a study, computed before an engine starts."""
+"""`mergesearch run --check`: checks a study and computes its expected cost, without starting an engine."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class CheckedPlan:
         )
 
     def _overlap(self) -> tuple[str, ...]:
-        """Lines of the printed plan about items of held-out data and benchmarks that are also in the search data."""
+        """Lines of the printed plan about held-out and benchmark items that are also in the search data."""
         if not self.overlaps:
             return ()
         found = [overlap for overlap in self.overlaps if overlap.num_ngrams]
@@ -137,7 +137,7 @@ class CheckedPlan:
         )
 
     def _limit(self) -> tuple[str, ...]:
-        """Line of the printed plan about the limit of samples: samples used, and whether the planned samples fit.
+        """Line of the printed plan about the limit of samples: how many are used, and whether the planned ones fit.
 
         The line is returned as a tuple of one text. If the study has no limit, the line says only how many samples
         earlier runs used. If there were no earlier runs either, the tuple is empty.
@@ -200,7 +200,10 @@ def check(study: Study, directory: Path, *, exports: bool = False, metadata_only
 
 
 def _outlined(study: Study) -> Study:
-    """Replace the models of a study by outlines, where their weights are not here. Raises InvalidStudy."""
+    """Replace models without local weights by directories with the same configuration and tensor shapes.
+
+    Raises InvalidStudy if the configuration of a model is missing or unknown.
+    """
     problems: list[Problem] = []
 
     def outlined(model: str, place: str) -> str:
@@ -291,7 +294,7 @@ def _step_samples(preflight: PreflightResult) -> int:
 
 
 def _refined_samples(preflight: PreflightResult) -> int:
-    """The most samples that the refinement of the front takes, for its gradients and its trials together."""
+    """Upper limit of the samples for refining the Pareto front, for gradients and new trials together."""
     plan = refinement_of(preflight.study, preflight.tasks.search_infos)
     return 0 if plan is None else plan.most_samples(sum(preflight.budget.rung_samples[-1].values()))
 
@@ -307,7 +310,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _range(least: str, most: str) -> str:
-    """Text of a range between two texts that end with a unit: "6 min" and "8 min" give "6 to 8 min"."""
+    """Text of a range from two texts that end with a unit: "6 min" and "8 min" give "6 to 8 min"."""
     if least == most:
         return least
     unit = f" {most.rpartition(' ')[2]}" if " " in most else ""

@@ -1,4 +1,4 @@
-"""Declaration of the study as a kind of job, which searches for merges."""
+"""Declaration of the job kind study, which searches for merges."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def run_study(
     observer: Callable[[str], None] = lambda _: None,
     continues: bool = False,
 ) -> RunRecord:
-    """Run `study` in `directory` to its end, or resume it there, write its result files and return its record.
+    """Run or resume `study` in `directory` until it ends, write its result files, and return its record.
 
     Args:
         study: The study file.
@@ -100,7 +100,7 @@ def evaluate_run(
     resources: Resources,
     observer: Callable[[str], None] = lambda _: None,
 ) -> RunRecord:
-    """Add benchmarks to the study in `directory`, score what is not scored yet, and return the study's record.
+    """Add benchmarks to the study in `directory`, score what is missing, and return the study's record.
 
     The study continues from where it is, so an unfinished one also finishes its search. The other arguments and errors
     are those of `run_study`. Also raises NotFound if there is no study in `directory`, and InvalidStudy if a benchmark
@@ -159,7 +159,7 @@ def prepared_in(
 
 @contextmanager
 def read_run(directory: Path) -> Iterator[tuple[Store, JobRecord]]:
-    """Open the database in the directory of a `mergesearch run`, and yield the database and the study in it.
+    """Open the database in a directory of `mergesearch run`, and yield the database and its study.
 
     The directory may be in use by a run. Raises NotFound if it holds no study.
     """
@@ -184,7 +184,7 @@ def open_run(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
 
 
 def _with_stored_benchmarks(directory: Path, study: Study) -> Study:
-    """The study with what was added to the benchmarks of the one in `directory`, if there is one.
+    """Add to `study` the benchmarks that were added earlier to the stored study in `directory`.
 
     Benchmarks of the study file itself come first. A stored one of the same name adds its trials; one with another task
     is left to be refused. Accepted overlaps are added too.
@@ -234,7 +234,7 @@ def _created_or_resumed(
 
 
 def _with_new_defaults(stored: Study, record: JobRecord, given: Study) -> Study:
-    """The stored study without the option `search.hm3.gamma`, if its value is only an earlier default.
+    """Remove the option `search.hm3.gamma` from the stored study if its value is only an old default.
 
     Earlier programs stored the default `search.hm3.gamma: 0.99` with every study. The option is removed if `given` does
     not state it, unless the study uses the searcher `hm3` in a version above 1. Policies of version 1 use 0.99 without

@@ -1,4 +1,4 @@
-"""Preparation of a study: exports sources that are merges of other studies, and runs every check.
+"""Preparation of a study: its sources that are merges of other studies are exported, and every check runs.
 
 The server's checks, drivers, `mergesearch run` and `mergesearch run --check` all prepare a study here.
 """
@@ -41,7 +41,7 @@ def prepared(
     note: Callable[[str], None] = logger.info,
     **options: Any,
 ) -> PreflightResult:
-    """Export the sources of a study that are merges of other studies, then run every check, and return its result.
+    """Export the sources of a study that are merges of other studies, run every check, and return the checks' result.
 
     Args:
         study: The study file.

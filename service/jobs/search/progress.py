@@ -1,4 +1,4 @@
-"""Progress of a run: snapshots of the progress, the protocol of reporters that show them, and the run's speed.
+"""Progress of a study: snapshots, the interface of classes that display them, and the measured speed.
 
 The module does not depend on terminals; `service.cli.progress` and `service.jobs.search.progress_log` display the
 snapshots.
@@ -25,7 +25,7 @@ WITH_STEPS = ("searching", "refining")
 
 
 class ProgressReporter(Protocol):
-    """Interface of receivers of a study's progress.
+    """Interface of classes that display or store a study's progress.
 
     The driver calls both methods from its main loop, so they must return quickly.
     """
@@ -44,7 +44,7 @@ class ProgressReporter(Protocol):
 
 @dataclass(frozen=True)
 class ProgressSnapshot:
-    """Snapshot of a study's progress. All counts include the work of earlier attempts.
+    """Snapshot of a study's progress, whose counts include the work of earlier drivers.
 
     - `stage`: the current stage, "searching", "refining", "held-out" or "benchmarks".
     - `trials`: the number of trials in each state; `max_trials`: the planned number of trials, baselines included.
@@ -94,7 +94,7 @@ class ProgressSnapshot:
 
 @dataclass(frozen=True)
 class Pace:
-    """Pace of a study: the seconds that drivers have worked on it, its speed, and the estimated seconds left.
+    """Speed of a study: seconds worked so far, samples and steps per second, and the estimated seconds left.
 
     The speeds and `time_left_s` are None until they can be measured. `samples_per_second` is also None while the
     searcher makes steps and no sample is scored. `steps_per_second` is also None while the searcher makes no steps.
@@ -107,7 +107,7 @@ class Pace:
 
 
 class PaceMeter:
-    """Measures a study's `Pace`: the time worked, the samples and steps per second, and the time left.
+    """Meter of a study's `Pace`: the time worked, the samples and steps per second, and the estimated time left.
 
     Speeds are measured over the last 60 s of the current stage (search or held-out scoring). The time left is the time
     for the remaining samples plus the time for the remaining steps, at the speeds last measured while samples were
@@ -126,7 +126,7 @@ class PaceMeter:
         return round(self._clock() - self._started_at, 1)
 
     def add(self, snapshot: ProgressSnapshot) -> bool:
-        """Add a snapshot to the measurement, and return whether the snapshot is the first of a stage.
+        """Add a progress snapshot, and return whether it is the first one of a stage of the study.
 
         The measurement starts again with each stage, because stages differ in speed.
         """
@@ -159,7 +159,7 @@ class PaceMeter:
 
 
 class _Speed:
-    """The speed in one stage at which a count grows, such as the number of scored samples."""
+    """Meter of the speed at which a count grows within one stage, such as the number of scored samples."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
@@ -191,7 +191,7 @@ class _Speed:
         return max(0.0, (after - before) / (now - first))
 
     def seconds_for(self, count: int) -> float | None:
-        """Seconds until `count` more are counted, at the speed that was measured when the count last grew.
+        """Seconds until the count has grown by `count`, at the speed measured when the count last grew.
 
         Returns None if `count` is above 0 and no speed was measured yet.
         """
@@ -218,7 +218,7 @@ def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
 
 
 def speed_text(pace: Pace, separator: str) -> str:
-    """Text of the speeds and the time left: `, 50/s, 0.4 steps/s, 4m10s left` with ", " as separator.
+    """Text of the speeds and of the time left: `, 50/s, 0.4 steps/s, 4m10s left` with ", " as separator.
 
     A value that is not measured yet is left out. The separator precedes each value.
     """

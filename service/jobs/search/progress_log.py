@@ -1,4 +1,4 @@
-"""A driver's progress as lines in its job's log."""
+"""Progress of a driver as lines in the log of its job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERVAL_S = 30.0
 
 
 class ProgressLog:
-    """Progress reporter that writes a line to standard error every 30 s, at the start of each stage, and at the end.
+    """Progress reporter that writes a line to standard error every 30 s, at each stage's start, and at the end.
 
     Use it as a context manager.
     """

@@ -46,7 +46,7 @@ def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
 
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check a submitted study without downloading weights, and return it as a study that can be created.
+    """Check a submitted study without downloading weights, and return it in the form in which it can be stored.
 
     Raises InvalidStudy with every problem.
     """
@@ -65,7 +65,7 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 
 
 def studies_of(context: RequestContext) -> OpenStudy:
-    """Return a function that opens the server's other studies by their ids, for studies that refer to them.
+    """Return a function that opens the server's other studies by id, for studies that use merges or results of them.
 
     The returned function first removes the current process's limits of memory and processor time, because its caller
     writes merges of the opened study next.

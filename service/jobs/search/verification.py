@@ -1,4 +1,4 @@
-"""Verification of a study: plain transformers score some of its trials again.
+"""Verification of a study: plain transformers score samples of some trials again, and the results are compared.
 
 A stored report states which trial was verified, and with which samples. Every attempt verifies the chosen trials that
 have no report yet, and the trials whose samples differed in an earlier verification.
@@ -83,7 +83,7 @@ def _store(writer: JobWriter, verification: Verification) -> None:
 def _chosen(
     preflight: PreflightResult, options: Verify, trials: Sequence[TrialRecord], known: Mapping[int, TrialVerification]
 ) -> list[TrialRecord]:
-    """Trials to verify: trials whose samples differed before, the best trial, and trials drawn at random.
+    """Select the trials to verify: those whose samples differed before, the best trial, and random ones.
 
     The best trial and the drawn trials are `options.trials` trials together. The study's seed determines which trials
     at full budget are drawn. `known` has the stored reports of earlier verifications by trial number.
@@ -110,7 +110,7 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 
 
 def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
-    """Whether a stored report found the samples of a trial's merge equal; `digest` is the hash of these samples.
+    """Whether a stored report found all samples of a trial equal; `digest` is the hash of the samples.
 
     The result is False if `report` is None, or if it is about another recipe or other samples. Reports of earlier
     versions do not say which samples they compared, so their trials count as not verified.

@@ -1,4 +1,4 @@
-"""Work on one stored study, from its stored state to its end, on a server or by `mergesearch run`."""
+"""The driver's work on one stored study: it continues from the stored state to the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page about a run, made from stored records alone.
+"""report.html: one self-contained page about a study, made from stored data alone.
 
 The page works offline and without scripts, in light and dark mode, on phones and in print. Every chart has a table with
 its values. The series of the charts come from `service.results.series`; the template is report.html.j2.

@@ -1,4 +1,4 @@
-"""The section on benchmarks: forest plots, the table of values, attacks, judges, comparisons and subtasks."""
+"""Report section on benchmarks: forest plots, table, adversarial prompts, judges, comparisons, and subtasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["benchmarks_section"]
 
 
 def benchmarks_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws the benchmark stage; None in a study without benchmarks.
+    """Build the data of the report's section on benchmarks; None in a study without benchmarks.
 
     The trial with number `best` is marked.
     """
@@ -83,7 +83,7 @@ def _chart(
 def _attacked(
     rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocument, best: int | None
 ) -> dict[str, Any]:
-    """The table of a benchmark whose prompts are attacked, with the most robust trial first."""
+    """The table of a benchmark with adversarial prompts, with the most robust trial first."""
     name, attack = column["name"], column["attack"] or {}
     found = [(row, row["attacks"][name]) for row in rows if name in row["attacks"]]
     found.sort(key=lambda each: math.inf if each[1]["drop"] is None else each[1]["drop"]["value"])
@@ -117,7 +117,7 @@ def _judged(rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocumen
 
 
 def _subtasks(document: BenchmarksDocument, column: BenchmarkColumnDocument) -> dict[str, Any]:
-    """The table of a benchmark's subtasks: the groups within the task first, then the subtasks, by name."""
+    """The table of a benchmark's subtasks: groups of subtasks first, then the subtasks by name."""
     rows = [row for row in document["rows"] if column["name"] in row["subtasks"]]
     names = [*column["categories"], *sorted(column["subtasks"])]
     return {

@@ -44,7 +44,7 @@ MAX_HEAD = 13
 
 
 class Plot:
-    """Builder of an x-y chart: marks are added in painting order, then `render` gives the chart."""
+    """Builder of an x-y chart: shapes are added in painting order, and `render` returns the chart."""
 
     def __init__(
         self, x: Scale, y: Scale, *, label: str, x_title: str = "", y_title: str = "", height: int = 280
@@ -114,7 +114,7 @@ class Plot:
             self._parts.append(f"<line {ends} {look}/>")
 
     def text(self, x: float, y: float, text: str, *, css: str = "note", dy: float = 0) -> None:
-        """Write text beside the point (x, y), on the side where there is room."""
+        """Write text to the right of the point (x, y), or to the left if the text would leave the plot."""
         # A letter takes about 2.5 % of the narrowest plots.
         is_right = self.x.at(x) + 0.025 * len(text) > 1.02
         anchor, dx = ("end", -9) if is_right else ("start", 9)
@@ -284,7 +284,7 @@ def stacked_bar(parts: Sequence[Bar]) -> Markup:
 
 @dataclass(frozen=True)
 class Legend:
-    """An entry of a legend: a mark as it is drawn in the chart, and its meaning."""
+    """An entry of a legend: a symbol as drawn in the chart, and its meaning."""
 
     label: str
     css: str

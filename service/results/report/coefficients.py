@@ -1,4 +1,4 @@
-"""Picture of the best trial's coefficients: one heatmap for each expert, layers by components."""
+"""Report picture of the best trial's coefficients: one heatmap for each expert, layers by components."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW, MAX_HEIGHT = 18, 560
 
 
 def coefficients_picture(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws the best trial's coefficients.
+    """Build the data of the report's heatmaps of the best trial's coefficients.
 
     Returns None if the best trial has no coefficients in layers.
     """
@@ -80,7 +80,7 @@ def _heatmap(
 
 
 def _short(part: str) -> str:
-    """Shorten the name of a tensor to its last words."""
+    """Shorten the name of a tensor to the last words of the name."""
     return part.rpartition(".")[2] if part.count(".") <= 1 else ".".join(part.split(".")[-2:])
 
 

@@ -1,4 +1,4 @@
-"""The section on descents by gradients: losses of the batches, and the points that became trials."""
+"""Report section on gradient descents: losses of the batches, and the points that became trials."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_STEPS, MAX_NAMED = 600, 24
 
 
 def descents_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws the gradient descents; None if there was none."""
+    """Build the data of the report's section on gradient descents; None if there was none."""
     found = [descent for descent in descents(run).descents if descent.steps]
     if not found:
         return None
@@ -54,7 +54,7 @@ def descents_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _unit(run: RunRecord) -> str:
-    """The loss by which each objective's losses are divided, in words; "" if they are not divided."""
+    """Description of the loss by which each objective's losses are divided; "" if they are not divided."""
     if run.has_refined:
         return "the objective's loss before the first gradient"
     is_relative = any(trial.origin in (Origin.SOURCE, Origin.PUBLISHED) for trial in run.trials)
@@ -62,7 +62,7 @@ def _unit(run: RunRecord) -> str:
 
 
 def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str], *, unit: str) -> Markup:
-    """Draw the losses of all descents, each divided by the loss that `unit` describes."""
+    """Draw the losses of all gradient descents, each divided by the loss that `unit` describes."""
     lines = [(descent, _smooth(descent.steps)) for descent in found]
     values = [value for _, line in lines for _, losses, loss in line for value in (*losses.values(), loss)]
     last = found[-1].steps[-1].gradient
@@ -96,7 +96,7 @@ def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[s
 
 
 def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], float]]:
-    """Average the losses of a gradient descent over the last WINDOW gradients.
+    """Moving average of a gradient descent's losses over WINDOW gradients.
 
     Returns:
         For each gradient its number, the mean loss by objective divided by the mean loss of the baselines, and the mean

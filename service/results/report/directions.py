@@ -1,4 +1,4 @@
-"""The section on directions and scales: the best merge of each method and order, and values over p and the scale."""
+"""Report section on the directions and scales of merges in the space m3 (p: exponent of the experts' shares)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["directions_section"]
 
 
 def directions_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws directions and scales.
+    """Build the data of the report's section on directions and scales of merges.
 
     Returns None in spaces without directions, and before a merge has reached the full budget.
     """
@@ -54,7 +54,7 @@ def directions_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _chart(name: str, found: Sequence[tuple[float, DirectionPoint]], colours: Mapping[str, str]) -> Markup:
-    """Draw the value of each objective over `name`, which is the first number of each pair.
+    """Scatter plot of each objective's value over the quantity `name`; `found` has pairs (quantity, merge).
 
     Where several merges have the same number, a line passes through the mean of their values.
     """

@@ -1,4 +1,4 @@
-"""The section on the Pareto front: a chart for each pair of objectives, or bars for a single one."""
+"""Report section on the Pareto front: a chart for each pair of objectives, or bars for a single objective."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_PAIRS = 10
 
 
 def front_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws the Pareto front; None before a trial is at full budget."""
+    """Build the data of the report's section on the Pareto front; None before a trial is at full budget."""
     plot = front(run)
     if not plot.points:
         return None

@@ -1,4 +1,4 @@
-"""The section on the history: every finished rung by trial number, and the best trial so far."""
+"""Report section on the search history: every finished rung by trial number, and the best trial so far."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_FAILED = 300
 
 
 def history_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws the search; None before the first rung is finished."""
+    """Build the data of the report's section on the search; None before a rung is finished."""
     plot = history(run)
     num_rungs = max((rung.rung for trial in run.trials for rung in trial.rungs), default=-1) + 1
     if num_rungs == 0:
@@ -102,7 +102,7 @@ def _point_title(point: HistoryPoint) -> str:
 
 
 def _thinned(points: Sequence[HistoryPoint], plot: Plot, limit: int) -> list[HistoryPoint]:
-    """Choose at most `limit` points of a chart, in their order, whose picture looks like that of all points.
+    """Choose at most `limit` points of a chart so that the chart looks as it does with all points.
 
     If there are more than `limit` points, one point is kept in each cell of a fine grid over `plot`; if these are still
     too many, they are thinned evenly.

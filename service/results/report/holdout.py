@@ -1,4 +1,4 @@
-"""The section on held-out data: a forest plot for each objective and for their mean, and the table."""
+"""Report section on held-out data: a forest plot for each objective and for their mean, and a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["holdout_section"]
 
 
 def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws the held-out stage; None before that stage.
+    """Build the data of the report's section on held-out results; None before there are any.
 
     The trial with number `best` is marked.
     """

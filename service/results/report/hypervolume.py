@@ -1,4 +1,4 @@
-"""The chart of the hypervolume over the samples spent."""
+"""Report chart of the hypervolume over the samples spent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["hypervolume_picture"]
 
 
 def hypervolume_picture(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws the hypervolume over the samples spent.
+    """Build the data of the report's chart of the hypervolume over the samples spent.
 
     Returns None in a study of one objective, and before a trial has reached the full budget.
     """

@@ -1,4 +1,4 @@
-"""Marks of charts with many trials: their shapes and colours, and how many are drawn.
+"""Symbols of charts with many trials: their shapes and colours, and how many are drawn.
 
 Large studies are drawn from a sample of their points. The table under a chart states in which file the other points
 are.
@@ -33,5 +33,5 @@ SHAPES: dict[Origin, Shape] = {
 
 
 def evenly(items: Sequence[T], limit: int) -> list[T]:
-    """Choose `limit` of the items at even distances, or all of them if there are no more."""
+    """Choose `limit` of the items at equal distances, or all items if there are no more than `limit`."""
     return list(items) if len(items) <= limit else [items[i * len(items) // limit] for i in range(limit)]

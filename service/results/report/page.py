@@ -1,4 +1,4 @@
-"""The report as a whole: the data of its template, section by section."""
+"""The whole report: rendered from the data of all sections."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TEMPLATES = Path(__file__).parent
 
 
 def render_report(run: RunRecord) -> str:
-    """Render the report of a run as one HTML document.
+    """Render the report of a study as one HTML document.
 
     It can be rendered at any stage of the run; a sentence replaces each part that is not available yet.
     """
@@ -77,7 +77,7 @@ def render_report(run: RunRecord) -> str:
 
 @cache
 def template(name: str) -> jinja2.Template:
-    """Load the template of a page in the report's style, by its file name in this directory."""
+    """Load the Jinja template with the given file name from this directory, with the report's style."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -113,7 +113,7 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
 
 
 def _savings(run: RunRecord) -> dict[str, Any]:
-    """The data from which the report's template draws how many samples low rungs saved.
+    """Build the data of the report's part on how many samples the low rungs saved.
 
     It has a number with a bar: the scored samples divided by the samples that scoring every recipe in full takes, or
     None if the divisor is not known. It also has, for each rung, the number of trials that reached the rung, with a

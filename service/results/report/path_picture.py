@@ -1,4 +1,4 @@
-"""Picture of the best trial's layer path: rows are models, columns positions, colours scales."""
+"""Report picture of the best trial's layer path: rows are models, columns are positions, colours are scales."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MERGED = "merged"
 
 
 def path_picture(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws the best trial's layer path.
+    """Build the data of the report's picture of the best trial's layer path.
 
     Returns None if the best trial has the layers of one model in their original order.
     """

@@ -1,4 +1,4 @@
-"""The section on policies that a search has trained: the outcomes of their iterations."""
+"""Report section on trained policies: the mean outcome of their trials in each iteration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UPDATES = {
 
 
 def policies_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws the trained policies; None if there are none."""
+    """Build the data of the report's section on trained policies; None if there are none."""
     plot = policies(run)
     found = [policy for policy in plot.policies if policy.iterations]
     if not found:
@@ -55,7 +55,7 @@ def _colour(number: int) -> str:
 
 
 def _curves(found: Sequence[PolicySeries], mean: Sequence[MeanIteration]) -> Markup:
-    """Draw the mean outcome of each policy's trials over its iterations, and standard deviations.
+    """Draw the mean outcome of each policy's trials over the iterations, with standard deviations.
 
     For one policy, the standard deviations are over the trials of each iteration. For several policies, they are over
     the policies, around the policies' mean, in iterations that at least two policies have had.
@@ -90,7 +90,7 @@ def _curves(found: Sequence[PolicySeries], mean: Sequence[MeanIteration]) -> Mar
 
 
 def _updates(found: Sequence[PolicySeries], statistic: str) -> Markup | None:
-    """Draw a statistic of the updates of each policy over its iterations; None if no update has it."""
+    """Draw a statistic of each policy's updates over the iterations; None if no update has it."""
     curves = [
         [
             (float(turn), each.statistics[statistic])

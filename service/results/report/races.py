@@ -1,4 +1,4 @@
-"""The section on races: the rungs that each proposed trial reached, and the rule that stopped the trial."""
+"""Report section on racing: the rungs that each proposed trial reached, and the rule that stopped it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_TRIALS = 500
 
 
 def races_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data from which the report's template draws the races.
+    """Build the data of the report's section on racing.
 
     Returns None if the search has one rung, and before a trial has finished a rung.
     """
@@ -86,7 +86,7 @@ def _chart(shown: Sequence[RaceEntry], samples: Sequence[int], colours: dict[str
 
 
 def _rows(entries: Sequence[RaceEntry], samples: Sequence[int]) -> list[dict[str, Any]]:
-    """Build a table row for each rung, from the races of the trials.
+    """Build a table row for each rung: how many trials were scored there, and how many each rule stopped.
 
     `entries` has the race of each proposed trial: the rungs that it reached, and what stopped it. `samples` has the
     number of samples of each objective at each rung. A row has the number of samples, the number of trials that were

@@ -1,4 +1,4 @@
-"""Picture of a recipe: layers by components, coloured by method, with every model's share.
+"""Report picture of a recipe: layers by components, coloured by method, with every model's share.
 
 It depends on the recipe alone, not on trials and scores.
 """
@@ -22,7 +22,7 @@ USUAL_METHODS = ("passthrough", "task_arithmetic", "ties", "linear", "slerp")
 
 
 def recipe_picture(recipe: Recipe, *, experts: Sequence[str] = ()) -> dict[str, Any]:
-    """Build the data from which the report's template draws a recipe.
+    """Build the data of the report's picture of a recipe.
 
     Models are shown in this order: the base, `experts` (aliases), then other models.
     """
@@ -89,7 +89,7 @@ def _symbol(name: str) -> str:
 
 
 def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
-    """Yield, for each source of a merge, its alias and a text of the coefficients that belong to this source alone.
+    """Yield each source of a merge with a text of the coefficients that belong to this source alone.
 
     The text is "" if all sources share the coefficients. For SLERP it is the weight of the source, 1 - t or t.
     """
@@ -103,7 +103,7 @@ def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
 
 
 def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """The mean share of each model in each part of a recipe: pairs of the part's name and the shares by alias.
+    """Yield each part of a recipe with the mean share of each model in it, by alias.
 
     The parts are all layers together, each component, the embedding, the head, and the single tensors that differ from
     their component. The shares of a part sum to 1; they follow from the coefficients (`model_shares`).
@@ -128,7 +128,7 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
 
 
 def _distinct_components(recipe: Recipe) -> tuple[Component, ...]:
-    """Components of layers whose shares the picture shows separately.
+    """Components of layers (attention, MLP, norms) whose shares the picture shows separately.
 
     There are none if each layer of the recipe is merged as a whole, because in this case all components have equal
     shares.

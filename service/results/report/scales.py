@@ -1,4 +1,4 @@
-"""Scales of charts: from values to positions, with ticks at round values."""
+"""Axis scales of charts: from values to positions, with ticks at round values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MIN_RANGE = 1e-300
 
 @dataclass(frozen=True)
 class Scale:
-    """A scale of a chart, for values from `low` to `high`, with ticks at multiples of `step`."""
+    """Axis scale of a chart, for values from `low` to `high`, with ticks at multiples of `step`."""
 
     low: float
     high: float
     step: float
 
     def at(self, value: float) -> float:
-        """The position of a value, in [0, 1]; values beyond the ends of the scale are drawn at the ends."""
+        """Position of a value in [0, 1]; values outside the scale get the position of the nearest end."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def at_each(self, values: ArrayLike) -> NDArray[np.float64]:
@@ -38,14 +38,14 @@ class Scale:
         return tuple(index * self.step for index in range(first, last + 1))
 
     def text(self, tick: float) -> str:
-        """The label of a tick."""
+        """Text of the tick at a value."""
         decimals = max(0, -math.floor(math.log10(self.step) + 1e-9))
         return f"{tick + 0.0:,.{decimals}f}"
 
 
 @dataclass(frozen=True)
 class Levels(Scale):
-    """A scale of named values at equal distances; the i-th of `names`, counted from 0, is at i + 1."""
+    """Axis scale of named levels at equal distances; the i-th of `names`, counted from 0, is at i + 1."""
 
     names: tuple[str, ...] = ()
 
@@ -54,7 +54,7 @@ class Levels(Scale):
 
 
 def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, float] | None = None) -> Scale:
-    """Choose a scale of about `count` round steps that holds all `values`.
+    """Choose an axis scale with about `count` ticks at round values that contains all `values`.
 
     A round step is 1, 2 or 5 times a power of ten. The scale does not reach beyond `bounds`, unless values do. Without
     values it runs from 0 to 1.

@@ -1,4 +1,4 @@
-"""Texts of the report: values and names of trials, the headline, and the key figures."""
+"""Texts of the report: names and values of trials, the headline, and the key figures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def row_name(row: HoldoutDocument | BenchmarkRowDocument) -> str:
 
 
 def _score(row: HoldoutDocument) -> EstimateDocument | None:
-    """The estimate by which held-out rows are ranked: the mean over objectives, or the value of the only objective.
+    """The estimate by which held-out results are ranked: the mean over objectives, or that of the only objective.
 
     Returns None for a row without a mean and with several objectives.
     """
@@ -50,7 +50,7 @@ def _score(row: HoldoutDocument) -> EstimateDocument | None:
 
 
 def headline(document: SummaryDocument) -> str:
-    """State the result of a run in two sentences, from its summary."""
+    """State the result of a study in two sentences, from its summary."""
     best = document["best"]
     if best is None:
         return "No trial has reached the full budget yet."

@@ -1,4 +1,4 @@
-"""Data series of charts, computed once for the report and the API.
+"""Data series of charts, computed by the same functions for the report and the API.
 
 A module here that declares a chart with `@chart` is found automatically.
 

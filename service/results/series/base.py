@@ -1,4 +1,4 @@
-"""The `Chart` class: a function that computes data series from a run, with a name and a title."""
+"""Class `Chart`: a function that computes a chart's data series from a study, with a name and a title."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Series = TypeVar("Series")
 
 @dataclass(frozen=True)
 class Chart(Generic[Series]):
-    """A chart: a function that computes the chart's data series from a run.
+    """A function that computes a chart's data series from a study's run record; it has a name and a title.
 
     The series is a frozen dataclass, whose fields are the keys of the API's JSON. Lists of charts are sorted by
     `place`.

@@ -1,4 +1,4 @@
-"""Cost of a search: the rungs that its trials reached, and the samples that were scored."""
+"""Data of the chart on the cost of a search: the rungs that trials reached, and the samples scored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BudgetRung:
 
 @dataclass(frozen=True)
 class BudgetPlot:
-    """Cost of the search: `scored` samples, compared with the `full_budget` samples that scoring every recipe takes."""
+    """Cost of the search: `scored` samples, compared with `full_budget`, the samples of scoring every recipe."""
 
     plot: Literal["budget"]
     scored: Number

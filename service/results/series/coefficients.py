@@ -1,4 +1,4 @@
-"""Coefficients of the best trial, by expert, layer and component."""
+"""Data of the chart on the best trial's coefficients, by expert, layer and component."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def coefficients(run: RunRecord) -> CoefficientsPlot:
 
 
 def _searched(configuration: Mapping[str, Any], experts: list[str]) -> Iterator[Coefficient]:
-    """Yield the experts' coefficients that are parameters of the configuration, each with its layer and component.
+    """Yield the experts' coefficients that are parameters of a configuration, with their layers and components.
 
     A parameter is a coefficient of an expert if its value is a number and its name ends with "." and the expert's
     alias. Nothing is yielded if the configuration has any other parameter, or if no coefficient belongs to a layer.

@@ -1,4 +1,4 @@
-"""Gradient descents of a search: the losses on every gradient's batch, and the points that became trials."""
+"""Data of the chart on gradient descents: losses of every gradient's batch, and points that became trials."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DescentSeries:
 
 @dataclass(frozen=True)
 class DescentsPlot:
-    """The gradient descents of a search in the order in which they were made; none for searches without gradients."""
+    """The gradient descents of a search, in the order in which they were made; none without gradients."""
 
     plot: Literal["descents"]
     descents: tuple[DescentSeries, ...]
@@ -95,7 +95,7 @@ def _step(number: int, step: GradientStep, preference: Mapping[str, float]) -> D
 
 
 def _preference(step: GradientStep) -> Mapping[str, float]:
-    """The preference vector of the gradient descent to which the step `step` belongs, by objective.
+    """The preference vector of the gradient descent that made the step `step`, by objective.
 
     In a study without preference vectors all weights are equal.
     """

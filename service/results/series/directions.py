@@ -1,4 +1,4 @@
-"""Directions and scales of the merges of a study in the space `m3`, and the best merge of each method."""
+"""Data of the chart on directions and scales of the merges of a study in the space `m3`."""
 
 from __future__ import annotations
 

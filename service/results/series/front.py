@@ -1,4 +1,4 @@
-"""Trials at full budget, and the Pareto front among them."""
+"""Data of the chart on the trials at full budget and the Pareto front among them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FrontPoint:
 
 @dataclass(frozen=True)
 class FrontPlot:
-    """Trials at full budget, and the hypervolume of the front among them."""
+    """Trials at full budget, and the hypervolume of the Pareto front among them."""
 
     plot: Literal["front"]
     objectives: list[ObjectiveDocument]

@@ -1,4 +1,4 @@
-"""History of a search: every finished rung by trial number, and the best trial so far."""
+"""Data of the chart on the search history: every finished rung by trial number, and the best trial so far."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def history(run: RunRecord) -> HistoryPlot:
 def _series(
     trials: Sequence[TrialResult], names: Sequence[str], objective: Objective, left_out: Collection[int]
 ) -> HistorySeries:
-    """Compute the history of one objective, or of the mean over several: its value at each finished rung of each trial.
+    """Compute the history of one objective, or of a mean of several: its value at each finished rung of each trial.
 
     Args:
         trials: Trials by number.

@@ -1,4 +1,4 @@
-"""Estimates of the held-out stage, with an interval for each row and objective."""
+"""Data of the chart on held-out results, with an interval for each trial and objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hypervolume of the front over the samples spent, for studies of several objectives."""
+"""Data of the chart of the Pareto front's hypervolume over the samples spent, for several objectives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HypervolumePoint:
 
 @dataclass(frozen=True)
 class HypervolumePlot:
-    """Hypervolume after each trial at full budget; no points in studies of one objective."""
+    """Hypervolume of the Pareto front after each trial at full budget; no points for one objective."""
 
     plot: Literal["hypervolume"]
     reference_point: list[float]
@@ -67,7 +67,7 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
 
 
 def _spent(run: RunRecord) -> dict[int, int]:
-    """Number of samples that all trials up to each trial have used, by the number of this last trial.
+    """Number of samples used by all trials up to and including each trial, by the trial's number.
 
     The samples that were scored, and the samples that the searcher's steps for proposals count as, are added up.
     """

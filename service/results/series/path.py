@@ -1,4 +1,4 @@
-"""Layer path of the best trial: the model and layer at each position, with its scales."""
+"""Data of the chart of the best trial's layer path: the model and layer at each position, with its scales."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PathStep:
 
 @dataclass(frozen=True)
 class PathPlot:
-    """Layer path of the best trial: its layers in order; empty before there is a best trial."""
+    """Layer path of the best trial: its layers in order; no layers before there is a best trial."""
 
     plot: Literal["path"]
     trial: int | None
@@ -60,7 +60,7 @@ def path(run: RunRecord) -> PathPlot:
 
 
 def layer_path(layers: Sequence[LayerRecipe]) -> tuple[PathStep, ...]:
-    """Convert the layers of a recipe to the steps of its layer path."""
+    """Convert the layers of a recipe to the steps of a layer path."""
     return tuple(_step(position, layer) for position, layer in enumerate(layers))
 
 

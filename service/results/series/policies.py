@@ -1,4 +1,4 @@
-"""Policies that a search trains: the outcomes of the layer paths in each iteration."""
+"""Data of the chart on policies that a search trains: the outcomes of their layer paths in each iteration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MeanIteration:
 
 @dataclass(frozen=True)
 class PoliciesPlot:
-    """The policies that a search has trained, in the order in which they began; none for other searches.
+    """The policies that a search has trained, in the order of their start; none for other searches.
 
     `mean` has the mean over all policies of each policy's first iteration, of its second, and so on.
     """

@@ -1,4 +1,4 @@
-"""Races: the rungs that each proposed trial reached, and the rule that stopped the trial."""
+"""Data of the chart on racing: the rungs that each proposed trial reached, and the rule that stopped it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RaceEntry:
 
 @dataclass(frozen=True)
 class RacesPlot:
-    """Races of a search with several rungs: the rungs that each proposed trial reached, and why it stopped."""
+    """Racing in a search with several rungs: the rungs that each proposed trial reached, and why it stopped."""
 
     plot: Literal["races"]
     scheduler: str | None

@@ -1,4 +1,4 @@
-"""Merge of the best trial: groups of adjacent layers that are merged alike, and each model's share."""
+"""Data of the chart on the best trial's merge: groups of adjacent equal layers, and each model's share."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _picture(merge: Merge) -> MergePicture:
 
 
 def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
-    """Find groups of adjacent layers that are merged alike.
+    """Group adjacent layers that are merged in the same way.
 
     Two layers are alike if their merges are equal when source layers are numbered relative to the merged layer.
 
@@ -102,7 +102,7 @@ def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerR
 
 
 def model_shares(merge: Merge) -> dict[str, float]:
-    """Compute the share of each model in a merge; shares sum to 1.
+    """Compute the share of each model in a merge of one tensor; the shares sum to 1.
 
     A model's share is proportional to the magnitude of its coefficient; without coefficients, all shares are equal. For
     methods on task vectors, the shares divide the change that is added to the base, and the base has no share.

@@ -1,4 +1,4 @@
-"""Results of fine-tunings: losses and evaluations during training, and the analysis of the trained experts.
+"""Results of fine-tunings: losses and evaluations during training, and an analysis of the trained experts.
 
 - `curves`: losses and evaluations, from a server's events or a run's directory
 - `analysis`: the distribution of task vectors, and the losses of merges

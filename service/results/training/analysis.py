@@ -1,4 +1,4 @@
-"""Computes the analysis of trained fleets from their models, or reads an analysis that was computed before."""
+"""Analysis of fleets (experts of one fine-tuning): task vectors and losses of merges, computed or read if stored."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def analyse(
     progressed: Callable[[], None] = lambda: None,
     access: FileAccess | None = None,
 ) -> AnalysisDocument:
-    """Analyse the trained experts of several fleets, which have the same aliases and the same base.
+    """Analyse fleets of experts, trained from one base on the same tasks: task vectors and losses of merges.
 
     Args:
         fleets: For each fleet the specifications and the directories of its experts, by alias. The first fleet is shown
@@ -118,7 +118,7 @@ def _mixed(
     progressed: Callable[[], None],
     access: FileAccess | None,
 ) -> MixedDocument:
-    """Measure merges of an expert of the `first` fleet and one of the fleet in `places`, as they were exported.
+    """Measure merges of one expert from the fleet `first` with one from the fleet in `places`.
 
     `names` are those of the two fleets.
     """
@@ -143,7 +143,7 @@ def _mixed(
 def _measures(
     losses: MergeLosses, progressed: Callable[[], None]
 ) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], Report]]:
-    """The measures by which coefficients are chosen, and of what is reported, which call `progressed` first."""
+    """Functions that measure a merge, to choose coefficients and to report; each calls `progressed` first."""
 
     def measure(merge: Merge) -> Mapping[str, float]:
         progressed()
@@ -159,7 +159,7 @@ def _measures(
 def _measured(
     losses: MergeLosses, aliases: Sequence[str], *, wudi: bool, draws: bool, progressed: Callable[[], None]
 ) -> dict[str, Any]:
-    """The table of merges of the experts `aliases`, and with `draws` the landscapes, as parts of an analysis."""
+    """Losses of merges of the experts `aliases` by method, and with `draws` the losses over pairs of coefficients."""
     from workers.training.finetuning.merge_losses import landscapes, merge_table
 
     measure, report = _measures(losses, progressed)
@@ -174,7 +174,7 @@ def _row(row: MergeLoss) -> dict[str, Any]:
 
 
 def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> tuple[Problem, ...]:
-    """List problems for which the analysis of a fine-tuning's experts would fail once they are trained."""
+    """List problems that would make the analysis of a fine-tuning's experts fail after the training."""
     from workers.training.finetuning.merge_losses import lack_of_losses
 
     return tuple(
@@ -184,7 +184,7 @@ def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> t
 
 
 def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> AnalysisDocument:
-    """Join the analyses of several fine-tunings into one document, in their order.
+    """Join the analyses of several fine-tunings into one document, in the given order.
 
     Args:
         analyses: Fine-tuning and analysis by the name that error messages use.
@@ -219,7 +219,7 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
 
 
 def stored_analysis(store: Store, study_id: str) -> AnalysisDocument | None:
-    """Read the analysis of a stored fine-tuning.
+    """Read the analysis of a fine-tuning on a server.
 
     Returns None if the analysis was not requested, or is not computed yet.
     """
@@ -228,7 +228,7 @@ def stored_analysis(store: Store, study_id: str) -> AnalysisDocument | None:
 
 
 def read_analysis(directory: Path) -> AnalysisDocument | None:
-    """Read the analysis that was written to the directory of a fine-tuning; None if no analysis was written."""
+    """Read the analysis in the directory of a fine-tuning; None if there is none."""
     try:
         document: AnalysisDocument = json.loads((directory / ANALYSIS_FILE).read_text())
         return document
@@ -245,7 +245,7 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 
 
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
-    """Name each fleet by the optimizer of its experts, in the order of `fleets`.
+    """Name each fleet (the experts of one fine-tuning) by its optimizer, in the order of `fleets`.
 
     If several fleets have the same optimizer, their names also have the training options that differ; if no options
     differ, the names have numbers.
@@ -261,7 +261,7 @@ def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
 
 
 def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
-    """Training options of a fleet as text, by the option's name; `experts` has the specifications by alias.
+    """Training options of a fleet (the experts of one fine-tuning) as text, by the option's name.
 
     If the fleet's experts have different values of an option, the text has all values, separated by "/".
     """

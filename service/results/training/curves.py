@@ -1,4 +1,4 @@
-"""Losses and evaluations of fine-tunings as series, from stored events or from histories on disk."""
+"""Training curves of fine-tunings: losses and evaluations, from stored events or from histories on disk."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAX_POINTS = 1000
 
 
 def stored_curves(store: Store, study_id: str, experts: Iterable[str]) -> CurvesDocument:
-    """Read the curves of a fine-tuning from a server's store: losses and evaluations of each expert so far."""
+    """Read the training curves of a fine-tuning on a server: losses and evaluations of each expert so far."""
     payloads = [event.payload for event in store.events(study_id, kinds=[EventKind.TRAINING])]
     return {"experts": [_expert(alias, [p for p in payloads if p["expert"] == alias]) for alias in experts]}
 
 
 def directory_curves(places: Mapping[str, Path]) -> CurvesDocument:
-    """Read the curves of fine-tunings from their directories: losses and evaluations of each expert.
+    """Read training curves from the directories of fine-tunings: losses and evaluations of each expert.
 
     `places` are the directories by the experts' aliases.
     """
@@ -33,7 +33,7 @@ def directory_curves(places: Mapping[str, Path]) -> CurvesDocument:
 
 
 def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocument:
-    """Build the curves of one expert from stored lines.
+    """Build the training curves of one expert from stored lines.
 
     A line from a history file has one loss, a line from an event several losses. A line with the key "values" is an
     evaluation instead. If several lines are about one step, the last one is used.
@@ -50,7 +50,7 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[LossPoint]:
-    """Reduce the points of a curve, each (number of the update, loss), to at most MAX_POINTS.
+    """Reduce a training curve, whose points are (number of the update, loss), to at most MAX_POINTS points.
 
     Each point of the result is the mean of adjacent points, weighted by the number of updates that each of them covers.
     """

@@ -1,4 +1,4 @@
-"""The report of a fine-tuning: losses and evaluations on one page, in the style of a study's report."""
+"""Report of a fine-tuning: losses and evaluations on one page, in the style of a study's report."""
 
 from __future__ import annotations
 

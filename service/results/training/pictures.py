@@ -1,4 +1,4 @@
-"""The analysis of trained fleets as pictures and rows of tables."""
+"""Charts and table rows of the analysis of trained experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEAST = 1e-6
 
 
 def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
-    """Build the data from which the report's template draws the analysis of trained fleets."""
+    """Build the data of the report's section on the analysis of trained experts."""
     fleets = document["fleets"]
     drawn = [(fleet["name"], found) for fleet in fleets for found in _landscapes(fleet)]
     every = [loss for _, found in drawn for row in found["losses"] for loss in row]
@@ -82,7 +82,7 @@ def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
 
 
 def merge_columns(document: AnalysisDocument) -> list[tuple[str, list[MergeLossDocument | None]]]:
-    """Columns of the table of merges, with names: one for each fleet, and then one for each mixture of two fleets.
+    """Columns of the table of merges: one for each fleet of experts, and one for each mixture of two fleets.
 
     Rows are those of the first fleet; a mixture has None in those of more than two experts.
     """
@@ -107,29 +107,29 @@ def merge_rows(document: AnalysisDocument) -> list[tuple[str, int, list[str]]]:
 
 
 def has_values(document: AnalysisDocument) -> bool:
-    """Whether merges have metrics, and coefficients were chosen on other samples; analyses of old versions do not."""
+    """Whether the analysis has metrics of merges besides losses; analyses of old versions have none."""
     return any(row.get("value") is not None for fleet in document["fleets"] for row in fleet["merges"])
 
 
 def merge_text(row: MergeLossDocument) -> str:
-    """Format the metric and the loss of a merge as text, with the coefficient at which the merge has them."""
+    """Text of a merge's metric and loss, with the coefficient that gives them."""
     at = "" if row["coefficient"] is None else f" at {row['coefficient']:g}"
     loss, value = _loss_text(row["mean"]), row.get("value")
     return f"{loss}{at}" if value is None else f"{number_text(value)} (loss {loss}){at}"
 
 
 def vectors_of(fleet: FleetAnalysisDocument) -> list[TaskVectorDocument]:
-    """The task vectors of a fleet's experts and their sum, where it was analysed."""
+    """Task vectors of a fleet's experts, followed by their sum if it was analysed."""
     return [*fleet["task_vectors"], *([fleet["accumulated"]] if "accumulated" in fleet else [])]
 
 
 def _landscapes(fleet: FleetAnalysisDocument) -> list[LandscapeDocument]:
-    """The landscapes of a fleet; analyses of old versions have one."""
+    """Losses of merges over the coefficients of two experts, one entry per pair of experts of a fleet."""
     return fleet.get("landscapes", [fleet["landscape"]] if fleet["landscape"] else [])
 
 
 def _curves(fleets: Sequence[FleetAnalysisDocument]) -> list[dict[str, Any]]:
-    """Draw the mean loss of merges of all experts by their coefficient, a chart for each method with several of them.
+    """Draw the mean loss of merges of all experts over the coefficient, one chart per method.
 
     A chart has a line for each fleet. Losses are those by which coefficients are chosen.
     """
@@ -163,7 +163,7 @@ def _loss_text(loss: float | None) -> str:
 
 
 def num_experts(fleet: FleetAnalysisDocument, row: MergeLossDocument) -> int:
-    """Number of experts that the merges of a table row combine.
+    """Number of experts that each merge in a row of the table combines.
 
     Files of earlier versions do not state it; their merges combine all experts.
     """

@@ -116,6 +116,16 @@ def test_own_copy_comes_first(hub: Hub, data: Path, tmp_path: Path, monkeypatch:
     assert hub.requests == []
 
 
+def test_own_copy_without_a_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the missing file, not the 60 file name extensions that the package `datasets` knows."""
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    place = tmp_path / "TRACE" / "LLM-CL-Benchmark" / "FOMC"
+    place.mkdir(parents=True)
+    (place / "test.json").write_text('{"prompt": "p", "answer": "A"}\n')
+    with pytest.raises(InvalidTask, match=r"its data in .*FOMC are not complete: .*'.*/FOMC/train.json'$"):
+        check_task(TaskSpec("trace_fomc", "exact_match"))
+
+
 def test_absent_data_are_named_with_where_they_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says where was looked, and how to get the data."""
     go_offline(monkeypatch)

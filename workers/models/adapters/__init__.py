@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters as models: which tensors of its base an adapter changes, and how.
+"""LoRA adapters of PEFT as models: which tensors of a base model they change, and how.
 
 Everything is read from adapter_config.json and the headers of adapter_model.safetensors. Where peft uses the types of
 modules, this package uses the base's tensors. It does not compute the product of an adapter's matrices.

@@ -1,4 +1,4 @@
-"""The base that an adapter changes, and its tensor for each parameter of the adapted model."""
+"""Base model of a LoRA adapter, with its tensor for each parameter that the adapter may change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONV1D_MODELS = ("gpt2",)
 
 @dataclass(frozen=True)
 class AdaptedBase:
-    """The model that an adapter changes, with its directory, configuration, tensors and layout."""
+    """Base model that a LoRA adapter changes: its directory, configuration, tensors and layout."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -29,7 +29,7 @@ class AdaptedBase:
     layout: Layout
 
     def name(self, parameter: str) -> str | None:
-        """The name of the base's tensor for `parameter`, a name in the adapted model; None if there is none.
+        """Name of the base's tensor for `parameter` of the adapted model; None if there is none.
 
         The two names can differ, because stored models may lack the outermost module of the name ("model.") or have an
         additional one.
@@ -44,7 +44,7 @@ class AdaptedBase:
         return outer[0] if len(outer) == 1 else None
 
     def stack(self, parameter: str) -> str | None:
-        """The name of the base's stack for `parameter`, a name in the adapted model; None if there is none.
+        """Name of the base's stacked MoE tensor for `parameter` of the adapted model; None if there is none.
 
         A stack is one matrix of all experts of a layer's mixture of experts, as one tensor. The result is a key of
         `Layout.stacks`, or the name of the tensor if the stack is stored as one. The base may have no tensor of the

@@ -1,4 +1,4 @@
-"""Adapters of the experts of a mixture, which `target_parameters` names.
+"""LoRA adapters of stacked mixture-of-experts matrices, which peft's `target_parameters` selects.
 
 transformers holds the experts of a layer as one parameter for each kind of matrix.
 """
@@ -18,7 +18,7 @@ __all__ = ["Stack", "changed_stack", "stack_at", "stack_problems"]
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter in transformers that joins a matrix of every expert of a layer's mixture of experts.
+    """Parameter in transformers that stacks one matrix of every expert in an MoE layer.
 
     `parameter` is its name in transformers. `parts` has, for each expert of the mixture, the names of the stored
     tensors that the parameter joins along the rows. If the parameter is stored as one tensor (`is_stored`), `parts` has
@@ -31,7 +31,7 @@ class Stack:
 
 
 def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None:
-    """The stack that an adapter's matrices at `module` change; None if they do not change a stack.
+    """Find the stacked MoE parameter that a LoRA adapter's matrices at `module` change; None if there is none.
 
     A stack is one matrix of all experts of a layer's mixture of experts. An adapter may change several stacks of one
     mixture: peft then wraps the mixture's module in one wrapper for each stack. The number of times that "base_layer"
@@ -52,7 +52,7 @@ def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None
 
 
 def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> list[str]:
-    """The reasons why an adapter's matrices at `module` cannot change `stack`; empty if they can.
+    """Reasons why a LoRA adapter's matrices at `module` cannot change the stacked MoE parameter `stack`.
 
     Possible reasons are that the matrix A or B is missing, or has another shape than the rank and the stack require.
     """
@@ -68,7 +68,7 @@ def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedB
 
 
 def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
-    """The shape of a stack, as (experts of the mixture, outputs, inputs), in whatever form the stack is stored."""
+    """Shape of a stacked MoE parameter as (experts, outputs, inputs), however it is stored."""
     shapes = [base.tensors[name].shape for name in stack.parts[0]]
     if not stack.is_stored:
         return len(stack.parts), sum(shape[0] for shape in shapes), shapes[0][1]
@@ -77,7 +77,7 @@ def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
 
 
 def changed_stack(matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> dict[str, SourceTensor]:
-    """The stored tensors that make up a stack, by name, each with the adapter's matrices added."""
+    """Stored tensors of a stacked MoE parameter, by name, each with the LoRA matrices' product added."""
     a, b, scaling = matrices.sides["A"], matrices.sides["B"], settings.scaling(stack.parameter)
     if stack.is_stored:
         ((name,),) = stack.parts

@@ -1,4 +1,4 @@
-"""Applies an adapter to a base, or reports all problems of the adapter."""
+"""Applies a LoRA adapter to a base model, or reports all problems of the adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Adapter:
-    """The tensors of a base model after the changes by an adapter, and the adapter's own safetensors files.
+    """A base model's tensors after a LoRA adapter's changes, and the adapter's own safetensors files.
 
     Tensors that the adapter does not change are included.
     """
@@ -33,7 +33,7 @@ class Adapter:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether the directory `path` contains an adapter and no whole model.
+    """Whether the directory `path` contains a LoRA adapter and no whole model.
 
     The result is True if the directory has adapter_config.json, but neither model.safetensors nor an index of several
     files of weights.
@@ -43,7 +43,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def stated_base(path: Path) -> str:
-    """The model that the adapter in `path` was trained on according to its configuration: a path or hub id.
+    """Base model that an adapter's configuration states: a path or a hub id.
 
     A path refers to the machine on which the adapter was trained. The result is "" if the configuration states no model
     or cannot be read.
@@ -53,7 +53,7 @@ def stated_base(path: Path) -> str:
 
 
 def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> Adapter | None:
-    """Read the adapter in `path`, and apply it to `base`; all problems are appended to `problems`.
+    """Read the LoRA adapter in `path`, and apply it to `base`; all problems are appended to `problems`.
 
     If `base` is None, or the adapter's configuration cannot be used, only the adapter's own files are checked, and None
     is returned.
@@ -131,7 +131,7 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
 
 @lru_cache
 def _warn(message: str) -> None:
-    """Log a warning, unless this process has logged the same warning before."""
+    """Log a warning unless this process has logged the same warning before."""
     log.warning("%s", message)
 
 
@@ -165,7 +165,7 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Yield the problems of an adapter to a tied base that trained only the embedding or only the output head.
+    """Yield the problems of an adapter that trained only the embedding or only the head of a tied base.
 
     In a tied base the two are one tensor; in the adapted model they would differ. An adapter with the setting
     `ensure_weight_tying` and matrices of the embedding has no such problem, because peft trained the two as one tensor.

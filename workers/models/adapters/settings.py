@@ -1,4 +1,4 @@
-"""Reads the settings in adapter_config.json that merging needs."""
+"""Reads the settings in a LoRA adapter's adapter_config.json that merging needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EMBEDDING_MODULES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings in adapter_config.json that merging needs, with the names of peft's options if they differ.
+    """Settings in a LoRA adapter's adapter_config.json that merging needs, with peft's names where they differ.
 
     - `r`: the rank of matrices
     - `alpha` (`lora_alpha`): a number that determines the factor of matrices
@@ -60,7 +60,7 @@ class Settings:
     has_biases: bool
 
     def token_numbers(self, module: str) -> tuple[int, ...]:
-        """The ids of the tokens whose rows in the embedding `module` the adapter trained; empty if it trained none.
+        """Ids of the tokens whose rows in the embedding `module` were trained; empty if there are none.
 
         In adapter_config.json these are the `trainable_token_indices`.
         """
@@ -71,7 +71,7 @@ class Settings:
         return self.ranks.get(_pattern(self.ranks, module), self.r)
 
     def scaling(self, module: str) -> float:
-        """The factor of a module's product B A: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv:2312.03732).
+        """Factor of a module's LoRA product B A: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv:2312.03732).
 
         A and B are the adapter's matrices for the module, r is their rank, alpha a setting of the adapter.
         """
@@ -82,12 +82,12 @@ class Settings:
 
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """The first of `patterns` (regular expressions) that matches the end of the name `module`; "" if none does."""
+    """First of `patterns` (regular expressions) that matches the end of the name `module`; "" if none does."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
 
 
 def read_settings(path: Path, problems: list[str]) -> Settings | None:
-    """Read the settings of an adapter from adapter_config.json; all problems are appended to `problems`.
+    """Read a LoRA adapter's settings from adapter_config.json; all problems are appended to `problems`.
 
     Returns None if the file cannot be read or does not describe a plain LoRA adapter.
     """

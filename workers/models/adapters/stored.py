@@ -1,4 +1,4 @@
-"""The tensors of an adapter's file: matrices, whole tensors and rows, which are distinguished by peft's names."""
+"""Tensors in a LoRA adapter's file: LoRA matrices, whole tensors and token rows, distinguished by peft's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAGNITUDE, BIAS, TOKENS = ".lora_magnitude_vector", ".lora_B.bias", ".token_adap
 
 @dataclass
 class Matrices:
-    """The LoRA matrices A and B of one module, by "A" and "B" in `sides`; a matrix that the file lacks is left out.
+    """LoRA matrices A and B of one module, by "A" and "B" in `sides`; a matrix that the file lacks is left out.
 
     `magnitude` is the vector of lengths that DoRA trains, and `bias` the bias of B; each is None if the file has none.
     If `is_embedding`, the module is an embedding, and the matrices change the transpose of its weight.
@@ -77,7 +77,7 @@ def parts_of(stored: Mapping[str, TensorInfo]) -> Parts:
 
 
 def unexpected(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Yield the names of stored tensors that the adapter's settings exclude.
+    """Yield the names of stored tensors that the LoRA adapter's settings exclude.
 
     DoRA's magnitudes and biases of B are excluded if the settings say that there are none. Rows of single tokens are
     excluded if the settings list no tokens for the module.

@@ -1,4 +1,4 @@
-"""Models on the hub and in object stores: located, checked without their weights, downloaded; and task files there.
+"""Models and task files on the hub and in object stores: located, checked without weights, and downloaded.
 
 - `locations`: `locate`: the directory of a model; which commit of the hub a directory holds
 - `snapshots`: metadata-only snapshots: small files, and headers in place of weights

@@ -1,4 +1,4 @@
-"""Downloads of models: the bytes that are missing, whether the disk has room for them, and the download itself."""
+"""Downloads of model weights: the bytes that are missing, free disk space, and the download itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARGIN_BYTES = 2**30
 
 
 class Origin(Protocol):
-    """Place from which models are downloaded: the Hugging Face hub or an object store.
+    """Interface of a place from which models are downloaded: the Hugging Face hub or an object store.
 
     `title` names it in messages. `variable` is the environment variable that chooses the directory that the method
     `cache` returns.
@@ -33,10 +33,10 @@ class Origin(Protocol):
     variable: str
 
     def cache(self) -> Path:
-        """The directory to which models are downloaded."""
+        """Directory to which models are downloaded."""
 
     def place(self, record: SnapshotRecord) -> Path:
-        """The directory for the downloaded model that `record` describes, which need not exist yet."""
+        """Directory for the downloaded model that `record` describes; it need not exist yet."""
 
     def download(self, record: SnapshotRecord, note: Callable[[str], None], total: int) -> None:
         """Download the files of a model that are not in its directory yet.
@@ -45,11 +45,11 @@ class Origin(Protocol):
         """
 
     def reason(self, error: Exception, record: SnapshotRecord) -> str:
-        """The reason, in one line, why a download failed with `error`."""
+        """Reason, in one line, why a download failed with `error`."""
 
 
 def absent_bytes(directories: Iterable[Path]) -> int:
-    """Bytes that `fetched` would download for the models in `directories`; a model that is listed twice counts once."""
+    """Bytes that `fetched` would download for the models in `directories`; each model counts once."""
     return sum(
         sum(_absent_files(read_record(directory)).values())
         for directory in {*directories}
@@ -58,7 +58,7 @@ def absent_bytes(directories: Iterable[Path]) -> int:
 
 
 def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
-    """Download the weights of those models in `directories` that are metadata-only snapshots.
+    """Download the weights of those models in `directories` of which only metadata are on this machine.
 
     Returns the directories in the same order, with the downloaded models in place of the snapshots, at the same
     commits. Complete files are kept if a download is interrupted. `note` is called with lines about the progress.
@@ -90,7 +90,7 @@ def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
 
 
 def _absent_files(record: SnapshotRecord) -> dict[str, int]:
-    """The sizes in bytes, by file, of the weights of a model that are to be downloaded to this machine."""
+    """Sizes in bytes, by file, of a model's weights that must be downloaded to this machine."""
     if record.is_outline:
         return {}
     place = _origin(record).place(record)
@@ -102,10 +102,10 @@ def _origin(record: SnapshotRecord) -> Origin:
 
 
 def lack_of_space(directories: Iterable[Path]) -> str | None:
-    """The reason why the weights of the models in `directories` cannot all be downloaded: a disk with too little space.
+    """Reason why a disk is too small for the weights of the models in `directories`; None if there is space.
 
-    Returns None if there is enough space. Only the metadata-only snapshots among the directories need a download. The
-    disks are those of the caches of the Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
+    Only the metadata-only snapshots among the directories need a download. The disks are those of the caches of the
+    Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
     """
     records = [read_record(directory) for directory in sorted({*directories}) if is_metadata_only(directory)]
     for origin in (Hub(), Objects()):

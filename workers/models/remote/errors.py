@@ -1,4 +1,4 @@
-"""The reason why a hub model cannot be used, in one line for messages."""
+"""Exception, and one-line message, for a hub model that cannot be used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["HubUnusable", "reason_of"]
 
 
 class HubUnusable(Exception):
-    """Raised if the hub answers, but does not send the requested data."""
+    """Raised if the Hugging Face hub answers but does not send the requested data."""
 
 
 def reason_of(error: Exception, name: str, revision: str) -> str:

@@ -1,4 +1,4 @@
-"""Files in object stores, each of which is downloaded once to a directory of this machine."""
+"""Downloads of files from object stores to this machine, each file once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONNECTIONS = 4
 
 @dataclass(frozen=True)
 class ObjectFile:
-    """A file in an object store: its path there, size in bytes, version tag, and the stated sha256 (hex) or None."""
+    """A file in an object store: its path, size in bytes, version tag, and the stated sha256 (hex) or None."""
 
     path: str
     num_bytes: int
@@ -34,7 +34,7 @@ class ObjectFile:
 
 
 def version_of(files: Mapping[str, ObjectFile]) -> str:
-    """The version of a set of files, by name: a digest (hex) of their names, sizes and version tags."""
+    """Version of a set of files: a digest (hex) of their names, sizes and version tags."""
     content = json.dumps(sorted((name, file.num_bytes, file.tag) for name, file in files.items()))
     return hashlib.sha256(content.encode()).hexdigest()[:VERSION_DIGITS]
 
@@ -60,7 +60,7 @@ def downloaded(objects: ObjectStore, place: Path, files: Mapping[str, ObjectFile
 
 
 def _download(objects: ObjectStore, source: ObjectFile, file: Path) -> int:
-    """Download one object to `file`, which appears when it is complete and checked, and return its size in bytes."""
+    """Download one object to `file`, which appears after its content is checked; return its size in bytes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     try:

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: queries to the hub, parts of files, and downloads to the hub client's cache."""
+"""Models on the Hugging Face hub: queries, partial reads of files, and downloads to the hub client's cache."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Hub:
 
 
 def cached(name: str, revision: str) -> Path | None:
-    """The directory of a hub model in the cache of the hub's client; None if not all of its files are there."""
+    """Directory of a hub model in the hub client's cache; None if files of the model are missing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -70,7 +70,7 @@ def cached(name: str, revision: str) -> Path | None:
 
 
 def looked_up(name: str, revision: str) -> Path:
-    """Ask the hub for the present commit of the model `name` at `revision`, and return a directory for this commit.
+    """Ask the hub for the current commit of model `name` at `revision`, and return a directory for this commit.
 
     If all files are in the cache of the hub's client, the result is the commit's directory there. Otherwise it is a
     metadata-only snapshot, which has the files without the contents of the weights.
@@ -99,12 +99,12 @@ def looked_up(name: str, revision: str) -> Path:
 
 
 def _snapshot_dir(name: str, commit: str) -> Path:
-    """The directory in the hub's cache for one commit of a model."""
+    """Directory in the hub's cache for one commit of a model."""
     return hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots" / commit
 
 
 def hub_cache() -> Path:
-    """The directory in which the hub's client library keeps downloads."""
+    """Directory in which the hub's client library keeps downloads."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser().resolve()
@@ -128,7 +128,7 @@ def _download(name: str, commit: str, files: Sequence[str], progress: type | Non
 
 
 def _point_to(snapshot: Path, revision: str) -> None:
-    """Make the branch or tag `revision` in the hub's cache refer to the commit whose directory is `snapshot`.
+    """Make the branch or tag `revision` in the hub's cache refer to the commit in `snapshot`.
 
     Nothing is done if `revision` is a commit, or if the cache cannot be written to.
     """
@@ -141,7 +141,7 @@ def _point_to(snapshot: Path, revision: str) -> None:
 
 
 def _notes(note: Callable[[str], None], total: int) -> type:
-    """Make a progress bar class for the hub's client that calls `note` with lines of text instead of drawing a bar.
+    """Make a progress-bar class for the hub client that calls `note` with lines of text instead.
 
     `total` is the number of bytes to download, for the lines.
     """

@@ -1,4 +1,4 @@
-"""Finds the directory of a model, which may be downloaded or present only as a metadata-only snapshot.
+"""Finds the directory of a model that is downloaded, or of which only metadata are downloaded.
 
 A model on the hub or in an object store whose weights are not on this machine is checked as a metadata-only snapshot.
 So a family is checked before its weights are downloaded. A snapshot belongs to one commit, and the download that
@@ -26,7 +26,7 @@ HUB_ID = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*))?")
 
 
 def locate(model: str | Path) -> Path:
-    """Find the directory of a model that is given as a directory, a hub id, or the URL of a folder in an object store.
+    """Find the directory of a model given as a directory, a hub id, or the URL of an object-store folder.
 
     For a hub id or URL, the result is the directory of the downloaded model. If the model is not downloaded, it is the
     directory of a metadata-only snapshot, which has the model's files without the contents of the weights. No weights
@@ -63,7 +63,7 @@ def locate(model: str | Path) -> Path:
 
 
 def commit_of(directory: Path) -> str | None:
-    """The commit of the hub model in a directory that `locate` returned; None for other directories."""
+    """Commit of the hub model in a directory that `locate` returned; None for other directories."""
     if is_metadata_only(directory):
         record = read_record(directory)
         return None if is_object_url(record.name) else record.commit
@@ -71,7 +71,7 @@ def commit_of(directory: Path) -> str | None:
 
 
 def id_of(directory: Path) -> str | None:
-    """The hub id (owner/name) of the model in a directory that `locate` returned; None for other directories."""
+    """Hub id (owner/name) of the model in a directory that `locate` returned; None for other directories."""
     if is_metadata_only(directory):
         name = read_record(directory).name
         return None if is_object_url(name) else name

@@ -1,4 +1,4 @@
-"""Models in object stores: the files of a model, parts of files, and downloads to this machine.
+"""Models in object stores: their files, partial reads, and downloads to this machine.
 
 A model is a folder, or an artifact of the service: the URL of a manifest, {"path": {"digest": ..., "bytes": ...}}, next
 to the files that it names by their sha256. A model's files are listed whenever the model is located; the names, sizes
@@ -58,7 +58,7 @@ class Objects:
 
 
 def located(url: str) -> Path:
-    """Find the directory of the model in the folder `url` of an object store.
+    """Find the local directory of the model in the object-store folder `url`; metadata are downloaded if needed.
 
     It is the directory of the downloaded model or, if the model is not downloaded, a metadata-only snapshot, which has
     the model's files without the contents of the weights. If the store does not answer, the version that was last
@@ -100,7 +100,7 @@ def _looked_up(url: str) -> Path:
 
 
 def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
-    """The object store that has the model at `url`, and the model's files by name, without those in subfolders."""
+    """Object store that has the model at `url`, and the model's files by name, without those in subfolders."""
     if (artifact := blob_at(url)) is not None:
         store, digest = artifact
         return _manifest(ObjectStore(store), digest)
@@ -111,7 +111,7 @@ def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
 
 
 def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
-    """Read the manifest with the sha256 `digest`: the files of an artifact of the service, by name.
+    """Read the files, by name, of a stored artifact from its manifest with the sha256 `digest`.
 
     The result also has the object store that contains the files. Raises InvalidModel if the stored manifest has another
     sha256.
@@ -127,7 +127,7 @@ def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str,
 
 
 def _last_located(url: str) -> Path | None:
-    """The directory of the version of the model `url` that was last located.
+    """Directory of the last located version of the model at `url`.
 
     Returns None if no version was located, or if not all of its files are on this machine.
     """
@@ -140,7 +140,7 @@ def _last_located(url: str) -> Path | None:
 
 
 def _sums(text: str) -> dict[str, str]:
-    """The sha256 (hex) of each file by name, from the output of sha256sum; other lines of `text` are ignored."""
+    """The sha256 (hex) of each file by name, as printed by the program sha256sum; other lines are ignored."""
     return {found[2]: found[1] for line in text.splitlines() if (found := _SUM.fullmatch(line.strip()))}
 
 
@@ -149,7 +149,7 @@ def _models_dir() -> Path:
 
 
 def _place(url: str, commit: str) -> Path:
-    """The directory on this machine for the files of one commit of the model at `url`."""
+    """Directory on this machine for the files of one commit of the model at `url`."""
     return _models_dir() / f"{url}@{commit}"
 
 

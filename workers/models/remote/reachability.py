@@ -1,4 +1,4 @@
-"""Check whether the hub answers, because its client otherwise retries every request for more than a minute."""
+"""Check of whether the Hugging Face hub answers, because its client otherwise retries requests for a minute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _silent_at: dict[str, float] = {}
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Context manager in which the hub's client uses only its cache, without retries, if the hub does not answer.
+    """Context manager in which the hub's client uses only its cache, without retries, if the hub is down.
 
     A file that is not in the cache then raises an error at once.
     """
@@ -34,7 +34,7 @@ def without_waiting() -> Iterator[None]:
 
 
 def _answers() -> bool:
-    """Whether the Hugging Face hub sends any response."""
+    """Whether the Hugging Face hub responds at all."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

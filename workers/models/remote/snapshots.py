@@ -1,4 +1,4 @@
-"""Metadata-only snapshots: the files of a model on the hub or in an object store, without its weights.
+"""Metadata-only snapshots: the files of a remote model without its weights, which are downloaded later.
 
 A snapshot is a directory with the model's small files. Each file of weights is replaced by a sparse file of the same
 size, which has only the header of the real file. Code that reads configurations and headers works on a snapshot as on
@@ -54,7 +54,7 @@ _URL_IN_PATH = re.compile(r"\b(s3|gs):/(?=[^/])")
 
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """Description of a metadata-only snapshot, which has a model's files without the contents of the weights.
+    """Description of a metadata-only snapshot, that is, a model's files without the weights' contents.
 
     It lists the model's files, and the sizes and sha256 (hex) of the weights as the hub or the object store states
     them. `name` is a hub id or the URL of a folder in an object store, `revision` the branch, tag or commit that was
@@ -72,12 +72,12 @@ class SnapshotRecord:
 
 
 def is_metadata_only(directory: Path) -> bool:
-    """Whether `directory` is a metadata-only snapshot, which has no weights; `downloads.fetched` downloads them."""
+    """Whether `directory` is a metadata-only snapshot; `downloads.fetched` downloads its weights."""
     return directory.is_relative_to(snapshots_dir()) and (directory / RECORD).is_file()
 
 
 def stated_hash(file: Path) -> str | None:
-    """The sha256 (hex) that the hub or object store states for a weights file of which only the header was downloaded.
+    """The sha256 (hex) that the hub or object store states for a weights file that is not downloaded.
 
     Returns None for complete files, which can be hashed. Raises InvalidModel if no hash is stated.
     """
@@ -94,7 +94,7 @@ def stated_hash(file: Path) -> str | None:
 
 
 def named(text: str) -> str:
-    """Replace the directories of metadata-only snapshots in a text by model and commit (owner/name@commit).
+    """Replace directories of metadata-only snapshots in a text by model and commit (owner/name@commit).
 
     Such directories have a model's files without the contents of the weights; their paths mean nothing to users.
     """
@@ -113,7 +113,7 @@ def read_record(directory: Path) -> SnapshotRecord:
 def make_snapshot(
     record: SnapshotRecord, small: Path, pickles: Iterable[str], read: Callable[[str, int, int], bytes]
 ) -> Path:
-    """Create the metadata-only snapshot that `record` describes, if it does not exist yet, and return its directory.
+    """Create the metadata-only snapshot that `record` describes if it does not exist, and return its directory.
 
     The snapshot has the model's files without the contents of the weights. `small` is a directory with the small files.
     `pickles` are names of pickled weights, for which empty files are made. `read(file, begin, end)` returns the bytes
@@ -144,7 +144,7 @@ def make_snapshot(
 
 
 def _header(size: int, read: Callable[[int, int], bytes]) -> bytes:
-    """Read the safetensors header of a file of `size` bytes, with the length in front of it.
+    """Read the safetensors header of a file of `size` bytes, including the length that precedes it.
 
     `read` returns the bytes [begin, end) of the file. Returns only the first bytes if the file cannot be a safetensors
     file.

@@ -1,4 +1,4 @@
-"""Task files and their data in object stores, downloaded to this machine once per version.
+"""Task files and data in object stores, downloaded to this machine once per version.
 
 CACHE/tasks/s3:/BUCKET/FOLDER/FILE@VERSION/FILE    a data file
 CACHE/tasks/s3:/BUCKET/FOLDER@VERSION/FILE         an lm-eval YAML file, with the other files of its folder
@@ -41,7 +41,7 @@ _VERSION = re.compile(rf"@[0-9a-f]{{{VERSION_DIGITS}}}$")
 
 
 def local_file(name: str | Path) -> Path:
-    """The file on this machine with the content of `name`, which is a path or the URL of a file in an object store.
+    """Local copy of `name`, which is a path or the URL of a file in an object store.
 
     A file at a URL is downloaded unless this machine has its present version. An lm-eval YAML file (.yaml, .yml) is
     downloaded with all files in its folder, to which it may refer by relative paths. If the store does not answer, the
@@ -73,7 +73,7 @@ def local_file(name: str | Path) -> Path:
 
 
 def _downloaded(folder: str, file: str, of: str) -> Path:
-    """Download a file of a folder in an object store, alone or with all files of the folder, and return its path here.
+    """Download a file of an object-store folder, alone or with the whole folder, and return its path here.
 
     `folder` and `of` are URLs. `of` is the URL of the folder if all its files are downloaded, else the URL of the file.
     """
@@ -97,7 +97,7 @@ def _downloaded(folder: str, file: str, of: str) -> Path:
 
 
 def _delete_unused(root: Path) -> None:
-    """Delete the versions below `root` that were last used more than UNUSED_S seconds ago."""
+    """Delete the versions below `root` that were not used for UNUSED_S seconds."""
     for parent, names, _ in os.walk(root):
         for place in [Path(parent, name) for name in names if _VERSION.search(name)]:
             names.remove(place.name)

@@ -1,4 +1,4 @@
-"""Filters of the code tasks: the program in a completion, by the rules of the published code of LFS, DIS and M3.
+"""lm-eval filters that extract the program from a completion, by the published rules of LFS, DIS and M3.
 
 They run in the confined process of the task.
 """
@@ -21,12 +21,12 @@ BEFORE, AFTER = ("The solution is:", "The answer is:"), "\n\nThe answer is:"
 
 
 def programs(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The program in each completion."""
+    """Extract the program from each completion."""
     return [[_program(text) for text in texts] for texts in responses]
 
 
 def functions(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The program in each completion, after the document's prompt if it does not define the asked function itself."""
+    """Extract the program from each completion; the prompt is prepended if the program lacks the requested function."""
     found = []
     for texts, document in zip(responses, documents, strict=True):
         defines = f"def {document['entry_point']}("

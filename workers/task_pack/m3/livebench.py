@@ -1,4 +1,4 @@
-"""Documents of LiveBench in the form of IFEval's. It runs in the confined process of the task."""
+"""LiveBench documents in the form that IFEval's checks expect."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["with_prompt"]
 
 
 def with_prompt(documents: Any) -> Any:
-    """Give the documents the fields `key` and `prompt` that IFEval's checks read."""
+    """Add to documents the fields `key` and `prompt` that IFEval's checks read."""
     return documents.map(lambda row, index: {"key": index, "prompt": row["turns"][0]}, with_indices=True)
