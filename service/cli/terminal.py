@@ -74,7 +74,7 @@ def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
 
 
 def print_benchmarks(document: BenchmarksDocument) -> None:
-    """Print the results of a study on benchmarks, including adversarially changed prompts and judgments if there are any."""
+    """Print the results of a study on benchmarks, with attacked prompts and judgments if there are any."""
     from service.cli.tables import attacks_table, benchmarks_table, judged_table
 
     console().print(benchmarks_table(document))
