@@ -22,6 +22,7 @@ from tests.service.tune.harness import trial_list
 from workers.engines.transformers.verification import verify
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
+from workers.tiny_family import family_dir
 from workers.types import SampleDifference, Span, Split
 
 START_S = 300.0
@@ -131,6 +132,26 @@ def test_run_begins_with_the_results_of_an_earlier_run(small: Path, tmp_path: Pa
         assert [trial.origin for trial in store.trials(study.id)] == [Origin.SEARCH] * 3
     assert summary["finding"]["text"].endswith("was not tested: the study scored no baselines.")
     assert (out / "export" / "recipe.json").exists()
+
+
+def test_model_is_scored_without_a_search(tmp_path: Path, ray_address: str) -> None:
+    """`evaluate` scores a single model; the same command with more benchmarks scores what is missing."""
+    data, file, out = tmp_path / "data.jsonl", tmp_path / "more.json", tmp_path / "run"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(20)))
+    spec = {"task": {"file": str(data)}, "metric": "exact_match"}
+    command = [sys.executable, "-m", "tests.end_to_end.fake_run", "{}", "evaluate", family_dir() / "experts" / "math"]
+    for names in (["sums"], ["sums", "others"]):
+        file.write_text(json.dumps({"benchmarks": [{"name": name, **spec} for name in names]}))
+        words = [*command, "--benchmarks", file, "--out", out]
+        with started(words, directory=out, ray_address=ray_address) as run:
+            assert run.wait(timeout_s=START_S) == 0, run.log
+        assert "Traceback" not in run.log
+        summary = json.loads((out / "summary.json").read_text())
+        (row,) = summary["benchmarks"]["rows"]
+        assert sorted(row["values"]) == sorted(names)
+        with read_run(out) as (store, study):
+            assert [trial.origin for trial in store.trials(study.id)] == [Origin.USER]
+            assert sum(chunk.num_samples for chunk in store.evidence(study.id)) == 20 * len(names)
 
 
 def test_study_of_failing_candidates_fails(small: Path, tmp_path: Path, ray_address: str) -> None:

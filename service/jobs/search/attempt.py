@@ -403,7 +403,7 @@ class _Snapshots:
             max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.num_proposals,
             bracket=position[0] if position else None,
             rung=position[1] if position else None,
-            rungs=tuple(max(samples.values()) for samples in self._preflight.budget.rung_samples),
+            rungs=tuple(max(samples.values(), default=0) for samples in self._preflight.budget.rung_samples),
             best_trial=leader.number if leader else None,
             best=leader.values if leader else {},
             samples_scored=scored,
