@@ -99,7 +99,7 @@ ROWS: Mapping[str, Callable[[int], Row]] = {
         "answer_number": i,
         "equation_solution": None,
     },
-    "SakanaAI/gsm8k-ja-test_250-1319": lambda i: {"question": f"本が{i}冊あります。", "answer_number": str(i)},
+    "SakanaAI/gsm8k-ja-test_250-1319": lambda i: {"question": f"本が{i}冊あります。", "answer_number": i},
     "nyu-mll/glue": lambda i: {
         "sentence": f"Sentence {i} is good.",
         "sentence1": f"One {i}.",
