@@ -19,9 +19,10 @@ from workers.cache import CACHE_VARIABLE
 
 NAME = r"(?P<name>(?:datasets/)?[\w.-]+/[\w.-]+)"
 API = re.compile(
-    rf"/api/(?:models/)?{NAME}(?:/(?P<kind>revision|tree|paths-info)/(?P<revision>[\w.-]+)(?:/(?P<below>[\w./-]+))?)?"
+    rf"/api/(?:models/)?{NAME}(?:/(?P<kind>revision|tree|paths-info)/(?P<revision>[\w.%-]+)(?:/(?P<below>[\w./-]+))?)?"
 )
-FILE = re.compile(rf"/{NAME}/resolve/(?P<revision>[\w.-]+)/(?P<file>[\w./-]+)")
+FILE = re.compile(rf"/{NAME}/resolve/(?P<revision>[\w.%-]+)/(?P<file>[\w./-]+)")
+PARQUET = "refs%2Fconvert%2Fparquet"  # where the hub puts Parquet files that it made; here the same as "main"
 BLOB = re.compile(rf"/blobs/{NAME}/(?P<commit>\w+)/(?P<file>[\w./-]+)")
 
 
@@ -126,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         if match is None or repository is None:
             return self._refuse(401, "RepoNotFound")
         revision = match["revision"] or "main"
-        commit = repository.head if revision == "main" else revision
+        commit = repository.head if revision in ("main", PARQUET) else revision
         if commit not in repository.commits:
             return self._refuse(404, "RevisionNotFound")
         files = repository.commits[commit]

@@ -13,7 +13,7 @@ from lm_eval.tasks._index import TaskIndex
 
 from service.cli.main import main
 from tests.hub_server import Hub, only_hub
-from tests.workers.task_pack.rows import write_data
+from tests.workers.task_pack.rows import ROWS, write_data
 from workers.errors import InvalidTask
 from workers.evaluation import task_index
 from workers.evaluation.data_sets import DATA_VARIABLE, place_of
@@ -105,6 +105,29 @@ def test_a_snapshot_of_hf_download_serves(
     with build_task(SPEC) as task:
         assert task.info.num_samples == 5
         assert task.subtasks[0].task.eval_docs[4]["question"] == "4 + 1?"
+
+
+def test_files_that_the_hub_made_of_a_script_serve(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LogiQA is read from the revision with the hub's Parquet files, and afterwards without the hub."""
+    path = "lucasmccabe/logiqa"
+    for split in ("train", "validation", "test"):
+        file = tmp_path / "made" / "default" / split / "0000.parquet"
+        file.parent.mkdir(parents=True)
+        datasets.Dataset.from_list([dict(ROWS[path](i)) for i in range(len(split))]).to_parquet(file)
+    hub.push(f"datasets/{path}", tmp_path / "made")
+    assert main(["tasks", "fetch", "lfs_logiqa", "--json"]) == 0
+    (fetched,) = json.loads(capsys.readouterr().out)
+    assert fetched == {"data": path, "part": None, "sizes": {"train": 5, "validation": 10, "test": 4}}
+    assert any("refs%2Fconvert%2Fparquet" in request for _, request in hub.requests)
+    go_offline(monkeypatch)
+    hub.requests.clear()
+    with build_task(TaskSpec("lfs_logiqa", "acc", split="validation")) as task:
+        documents = task.subtasks[0].task.eval_docs
+        assert [task.subtasks[0].task.doc_to_target(documents[i]) for i in range(5)] == [0, 1, 2, 3, 0]
+        assert task.info.num_samples == 10
+    assert hub.requests == []
 
 
 def test_own_copy_comes_first(hub: Hub, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

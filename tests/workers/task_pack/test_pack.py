@@ -141,6 +141,13 @@ GSM8K, MATH = ROWS["openai/gsm8k"], ROWS["EleutherAI/hendrycks_math"]
         ("lfs_math", lambda i: f"{ALPACA}### Instruction:\n{MATH(i)['problem']}\n\n{STEP_BY_STEP}"),
         ("lfs_mgsm_ja", lambda i: f"問題： りんごが{i}個あります。\nステップごとの答え:"),
         ("lfs_mgsm_ja_search", lambda i: f"問題： 本が{i}冊あります。\nステップごとの答え:"),
+        (
+            "lfs_logiqa",
+            lambda i: (
+                f"Passage: There are {i} cats.\nQuestion: Which follows?\nChoices:\n"
+                "A. 0 cats.\nB. 1 cats.\nC. 2 cats.\nD. 3 cats.\nAnswer:"
+            ),
+        ),
         ("lfs_openbookqa_facts", lambda i: f"fact {i}\nThe sun is {i}"),
         (
             "m3_cola",
@@ -189,7 +196,6 @@ def test_prompts_of_code_are_those_of_the_papers_code() -> None:
 @pytest.mark.parametrize(
     ("name", "original", "metric"),
     [
-        ("lfs_logiqa", "logiqa", "acc"),
         ("lfs_openbookqa", "openbookqa", "acc_norm"),
         ("lfs_piqa", "piqa", "acc"),
         ("lfs_social_iqa", "social_iqa", "acc"),
