@@ -1,8 +1,10 @@
-"""Checks, sources, exports and policies of studies; `service.jobs.search` runs the search itself.
+"""Operations on studies other than the search: preflight checks, chained sources, exports and reuse of policies.
 
-- `chains`: merged models of other studies as sources
+`service.jobs.search` runs the search itself.
+
+- `chains`: merged models of other studies as sources of a study
 - `preflight`: every check that needs no engine
-- `benchmarks`: benchmarks that are added to a study
+- `benchmarks`: benchmarks that are added to a study after its creation
 - `export`: a trial's merged model
 - `warm_start`: results of an earlier study that a searcher knows from the start
 - `policies`: uses of trained policies beyond their own study

@@ -1,4 +1,4 @@
-"""Benchmarks that are added to a study after it was created: the study file with them, and their checks."""
+"""Addition of benchmarks to an existing study: the extended study file, and the checks of the new benchmarks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def study_with(record: JobRecord, added: AddedBenchmarks, *, trials: Collection[int]) -> Study:
-    """The study file of a stored study with more benchmarks.
+    """Extend the study file of a stored study by further benchmarks.
 
     `trials` are the numbers of the study's trials. Raises InvalidStudy if a benchmark names another trial, or has the
     name of one of the study's with another task or metric.
@@ -95,7 +95,7 @@ def _refuse(found: Mapping[str, str | None]) -> None:
 
 
 def model_study(model: str, added: AddedBenchmarks) -> Study:
-    """The study that scores benchmarks on a single model, a directory or hub id, without a search.
+    """Make a study that scores benchmarks on a single model, given as directory or hub id, without a search.
 
     Its only objective is the model's number of parameters, which needs no samples.
     """

@@ -61,7 +61,7 @@ Raises NotFound if there is no such study, and Conflict if a study cannot be nam
 
 @dataclass(frozen=True)
 class _Places:
-    """Places where exported sources are stored.
+    """Storage of exported sources (merges of other studies), in an object store or a local directory.
 
     If `artifacts_in` is an object store, exported sources are stored with the artifacts. Otherwise they are stored
     below `directory`.
@@ -71,7 +71,7 @@ class _Places:
     artifacts_in: str | Path
 
     def written(self, store: Store, job_id: str, name: str, write: Callable[[Path], object]) -> str:
-        """Return the directory or URL of a checkpoint. If the checkpoint does not exist yet, `write` writes it first.
+        """Write a checkpoint with the function `write` unless it exists, and return its directory or URL.
 
         The checkpoint comes from the study `job_id` of `store`. `name` is the same for the same content. Before a
         checkpoint is sent to an object store, it is written to a hidden directory below `directory`, so that an
@@ -101,9 +101,9 @@ def with_exported_sources(
     before: ResolvedStudy | None = None,
     note: Callable[[str], None] = logger.info,
 ) -> tuple[Study, dict[str, ChainedSource]]:
-    """Export the sources of a study that are merges of other studies.
+    """Export those sources of a study that are merged models of other studies.
 
-    Returns the study with directories or URLs in place of these sources, and the exported sources by alias.
+    Returns the study with directories or URLs in place of the exported sources, and the exported sources by alias.
 
     - `open_study`: opens the study that a source names
     - `directory`: the directory below which merges are written
@@ -140,7 +140,7 @@ def with_exported_sources(
 
 
 def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:
-    """Add the artifacts of other jobs that a study merges to the study's own artifacts.
+    """Register the artifacts of other jobs from which a study takes its source models as artifacts of the study, too.
 
     The artifacts are then kept when the other jobs are deleted. `job_id` is the id of the study. `models` are
     directories, hub ids and URLs of the study's models; models that are not artifacts in the object store are skipped.
@@ -190,7 +190,7 @@ def _dtype_in(place: str) -> str:
 
 
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
-    """Number and recipe of the trial in the study `record` that the source `source` refers to.
+    """Number and recipe of the trial whose merged model is the source `source`; `record` is the study of the trial.
 
     `known` is the record of the source from the time when the study that uses the source was created; it has the number
     of the trial. `known` is None for a new study. Raises NotFound if there is no such trial, and Conflict if the
@@ -298,7 +298,7 @@ def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:
-    """Dtype in which a checkpoint's weights are written without loss.
+    """Dtype in which a checkpoint's weights can be written without loss of precision.
 
     The result is the dtype that the checkpoint's configuration states. The result is float32 if the configuration
     states no dtype, or states a dtype that engines do not support.
@@ -308,7 +308,7 @@ def _dtype_of(config: Mapping[str, Any]) -> str:
 
 
 def on_server(store: Store) -> OpenStudy:
-    """Make a function that opens a study of the server's store by the id that a study file gives."""
+    """Make a function that opens a study in the server's store; a study file names the study by its id."""
 
     @contextmanager
     def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:

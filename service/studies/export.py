@@ -1,4 +1,4 @@
-"""Export of merged models to files.
+"""Export of merged models to checkpoint directories.
 
 Modules that only the export of a study's trial needs are imported in `export_trial`; `mergesearch merge`, which uses
 this module too, starts in half the time without them.

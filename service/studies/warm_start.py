@@ -37,7 +37,7 @@ ARTIFACT, FILE = "warm-start", "observations.json.gz"
 
 
 def check_warm_start(preflight: PreflightResult, *, open_study: OpenStudy) -> None:
-    """Check that the earlier results which a study's searcher starts with exist and fit the study.
+    """Check that the results of the earlier study for a warm start exist and fit the new study.
 
     Raises InvalidStudy if they do not. A study without a warm start always passes.
     """
@@ -113,7 +113,7 @@ def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Ob
 
 
 def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: OpenStudy) -> tuple[WarmStart, bytes]:
-    """The results of the study that `search.warm_start` in the study file names, and the content of their file.
+    """Find the results of the study that `search.warm_start` in the study file names, and the content of their file.
 
     `resolved` is the record that is stored with the new study. The digest of the artifact is left empty, because the
     artifact is not stored yet. Raises NotFound if there is no such study, Conflict if it has no results, or if its
@@ -203,9 +203,10 @@ def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, re
 
 
 def _check_same(preflight: PreflightResult, record: JobRecord) -> None:
-    """Check that the results of the study `record` can be used in this study.
+    """Check that the new study can use the results of the earlier study `record`.
 
-    Models, search space, preference vectors and objectives must be the same. Raises Conflict with all differences.
+    Both studies must have the same models, search space, preference vectors and objectives. Raises Conflict with all
+    differences.
     """
     study, other = preflight.study, Study.model_validate(record.document)
     theirs, ours = ResolvedStudy.of(record), preflight.models.family.fingerprints
@@ -233,10 +234,10 @@ def _check_same(preflight: PreflightResult, record: JobRecord) -> None:
 
 
 def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Names of the entries in which another study (`theirs`) differs from this study (`ours`).
+    """Names of the entries in which an earlier study (`theirs`) differs from the new study (`ours`).
 
-    Each name follows the word `what`, as in "model math". A name that only one of the studies has is followed by "(only
-    there)" or "(only here)".
+    Each name follows the word `what`, as in "model math". A name that only the earlier study has is followed by
+    "(only there)", and a name that only the new study has by "(only here)".
     """
     lacks = dict.fromkeys(theirs.keys() - ours, " (only there)") | dict.fromkeys(ours.keys() - theirs, " (only here)")
     names = sorted(name for name in theirs.keys() | ours if name in lacks or theirs[name] != ours[name])
@@ -244,18 +245,20 @@ def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) ->
 
 
 def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
-    """All properties of an objective on which the meaning of its values depends.
+    """The properties of an objective that two studies must share for its values to be comparable.
 
-    They are metric, direction, range, cost of the recipe, and task. Two objectives with equal results of this function
-    have comparable values. `tasks` has the digest of each task by the objective's name. Constraints are left out,
-    because they are evaluated anew.
+    They are metric, direction, range, cost of the recipe, and task. `tasks` has the digest of each task by the
+    objective's name. Constraints are left out, because they are evaluated anew.
     """
     o = objective
     return o.metric, o.direction, o.bounds, o.cost_of_recipe, tasks.get(o.name)
 
 
 def _weights(study: Study) -> tuple[tuple[float, ...], ...] | None:
-    """The preference vectors of a study; None if it has none. Some search spaces have them as values of a parameter."""
+    """The preference vectors of a study, or None if it has none.
+
+    Some search spaces have the vectors as values of a parameter.
+    """
     given = study.search.preferences
     names = tuple(spec.name for spec in study.scored_objectives.values())
     return None if given is None else given.weights(names, seed=study.search.seed)

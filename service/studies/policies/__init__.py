@@ -1,6 +1,6 @@
-"""Uses of trained layer-path policies beyond their own study.
+"""Reuse of trained layer-path policies outside the study that trained them.
 
 - `stored`: the policies that a study has learned
 - `paths`: layer paths that the policies propose for other preferences and models
-- `start`: studies that begin with the policies of another study
+- `start`: studies whose policies are initialised with the policies of another study
 """

@@ -1,4 +1,4 @@
-"""Paths that a study's policy proposes without further training: for other preferences, and through other models.
+"""Layer paths that a trained policy proposes without further training, for other preferences or other models.
 
 A policy that is conditioned on the preference vector proposes paths for any vector. A policy whose input describes
 models only by statistics of their layers proposes paths through other models with the same number of layers.
@@ -119,10 +119,11 @@ def policy_paths(
 
 
 def _check_models(record: JobRecord, study: Study, fingerprints: Mapping[str, str], num_layers: int) -> None:
-    """Check that the policy of the study `record` can propose paths through models with these fingerprints and layers.
+    """Check that the trained policy of the study `record` can propose layer paths through the given models.
 
-    Raises Conflict if the models have another number of layers. Also raises Conflict if the policy has a learned
-    embedding of each model (`knows_models`) and was trained for other models.
+    The models have the content fingerprints `fingerprints` and `num_layers` layers each. Raises Conflict if the models
+    of the study have another number of layers. Also raises Conflict if the policy has a learned embedding of each model
+    (`knows_models`) and was trained for other models.
     """
     before = ResolvedStudy.of(record)
     if num_layers != before.num_layers:

@@ -1,4 +1,4 @@
-"""Studies that begin with the policies of another study.
+"""Studies whose layer-path policies are initialised with the trained policies of another study.
 
 When the new study first runs, the policies that the other study has at that time are stored as artifacts of the new
 study, and their digests as one of its documents. So the new study can be resumed even if the other study has changed or
@@ -32,7 +32,7 @@ __all__ = ["check_start", "with_start"]
 
 
 def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: str | Path) -> None:
-    """Check that the policies from which a study's policies start exist and fit the study.
+    """Check that the trained policies with which a study's policies are initialised exist and fit the study.
 
     Raises InvalidStudy if they do not. A study whose policies start untrained always passes.
     """
@@ -52,7 +52,7 @@ def with_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """The study's preflight result with the policies that the study starts with (`search.hm3.start`).
+    """Add the trained policies that a study is initialised with (`search.hm3.start`) to its preflight result.
 
     The policies are copied to the study's own artifacts when it first runs. If the study names no policies, the
     preflight result is returned unchanged. Raises StudyFailed if the policies cannot be used; the study's state is then
@@ -86,7 +86,7 @@ def _artifact(number: int) -> str:
 def _found(
     preflight: PreflightResult, open_study: OpenStudy, artifacts_in: str | Path
 ) -> tuple[PolicyStart, tuple[bytes, ...]]:
-    """The policies of the study that `search.hm3.start` in the study file names, and their checkpoints.
+    """Find the policies of the study that `search.hm3.start` in the study file names, and their checkpoints.
 
     The result has one policy for each policy of the study in `preflight`. `artifacts_in` is the location of the
     server's artifacts; a study of `mergesearch run` has artifacts in its own directory. Raises NotFound if there is no
@@ -112,7 +112,7 @@ def _found(
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """For each policy of the study, the iteration of the other study from which its checkpoint is taken.
+    """The iteration of the other study whose checkpoint initialises each policy of the new study.
 
     A policy for one preference vector takes the latest checkpoint of the other study's policy for this vector. A single
     policy for all vectors takes the latest checkpoint. `other` is the other study's setting, and `checkpoints` has the
@@ -150,9 +150,10 @@ def _check_searcher(record: JobRecord) -> None:
 
 
 def _check_actions(preflight: PreflightResult, record: JobRecord, kept: tuple[bytes, ...]) -> None:
-    """Check that the policies of the study `record` have the same kind of action (`search.hm3.action`) as this study's.
+    """Check that an earlier study's policies have the kind of action (`search.hm3.action`) that the new study needs.
 
-    `kept` has the checkpoints of these policies. Raises Conflict if the kinds differ.
+    `record` is the earlier study, and `kept` has the checkpoints of its policies. `preflight` is the result for the new
+    study. Raises Conflict if the kinds differ.
     """
     from workers.training.hm3.learner import action_in
 
@@ -167,7 +168,7 @@ def _check_actions(preflight: PreflightResult, record: JobRecord, kept: tuple[by
 
 
 def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -> None:
-    """Check that the policies of the study `other` have the inputs and outputs that this study needs.
+    """Check that the policies of the study `other` have the network inputs and outputs that the new study needs.
 
     Both studies must have the same kind of policy, number of layers, and objectives in one order. `record` is the job
     of `other`. Raises Conflict otherwise.
@@ -200,7 +201,7 @@ def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -
 
 
 def _check_models(preflight: PreflightResult, record: JobRecord, other: Study, where: str) -> None:
-    """Check that networks with an embedding for each model were trained for this study's models.
+    """Check that policy networks with a learned embedding of each model were trained for the new study's models.
 
     `other` is the study that trained the networks, `record` is its job, and `where` is the beginning of the error
     message. Raises Conflict if the models or their order differ.

@@ -1,4 +1,4 @@
-"""Choice of a study's searcher: the searcher that the study file names, or one that suits the space and the tasks."""
+"""Choice of a study's searcher: the one that the study file names or, with `auto`, one that fits space and tasks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def algorithm_of(
     *,
     lack_of_room: str = "",
 ) -> Algorithm:
-    """Choose a study's searcher, and add a problem to `problems` for each part of the study that it does not support.
+    """Choose the searcher of a study, and list in `problems` each part of the study that the searcher does not support.
 
-    `lack_of_room` says why no device has room for gradients; it is "" if one has, and for a space without gradients.
+    `lack_of_room` says why no device has enough memory for gradients; it is "" if a device has, and for a space without
+    gradients.
 
     The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have reference
     answers, because that is best in tests/benchmarks/bench_search.py; otherwise it means the searcher that the
@@ -66,7 +67,7 @@ def algorithm_of(
 
 
 def _warning_of_draws(study: Study) -> str:
-    """Warning about a search most of whose paths are drawn at random, so that its policies choose few.
+    """Warning for a search in which most layer paths are drawn at random and few are chosen by its policies.
 
     Mutants of the best known paths are not counted: `elite_share` states their share. Returns "" if policies choose at
     least half of the other trials.
@@ -84,7 +85,7 @@ def _warning_of_draws(study: Study) -> str:
 
 
 def _draws_of(study: Study) -> tuple[float, float]:
-    """The expected numbers of trials that are drawn at random and that are chosen by policies, without mutants."""
+    """Expected number of trials drawn at random, and expected number chosen by policies; mutants are not counted."""
     options, policies = study.search.hm3, num_policies_of(study)
     if options.start is not None:
         return 0.0, float(study.search.max_trials)
@@ -101,7 +102,7 @@ def _draws_of(study: Study) -> tuple[float, float]:
 
 
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
-    """Warning about a length penalty so large that the shortest paths are best whatever their scores are.
+    """Warning for a length penalty so large that the shortest layer paths win regardless of their scores.
 
     The penalty is too large if it costs the longest path at least 1 more than the shortest, because scores differ by at
     most 1. Returns "" if the penalty is not too large, or if the space has no layer paths.
@@ -156,7 +157,7 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
 
 
 def num_policies_of(study: Study) -> int:
-    """The number of policies that a study's searcher trains; it is only used for searchers that train policies."""
+    """The number of policies that a study's searcher trains; the searcher must be one that trains policies."""
     vectors = study.search.preferences
     return 1 if vectors is None or study.search.hm3.policy == "conditioned" else vectors.size(len(study.objectives))
 
@@ -203,9 +204,10 @@ def _lack_of_gradients(study: Study, space: SearchSpace, tasks: Mapping[str, Tas
 def check_refinement(
     study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem], *, lack_of_room: str = ""
 ) -> None:
-    """Add a problem to `problems` if the front is to be refined, and gradients cannot be computed.
+    """Add a problem to `problems` if a study refines its front by gradients, but the gradients cannot be computed.
 
-    Every objective must have reference answers. `lack_of_room` is the reason if no device has room for gradients.
+    Every objective must have reference answers. `lack_of_room` says why no device has enough memory for gradients; it
+    is "" if a device has.
     """
     if study.search.refinement is None:
         return

@@ -1,4 +1,4 @@
-"""The contamination guard: search data that are also in held-out data or benchmarks."""
+"""The contamination guard, which finds held-out data and benchmarks that overlap with the search data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sections = Mapping[str, Mapping[str, TaskSpec]]
 
 
 def overlaps_of(study: Study, search: Mapping[str, TaskSpec], sections: Sections) -> tuple[Overlap, ...]:
-    """How much of each holdout entry and benchmark overlaps with the search data.
+    """Measure the overlap of each holdout entry and benchmark with the search data.
 
     `search` has the tasks of the objectives by name, and `sections` those of "holdout" and "benchmarks". Without search
     data there are no overlaps. Raises InvalidTask if a task cannot be built.
@@ -41,7 +41,7 @@ def overlaps_of(study: Study, search: Mapping[str, TaskSpec], sections: Sections
 
 
 def unsearched_names(study: Study) -> frozenset[str]:
-    """The holdout entries and benchmarks of a study, such as "holdout.math"."""
+    """The names of a study's holdout entries and benchmarks, each with its section, such as "holdout.math"."""
     holdout = {f"holdout.{spec.name}" for spec in study.holdout}
     return frozenset(holdout | {f"benchmarks.{spec.name}" for spec in study.benchmarks})
 
@@ -49,10 +49,10 @@ def unsearched_names(study: Study) -> frozenset[str]:
 def check_overlaps(
     study: Study, search: Mapping[str, TaskSpec], sections: Sections, *, accepted: Collection[str] = ()
 ) -> None:
-    """Refuse held-out data and benchmarks of which more is in the search data than the study file accepts.
+    """Check that the overlap of held-out data and benchmarks with the search data is within the accepted limit.
 
-    `accepted` are entries that were accepted before, such as "holdout.math", and are not checked again. Raises
-    InvalidStudy with every problem.
+    The study file states the limit. `accepted` are entries that were accepted before, such as "holdout.math", and are
+    not checked again. Raises InvalidStudy with every problem.
     """
     new = {
         section: {name: task for name, task in tasks.items() if f"{section}.{name}" not in accepted}

@@ -1,4 +1,4 @@
-"""Dtype in which a study's engine computes, and the bytes of a number in each dtype."""
+"""Dtype in which a study's engines compute, and the size in bytes of a number in each dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine_dtype(study: Study) -> str:
 
 
 def dtype_note(study: Study, sources: ResolvedFamily | None) -> str:
-    """A message if `dtype: auto` makes engines compute in bfloat16 while models are stored in float16, else "".
+    """Warning if `dtype: auto` makes engines compute in bfloat16 while models are stored in float16; "" otherwise.
 
     bfloat16 has 8 significant bits, float16 has 11.
     """

@@ -143,7 +143,7 @@ def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Len
 
 
 def _num_evaluations(preflight: PreflightResult) -> int:
-    """Number of evaluations that a study is expected to make, at all rungs, on holdout data and on benchmarks.
+    """Expected number of evaluations of a study, at all rungs, on holdout data and on benchmarks.
 
     An evaluation scores one trial at one rung, on the holdout data, or on one benchmark. It is assumed, as in
     `PreflightResult.expected_samples`, that no trial fails and no two recipes are equal. On holdout data, four

@@ -124,7 +124,7 @@ def file_path_problem(file: str) -> str | None:
 
 
 def no_file_problem(file: str) -> str | None:
-    """Reason why `file` is not opened although it may be read, namely that it is a directory, a device or a pipe.
+    """Reason why `file` cannot be opened as a regular file: it is a directory, a device or a pipe.
 
     Returns None for a regular file, and for a missing file, which is reported when it is opened.
     """

@@ -26,10 +26,10 @@ OTHER_ACTIVATIONS = 0.25
 
 @dataclass(frozen=True)
 class GradientPlace:
-    """The device that computes a study's gradients; the gradient actor gets no other.
+    """The device on which a study computes gradients, and whether activations are recomputed there.
 
-    `recomputes` says whether activations are computed twice to save their memory. `reason` says in words why this is
-    the device; it is "" where machines have no GPUs.
+    The gradient actor uses no other device. `recomputes` says whether activations are computed twice to save their
+    memory. `reason` says in words why this is the device; it is "" where machines have no GPUs.
     """
 
     device: Literal["cuda", "cpu"]
@@ -45,7 +45,7 @@ def gradient_place(
     plan: Callable[[GradientPlace | None], MemoryPlan],
     max_layers: int = 0,
 ) -> tuple[GradientPlace | None, str]:
-    """Choose where a study's gradients are computed; returns the place, and the reason if there is none.
+    """Choose the device for a study's gradients; return the choice (None if no device fits), and why none fits.
 
     A GPU that no engine of the study uses comes first, if model, gradients and activations fit into its memory, with
     recomputed activations if they fit only then. Otherwise it is the CPU, if the host has room beside the engines.
@@ -77,7 +77,7 @@ def gradient_place(
 def _on_gpu(
     sources: ResolvedFamily, machines: Sequence[EngineMachines], value_bytes: int, max_layers: int
 ) -> tuple[GradientPlace | None, str]:
-    """The place on a GPU without an engine, with the reason if gradients do not fit into its memory."""
+    """A GPU without an engine as the place for gradients, or None and the reason why they exceed the GPU's memory."""
     known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
     if not known:
         reason = "a GPU without an engine computes them; its memory is not known, so activations are computed twice"
@@ -99,10 +99,10 @@ def _on_gpu(
 
 
 def reduction_bytes(sources: ResolvedFamily) -> int:
-    """Bytes on a GPU that converting the gradient of one merged tensor into derivatives takes at most.
+    """Peak GPU memory, in bytes, to convert the gradient of one merged tensor into derivatives of its coefficients.
 
-    The tensors of all models that are merged into it are copied to the GPU, in their stored dtypes. Differences are
-    computed in float32, a chunk at a time.
+    The tensors of all models that are merged into the tensor are copied to the GPU, in their stored dtypes. Differences
+    are computed in float32, a chunk at a time.
     """
     largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
     copied = 0

@@ -1,4 +1,4 @@
-"""Checks of a study's models, and of whether they have changed since the study was created."""
+"""Checks of a study's models, and comparison of models and task data with those at the study's creation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
-    """Replace the models in a study by the versions with which the study was created.
+    """Pin the models of a study file to the versions with which the study was created.
 
     A hub model gets the commit that it had at that time. A merge of another study is replaced by the directory to which
     it was exported.
@@ -106,7 +106,7 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
 
 
 def check_layers(study: Study, sources: ResolvedFamily, problems: list[Problem]) -> None:
-    """Check that the layers of the study's models can be reordered and scaled, if merges of the study need this."""
+    """Check that the models' layers can be reordered and scaled, if the study's search space does so."""
     section = study.search_space
     if section.changes_layers:
         problems.extend(Problem("models", text) for text in path_problems(sources))
@@ -151,7 +151,7 @@ def searched_models(
     max_layers: int | None = None,
     preferences: tuple[Mapping[str, float], ...] = (),
 ) -> SearchedModels:
-    """Describe the models, and the study's preference vectors, in the form in which a search space needs them.
+    """Collect the facts about a study's models and preference vectors from which its search space is built.
 
     A merge may have at most `max_layers` layers, or any number if it is None.
     """

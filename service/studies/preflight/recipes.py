@@ -1,4 +1,4 @@
-"""Given recipes of a study (`search.recipes`): read from recipe documents and mergekit configurations, and checked."""
+"""Reading and checks of the recipes that a study file lists: recipe documents and mergekit configurations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def given_recipes(
     max_layers: int = 0,
     note: Callable[[str], None],
 ) -> tuple[tuple[str, Recipe], ...]:
-    """Read the given recipes of a study, each with its name.
+    """Read the recipes that a study file lists (`search.recipes`), each with its name.
 
     `sources` are the study's models, with content fingerprints. A merge may have up to `max_layers` layers, or, if that
     is 0, as many as the base. `note` is called with warnings about settings of mergekit's that have no effect.
@@ -58,7 +58,7 @@ def given_recipes(
 
 
 def _document(given: GivenRecipe) -> tuple[Mapping[str, Any], Path | None]:
-    """The content of a given recipe, and the folder of its file, to which paths in it are relative; None if inline."""
+    """The document of a listed recipe, and the directory to which its paths are relative (None if inline)."""
     if given.file is None:
         assert given.recipe is not None
         return given.recipe, None
@@ -99,7 +99,7 @@ def _of_mergekit(
     sources: ResolvedFamily,
     note: Callable[[str], None],
 ) -> Recipe:
-    """The recipe of a mergekit configuration over the study's models, in the study's vocabulary."""
+    """Convert a mergekit configuration to a recipe over the study's models, with the study's vocabulary."""
     named = {alias: alias for alias in sources.checkpoints}
     named |= {_without_revision(model): alias for alias, model in study.models.named.items()}
     named[_without_revision(study.models.base)] = sources.base_alias
@@ -131,7 +131,10 @@ def _without_revision(model: str) -> str:
 
 
 def _check(recipe: Recipe, sources: ResolvedFamily, max_layers: int) -> None:
-    """Raise InvalidRecipe if engines of the study cannot hold the merge of a recipe."""
+    """Check that a recipe merges only the study's models and that its number of layers fits the study's engines.
+
+    Raises InvalidRecipe if not.
+    """
     known = set(sources.fingerprints.values())
     unknown = [f"{alias} ({print_[:12]})" for alias, print_ in recipe.models.items() if print_ not in known]
     if unknown:

@@ -237,7 +237,7 @@ def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:
 
 
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
-    """Number of layers that an engine holds in host memory to build layer paths from, at least `max_layers`.
+    """Number of source layers that an engine keeps in host memory for building layer paths, at least `max_layers`.
 
     If there is room, the pool holds all layers of all sources and, in addition, the `max_layers` layers of the longest
     path. Otherwise it holds as many layers as fit, together with the tensors outside layers, into HOST_SHARE of the

@@ -117,7 +117,7 @@ class StudyTasks:
 
     @property
     def unsearched(self) -> dict[str, Mapping[str, TaskSpec]]:
-        """The tasks that the search must not see, by section of the study file and name."""
+        """The tasks of holdout data and benchmarks, which the search must not use, by section and name."""
         return {"holdout": self.holdout, "benchmarks": {each.name: each.task for each in self.benchmarks}}
 
 
@@ -130,7 +130,7 @@ class StudyBudget:
 
 
 def refinement_of(study: Study, infos: Mapping[str, TaskInfo]) -> RefinementPlan | None:
-    """How the front of a study is refined, or None if it is not. `infos` has facts about the task of each objective."""
+    """Plan the refinement of a study's front, or return None. `infos` has facts about each objective's task."""
     if study.search.refinement is None:
         return None
     names = tuple(infos)
@@ -232,7 +232,7 @@ class PreflightResult:
         return min(max(staleness, episodes // 2), episodes * iterations)
 
     def search_setting(self, *, num_baselines: int, batch: int = 1, version: int | None = None) -> SearchSetting:
-        """The parts of the study that some searchers need in addition to parameters and results.
+        """The parts of a study that some searchers use in addition to parameters and results.
 
         `num_baselines` is the number of trials before the first proposal. `batch` is the number of proposals in a row
         that are made from the same results. `version` is the version of the searcher that the study was created with;
@@ -272,7 +272,7 @@ class PreflightResult:
 
     @property
     def _num_repeated(self) -> int:
-        """Number of repeated proposals in a row that end a search by policies.
+        """Number of consecutive repeated proposals after which a search by policies ends.
 
         A proposal is repeated if an earlier trial has its recipe. The result is the number of proposals in two
         iterations of every policy, but at least two for each preference vector: if all of these proposals are repeated,
@@ -283,7 +283,7 @@ class PreflightResult:
         return 2 * max(search.hm3.episodes * num_policies_of(self.study), num_vectors)
 
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
-        """The plan of the study's driver, which fixes everything that the driver evaluates.
+        """Make the plan of the study's driver, which determines everything that the driver evaluates.
 
         `resolved` is the record that was stored when the study was created; the plan uses its searcher and staleness.
         `baselines` are the baselines of a study that is resumed, or None to use those of a new study.
@@ -317,9 +317,9 @@ class PreflightResult:
         )
 
     def baselines(self) -> tuple[Baseline, ...]:
-        """The merges of a new study that are scored before the search: baselines, and given recipes.
+        """The merges of a new study that are scored before the search: baselines and recipes listed in the study file.
 
-        A given recipe that is also a baseline is scored once, as the baseline.
+        A listed recipe that is also a baseline is scored once, as the baseline.
         """
         aliases = tuple(expert.alias for expert in self.models.family.experts)
         found = all_baselines(
@@ -336,7 +336,7 @@ class PreflightResult:
 
     @property
     def num_finalists(self) -> int:
-        """Number of trials on the front, besides baselines, that estimates of cost assume."""
+        """Assumed number of finalists besides baselines, for estimates of a study's cost."""
         return 0 if self.recipes else ASSUMED_FINALISTS
 
     def num_scored_on(self, benchmark: Benchmark) -> int:
@@ -351,7 +351,7 @@ class PreflightResult:
         return sum(numbers.get(choice, 1) if isinstance(choice, str) else 1 for choice in benchmark.trials)
 
     def within_limit(self, num_samples: int) -> int:
-        """`num_samples`, or the study's limit of samples if that is smaller."""
+        """The smaller of `num_samples` and the study's limit of samples."""
         limit = self.study.limits.max_samples
         return num_samples if limit is None else min(num_samples, limit)
 

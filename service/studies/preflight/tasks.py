@@ -1,4 +1,4 @@
-"""Checks of a study's tasks: their data, their objectives, and whether prompts leave room for an answer."""
+"""Checks of a study's tasks: data, objectives, and whether the context length is sufficient for prompt and answer."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def check_tasks(
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
     """Check the tasks in a section of the study file, "objectives", "holdout" or "benchmarks".
 
-    `specs` are the section's entries by position. Returns two mappings by the entry's name: the tasks in the form
-    from which replicas build them, and facts about their data. What `is_new` must choose a filter where a task has
-    several; what is stored has the first. `access` limits the files that task files may refer to;
-    None is no limit.
+    `specs` are the section's entries by position. Returns two mappings by the entry's name: the tasks in the form from
+    which replicas build them, and facts about their data. A new study (`is_new`) must choose a filter for a task with
+    several filters; a stored study without a choice uses the first. `access` limits the files that task files may refer
+    to; None is no limit.
     """
     tasks: dict[str, TaskSpec] = {}
     infos: dict[str, TaskInfo] = {}
@@ -65,7 +65,7 @@ def check_tasks(
 
 
 def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> TaskSpec:
-    """The task of an entry of the study file, in the form from which replicas build it, with all that its prompts are.
+    """The specification from which replicas build the task of a study-file entry; it determines the task's prompts.
 
     `seed` fixes the order of its samples. For a benchmark with a judge, engines report the lengths of completions;
     the judge reads the completions later. Raises InvalidTask if its file cannot be read.
@@ -96,7 +96,7 @@ def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> Task
 def benchmarks_of(
     study: Study, tasks: Mapping[str, TaskSpec], infos: Mapping[str, TaskInfo], problems: list[Problem]
 ) -> tuple[Benchmark, ...]:
-    """The benchmarks of a study, each with its direction and range.
+    """Make the benchmarks of a study, each with its direction of optimisation and range of values.
 
     A benchmark whose task could not be built is left out. Benchmarks of a group must have equal directions and ranges,
     because their values are averaged.
@@ -145,7 +145,7 @@ def benchmarks_of(
 
 
 def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Problem]) -> PromptAttack | None:
-    """The attack on a benchmark's prompts; None if it is not attacked, or cannot be, which is added to `problems`."""
+    """The attack on a benchmark's prompts, or None; reasons why an attack is impossible are added to `problems`."""
     if spec.attack is None:
         return None
     if spec.direction == "minimize" or (spec.direction is None and not info.higher_is_better):
@@ -176,7 +176,7 @@ def _reference_length(spec: BenchmarkSpec, task: TaskSpec, place: str, problems:
 
 
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:
-    """Check that the tokenizer has the study's chat template, and that prompts leave the model room to answer.
+    """Check that the tokenizer has the study's chat template, and that `max_tokens` is below the context length.
 
     `directory` holds the tokenizer and the configuration of the merged model.
     """
@@ -206,7 +206,7 @@ def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None
 def objectives_of(
     study: Study, infos: Mapping[str, TaskInfo], size: ModelSize | None, problems: list[Problem]
 ) -> tuple[Objective, ...]:
-    """The objectives of a study, each with its direction, range and constraints.
+    """Make the objectives of a study, each with its direction of optimisation, range of values and constraints.
 
     An objective whose task could not be built is left out. The range of a cost depends on the `size` of the models.
     """
