@@ -1,4 +1,4 @@
-"""The search of one study: what is proposed and evaluated next, and what follows from each evaluated rung.
+"""Ask-and-tell loop of one study: it asks the searcher for trials, and promotes or prunes them after each rung.
 
 Decisions depend only on the stored trials, so a resumed search makes the same decisions as an uninterrupted one. This
 module does not handle engines and chunks: its caller reports when a rung of a trial is complete, and when a trial has
@@ -31,9 +31,9 @@ __all__ = ["AskAndTell"]
 
 
 class AskAndTell:
-    """The search of one study: its rung table, which promotes trials, and its searcher, which proposes them.
+    """Ask-and-tell loop of one study: the searcher proposes trials, and the scheduler promotes or prunes them.
 
-    - `brackets`: the brackets that earlier attempts have stored
+    - `brackets`: the brackets that are stored with the study
     - `observer`: called with a word for the event that has just happened or follows next ("ask", "rung", "promotion"),
       so that tests can stop the process at this event
     - `is_out_of_budget`: called before a new trial starts; returns the study's limit that is exhausted as a text, or
@@ -84,7 +84,7 @@ class AskAndTell:
 
     @property
     def num_steps(self) -> int:
-        """The number of gradient steps and policy updates computed in all attempts."""
+        """The number of gradient steps and policy updates of the search since the study began."""
         return self._asking.num_steps
 
     # -- evaluations -----------------------------------------------------------------------------------------------
@@ -94,9 +94,9 @@ class AskAndTell:
         return list(self.table.ready())
 
     def finish(self, number: int, rung: int) -> None:
-        """Finish a rung of a trial, after all samples of the rung have been stored.
+        """Record a trial's result at a rung, and promote or prune the trials on which this result decides.
 
-        Trials are promoted or pruned if the rung's result allows a decision.
+        All samples of the rung must be stored. The trial fails if a value is outside the range of its objective.
         """
         record = self._samples.rung_record(self._trials[number].recipe, rung)
         try:
@@ -110,7 +110,7 @@ class AskAndTell:
         self._apply(self.table.record(number, rung, costs))
 
     def fail(self, number: int, reason: str) -> None:
-        """Record that trial `number` cannot be scored, for the given reason."""
+        """Mark trial `number` as failed for the given reason, and promote or prune the trials that waited for it."""
         self._trials.finish([number], TrialState.FAIL, reason)
         self._apply(self.table.fail(number))
 
@@ -123,7 +123,7 @@ class AskAndTell:
                 self._trials.finish(pruned, TrialState.PRUNED, reason)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
-        """Add a baseline's costs at the rungs below the last to the rung table.
+        """Record the costs of a baseline at the rungs below the last, at which it is not evaluated separately.
 
         A baseline is scored once, at the last rung, whose samples include those of the lower rungs. Nothing happens if
         the trial is not a baseline, or has not been scored at the last rung.
@@ -137,27 +137,31 @@ class AskAndTell:
     # -- the refinement after the search ---------------------------------------------------------------------------
 
     def end_search(self) -> None:
-        """Make no further proposals, because the front of the search is being refined."""
+        """Stop proposing trials, because the refinement of the Pareto front has begun."""
         self.table.end_search()
 
     def add(self, trial: TrialRecord) -> None:
-        """Add a trial that the searcher did not propose. It is evaluated once, at the last rung."""
+        """Add a trial that the searcher did not propose, for a single evaluation at the last rung."""
         self._add(trial)
 
     def admits_refinement(self, num_samples: int) -> bool | None:
-        """Whether a refinement that takes `num_samples` samples is within the study's limit (`SampleLimit`)."""
+        """Whether the study's limit of samples allows a refinement that takes `num_samples` samples.
+
+        None means that the answer depends on running evaluations (`SampleLimit`).
+        """
         return self._limit.admits_refinement(num_samples)
 
     def charge(self, num_samples: int) -> None:
-        """Count the samples of a step of the refinement."""
+        """Count the `num_samples` samples of a refinement step against the study's limit of samples."""
         self._limit.num_charged += num_samples
 
     # -- proposals -------------------------------------------------------------------------------------------------
 
     def ask(self, *, timeout_s: float) -> bool:
-        """Add the searcher's next proposal as a trial if it is ready; start to compute it if that has not happened yet.
+        """Request the searcher's next configuration, and add it as a trial once it is ready.
 
-        Waits for the proposal up to `timeout_s` seconds. Returns True if a trial was added.
+        Waits up to `timeout_s` seconds; a later call continues to wait for the same configuration. Returns True if a
+        trial was added.
         """
         if self.table.is_search_over or not self._feasibility.is_known():
             return False
@@ -208,11 +212,11 @@ class AskAndTell:
             self.finish(number, rung)
 
     def _may_start(self, proposal: Proposal, *, num_charged: int = 0) -> bool:
-        """Whether a trial, or a step that its proposal needs, may start within the study's limit of samples.
+        """Whether the limit of samples allows a trial to start, or a gradient or loss computation that it needs.
 
-        If `num_charged` is above 0, it is a step that may start, which counts as this number of samples. If the limit
-        would be exceeded, this method ends the search and returns False. It also returns False as long as the answer
-        depends on running evaluations.
+        If `num_charged` is above 0, the question is about such a computation, which counts as this number of samples.
+        If the limit would be exceeded, this method ends the search and returns False. It also returns False as long as
+        the answer depends on running evaluations.
         """
         fits = self._limit.admits(proposal, num_charged=num_charged)
         if fits is False:
@@ -244,7 +248,7 @@ class AskAndTell:
     # -- starting and resuming -------------------------------------------------------------------------------------
 
     def _replay(self, brackets: tuple[BracketRecord, ...]) -> None:
-        """Rebuild the rung table from the `brackets` and trials that earlier attempts stored.
+        """Rebuild the scheduler's state from the stored `brackets` and trials.
 
         Baselines that are not stored yet are added as trials. Decisions that were not stored because of a crash are
         stored now.

@@ -1,8 +1,8 @@
-"""Attacks on the prompts of benchmarks: which attacked templates a recipe is scored with next, and what was found.
+"""Prompt attacks on benchmarks: searches for the prompt template with which a merge scores worst.
 
-An attack on a recipe is a search for the prompt template with which the recipe has its worst metric on a benchmark
-(`workers.evaluation.attacks.search`). The samples that are scored with an attacked template are stored under a name of
-their own. A driver that is started again repeats the search with the stored values, so nothing is scored again.
+Each attack is for one recipe on one benchmark (`workers.evaluation.attacks.search`). The samples that are scored with
+an attacked template, one that the search has changed, are stored under a name of their own. A driver that is started
+again repeats the search with the stored values, so nothing is scored again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Attacks", "samples_name"]
 
 
 def samples_name(task: TaskSpec) -> str:
-    """The name under which the samples of a task with an attacked template are stored.
+    """Name under which the samples of a task with a changed prompt template are stored.
 
     It differs from the names of objectives and benchmarks. Benchmarks with equal tasks share the samples.
     """
@@ -32,7 +32,7 @@ def samples_name(task: TaskSpec) -> str:
 
 @dataclass
 class _Running:
-    """An attack that this process has begun: the search, and the names of the samples that it waits for.
+    """A running prompt attack: the search for the worst template, and the names of the samples that it waits for.
 
     Each name in `names` stands for the samples with one attacked template.
     """
@@ -42,7 +42,7 @@ class _Running:
 
 
 class Attacks:
-    """The attacks on the prompts of a study's benchmarks, one for each attacked benchmark and recipe.
+    """The prompt attacks of a study, one for each pair of a recipe and a benchmark with an attack.
 
     An attack on a recipe is a search for the prompt template with which the recipe has its worst metric. The methods
     identify a benchmark by its position in `Plan.benchmarks`, and a recipe by its digest.
@@ -72,7 +72,7 @@ class Attacks:
         return benchmark.attack is None or (digest, benchmark.name) in self._ended
 
     def advance(self, digest: str, index: int) -> bool:
-        """Continue the attack on a recipe until it needs the scores of further templates.
+        """Continue a recipe's search for the worst prompt template until it needs the scores of further templates.
 
         All samples that the attack has requested so far must be stored. The sample cache then lists the samples with
         the further templates as missing, except those that are stored already. Returns False if the attack has ended.
@@ -101,7 +101,7 @@ class Attacks:
         return True
 
     def drop(self, digest: str, index: int) -> None:
-        """Give up the attack on a recipe. The samples that are already stored are kept."""
+        """Stop the prompt attack on a recipe, and keep its stored samples."""
         self._running.pop((digest, index), None)
         self._samples.set_attacked(digest, index, ())
 
@@ -116,7 +116,7 @@ class Attacks:
         )
 
     def _end(self, digest: str, index: int, found: Attacked) -> None:
-        """Store the result of an attack on a recipe."""
+        """Store the result of a finished prompt attack on a recipe."""
         benchmark = self._plan.benchmarks[index]
         task = replace(benchmark.task, template=found.template)
         is_original = benchmark.attack is not None and found.template == benchmark.attack.original.text
@@ -138,5 +138,5 @@ def _replacements(attack: PromptAttack) -> Replacements | None:
 
 @cache
 def _masked_model(model: str, encoder: str | None) -> MaskedModel:
-    """The fill-mask model, which stays loaded for further attacks by this process."""
+    """The fill-mask model that proposes word replacements; it stays loaded for further attacks by this process."""
     return MaskedModel(model, encoder=encoder)

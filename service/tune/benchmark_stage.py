@@ -1,4 +1,4 @@
-"""The benchmark stage: after the held-out stage, chosen trials are scored on the study's benchmarks."""
+"""The last stage of a study: it scores chosen trials on the study's benchmarks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["BenchmarkStage"]
 
 
 class BenchmarkStage:
-    """The benchmark stage: the pairs of trial and benchmark that are still to be scored.
+    """The last stage of a study: it scores chosen trials on the study's benchmarks, after the held-out stage.
 
     A trial is attacked on a benchmark after its samples with the original prompts are stored (`attacks`). A judge reads
-    the completions once all are stored, while other trials are scored (`judging`). Only samples
-    that are not stored are scored, so benchmarks that are added to a study that has ended cost nothing for
-    what was scored before. In a study without benchmarks, the stage is finished at once.
+    the completions once all are stored, while other trials are scored (`judging`). Samples that are stored are not
+    scored again, for example if benchmarks are added to a study that has ended. In a study without benchmarks, the
+    stage is finished at once.
     """
 
     def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, store: Store, writer: JobWriter) -> None:
@@ -43,12 +43,12 @@ class BenchmarkStage:
 
     @property
     def awaited_judges(self) -> tuple[str, ...]:
-        """The URLs of the judges whose judgments are being waited for."""
+        """The URLs of the LLM judges that have not answered all requests yet."""
         return self._judging.urls
 
     @property
     def left(self) -> tuple[tuple[int, int], ...]:
-        """The evaluations that are left, each as (trial number, position of the benchmark), the next one first."""
+        """The evaluations that still need an engine, as (trial number, position of the benchmark), the next first."""
         return tuple(self._left)
 
     def start(self) -> None:
@@ -73,10 +73,11 @@ class BenchmarkStage:
             self._writer.add_event(EventKind.BENCHMARKS_STARTED, {"left": left})
 
     def finish(self, number: int, index: int) -> None:
-        """Record that all samples of trial `number` on the benchmark at position `index` are stored.
+        """Finish a trial's evaluation on a benchmark, or continue it with a prompt attack or judgments.
 
-        If the benchmark is attacked, the attack continues, and the evaluation is left until it has ended. If it has a
-        judge, the judgments are requested; the evaluation needs no engine from then on.
+        All samples of trial `number` on the benchmark at position `index` must be stored. If the benchmark has an
+        attack, the attack continues, and the evaluation is left until it has ended. If it has a judge, the judgments
+        are requested; the evaluation needs no engine from then on.
         """
         digest = self._trials[number].recipe.digest
         try:
@@ -93,7 +94,7 @@ class BenchmarkStage:
         self._writer.add_event(EventKind.BENCHMARK_SCORED, self._payload(number, index))
 
     def take_judgments(self, *, timeout_s: float = 0.0) -> None:
-        """Store the judgments that have arrived, and finish the evaluations of which all completions are judged.
+        """Store new judgments of LLM judges, and finish the evaluations whose completions are all judged.
 
         If judgments are pending and none has arrived, the method waits up to `timeout_s` seconds for one.
         """
@@ -109,7 +110,7 @@ class BenchmarkStage:
                     self._writer.add_event(EventKind.BENCHMARK_FAILED, payload)
 
     def close(self) -> None:
-        """Request no further judgments."""
+        """Cancel the outstanding requests to LLM judges."""
         self._judging.close()
 
     def fail(self, number: int, index: int, reason: str) -> None:

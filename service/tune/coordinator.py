@@ -1,4 +1,4 @@
-"""The coordinator of one study: it hands out evaluations and stores their results.
+"""The coordinator of one study: it decides which evaluation runs next, and stores the results.
 
 The coordinator keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides which trial is
 evaluated at which rung, `trials` keeps the trials, and `samples` checks and stores results. After the search come
@@ -43,7 +43,7 @@ MAX_LOST_ACTORS = 6
 
 
 class Coordinator:
-    """The coordinator of one study, which hands out evaluations and stores their results.
+    """The coordinator of one study: it decides which evaluation runs next, and stores the results.
 
     The coordinator is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for
     the event that has just happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests
@@ -116,7 +116,7 @@ class Coordinator:
 
     @property
     def table(self) -> RungTable:
-        """The rung table of the search: the rung at which each trial is evaluated, and the trials that are promoted."""
+        """The scheduler of the search: the rung at which each trial is evaluated, and the trials that are promoted."""
         return self._ask_and_tell.table
 
     @property
@@ -135,26 +135,26 @@ class Coordinator:
 
     @property
     def num_samples_scored(self) -> int:
-        """The number of samples scored for this study in all attempts, on search data, holdout data and benchmarks."""
+        """The number of samples stored for this study, on search data, holdout data and benchmarks together."""
         return self._samples.num_scored
 
     @property
     def num_samples_used(self) -> int:
-        """Number of samples that the search has used in all attempts.
+        """Number of samples that count towards the study's limit of samples (`limits.max_samples`).
 
-        It is the number of samples scored for the search, plus the number of samples that the searcher's steps count
+        It is the number of samples scored for the search, plus the number of samples that gradients and losses count
         as.
         """
         return self._ask_and_tell.num_samples_used
 
     @property
     def num_steps(self) -> int:
-        """The number of gradient steps and policy updates in all attempts, including the steps of the refinement."""
+        """The number of gradient steps and policy updates since the study began, including those of the refinement."""
         return self._ask_and_tell.num_steps + self._refinement.num_steps
 
     @property
     def awaited_judges(self) -> tuple[str, ...]:
-        """The URLs of the judges of benchmarks whose judgments are being waited for."""
+        """The URLs of the LLM judges that have not answered all requests yet."""
         return self._benchmarks.awaited_judges
 
     @property
@@ -205,7 +205,7 @@ class Coordinator:
                     return None
 
     def ask_ahead(self, *, timeout_s: float = 0.0) -> bool:
-        """Take proposals for at most `timeout_s` seconds, until `Plan.proposals_ahead` trials wait to be evaluated.
+        """Add proposed trials until `Plan.proposals_ahead` of them wait for an engine, for at most `timeout_s` seconds.
 
         Waiting trials keep engines from waiting for the searcher. Returns True if a trial was added.
         """
@@ -252,15 +252,16 @@ class Coordinator:
         return evaluation
 
     def close(self) -> None:
-        """Stop the requests of the benchmarks' judges. The driver calls the method when it stops running the study."""
+        """Cancel the outstanding requests to LLM judges, when the driver stops running the study."""
         self._benchmarks.close()
 
     # -- what comes back -------------------------------------------------------------------------------------------
 
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
-        """Store a trial actor's report about a chunk of samples.
+        """Handle the result of a chunk of samples, or the failure to score it, that a trial actor reports.
 
-        Returns True if the evaluation is finished. Errors that end the study or this attempt at it are raised.
+        Returns True if the evaluation is finished. Errors that end the study, or only this driver's attempt at it, are
+        raised.
 
         Raises:
             EvidenceMismatch: The result belongs to another recipe, other sources or other prompts than requested; the
@@ -286,7 +287,7 @@ class Coordinator:
         return True
 
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
-        """Restart an evaluation whose trial actor died, at the first chunk of samples whose results are not stored.
+        """Restart an evaluation whose trial actor died, with the samples that are not stored yet.
 
         If MAX_LOST_ACTORS actors die one after another and no chunk is stored between their deaths, the trial fails.
         """
@@ -302,11 +303,11 @@ class Coordinator:
             self._release(evaluation)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
-        """Store an event which says that fewer trial actors run than are wanted. The reason is `text`."""
+        """Store an event that says why (`text`) fewer trial actors run than are wanted."""
         self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
     def on_engine_fault(self, fault: EngineFault) -> None:
-        """Record that an engine failed a check.
+        """Record that an engine failed a check of its weights or outputs.
 
         The samples that it scored since its last passed check must be scored again. Raises StudyFailed if too many
         engines have failed a check.
@@ -315,7 +316,7 @@ class Coordinator:
         self._chunks.report_fault(fault)
 
     def look_for_faults(self, *, at_once: bool = True) -> None:
-        """Read from the store which engines failed a check in any study.
+        """Find engines that failed a check in any study, and schedule this study's affected samples for rescoring.
 
         Without `at_once`, the store is read no more often than once a second.
         """
@@ -352,8 +353,8 @@ class Coordinator:
         """Finish an evaluation whose samples are all stored.
 
         An evaluation on holdout data or on a benchmark finishes the trial in the holdout stage or the benchmark stage.
-        An evaluation on search data finishes the trial's rung in the search. If the evaluation scored void samples
-        again (`is_again`), the evaluation ends without finishing anything else.
+        An evaluation on search data finishes the trial's rung in the search. If the evaluation scored samples again
+        (`is_again`), the evaluation ends without finishing anything else.
         """
         self._release(evaluation)
         if evaluation.is_again:

@@ -1,4 +1,4 @@
-"""Crashes of engines, counted by chunk of samples, and the decision whether a trial's merge is their cause.
+"""Counts of engine crashes by chunk of samples, and the decision whether a trial's merge is their cause.
 
 The merge is the cause if an engine raises an error (or dies of a fatal signal such as SIGSEGV) twice with the same
 chunk, the second time after another recipe was scored. Other crashes are weaker evidence, so more of them are needed:
@@ -36,9 +36,9 @@ Key = tuple[str, str, str]
 
 
 class Crashes:
-    """The crashes of engines in all attempts at a study, counted by chunk of samples.
+    """Counts of engine crashes in one study by chunk of samples, since the study began.
 
-    `events` are all stored events of the study, from which the crashes in earlier attempts are read.
+    `events` are all stored events of the study, from which the crashes before a restart are read.
     """
 
     def __init__(self, events: Iterable[EventRecord]) -> None:
@@ -48,10 +48,9 @@ class Crashes:
                 self._add(event.payload)
 
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
-        """Count a crash of an engine, and return the event to store and the failure to report for the evaluation.
+        """Count an engine crash; return the event to store and the failure to report, or None to score the chunk again.
 
-        The failure means that the trial failed, because its merge crashes engines, or that there is no engine. The
-        failure is None if the chunk is scored again.
+        The failure means that the trial failed, because its merge crashes engines, or that there is no engine.
         """
         crash = failed.crash
         assert crash is not None
@@ -70,7 +69,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The number of engine crashes at the chunk of `evaluation` at which engines crashed most often."""
+        """The number of engine crashes while scoring the chunk of `evaluation` at which engines crashed most often."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

@@ -17,11 +17,11 @@ __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """A unit of work: the missing samples of one trial at one rung, on all holdout data or on a benchmark, in chunks.
+    """A unit of work: the samples still to score for one trial at a rung, on the holdout data or on a benchmark.
 
-    On holdout data `rung` is 0, and on a benchmark its position in `Plan.benchmarks`.
-    `crashes` is the largest number of engine crashes with one of the chunks. With `is_again`, the samples are scored
-    again, because the engine that scored them failed a check; the trial's rungs do not change.
+    The samples are divided into `chunks`. On holdout data `rung` is 0, and on a benchmark its position in
+    `Plan.benchmarks`. `crashes` is the largest number of engine crashes with one of the chunks. With `is_again`, the
+    samples are scored again, because the engine that scored them failed a check; the trial's rungs do not change.
     """
 
     study: str
@@ -82,7 +82,7 @@ class Crash:
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """A chunk that was not scored, with the reason.
+    """A failure to score a chunk of samples, with its reason.
 
     `crash` describes the crash if the engine crashed with the chunk. `fault` describes the failed check if the engine
     failed a check.
@@ -94,9 +94,9 @@ class ChunkFailed:
     fault: EngineFault | None = None
 
     def raise_if_final(self) -> None:
-        """Raise an error if the failure ends the attempt at the study.
+        """Raise an error if the driver cannot continue the study after this failure.
 
-        The error is EvidenceMismatch, StudyUnusable or EngineUnavailable. After other failures the attempt continues.
+        The error is EvidenceMismatch, StudyUnusable or EngineUnavailable. After other failures the driver continues.
         """
         match self.kind:
             case FailureKind.EVIDENCE:

@@ -20,7 +20,7 @@ __all__ = ["Feasibility"]
 
 
 class Feasibility:
-    """Constraint values of the trials of one search, at each rung.
+    """Constraint values of one study's trials, at each rung.
 
     `trials` has all trials by number; the caller updates it while the search runs.
     """
@@ -33,9 +33,9 @@ class Feasibility:
         self._is_known = False
 
     def know(self, number: int, values: Mapping[int, Values]) -> None:
-        """Record the values of a trial at the rungs below the last, by rung.
+        """Record the objective values of a trial at the rungs below the last, at which it is not evaluated separately.
 
-        This is needed for trials that are evaluated only at the last rung, such as baselines.
+        This is needed for trials that are evaluated only at the last rung, such as baselines. `values` is by rung.
         """
         self._at_looks[number] = dict(values)
 
@@ -82,7 +82,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """The number of the source model's trial to which each constraint's bound is relative.
+        """For each constraint with a bound relative to a source model, the number of that model's trial.
 
         If the bound is relative to the best expert, this is the trial of the expert with the best value. The mapping
         may be read only once all source models are scored. Constraints with a number as bound are not in it.

@@ -1,4 +1,4 @@
-"""The held-out stage: after the search, finalists and baselines are scored on the holdout data."""
+"""The held-out stage: after the search, it scores the Pareto front and the baselines on the holdout data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HoldoutStage"]
 
 
 class HoldoutStage:
-    """The held-out stage: the trials that are still to be scored on the holdout data.
+    """The held-out stage: it scores the Pareto front and the baselines on the holdout data.
 
     In a study without holdout data, the stage is finished at once.
     """

@@ -1,4 +1,4 @@
-"""Requests to the judge of a benchmark, by OpenAI's chat completions over HTTP."""
+"""HTTP client of an LLM judge with an OpenAI-compatible endpoint for chat completions."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ QUOTED = 300
 
 
 class JudgeFailed(Exception):
-    """Raised if a judge refuses a request, gives no chat completion, or answers nothing for `wait_s` seconds."""
+    """Raised if an LLM judge refuses a request, gives no chat completion, or answers nothing for `wait_s` seconds."""
 
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """A judge's answer, and the name of the model that the endpoint reported."""
+    """The answer of an LLM judge, and the name of the model that the endpoint reported."""
 
     model: str
     text: str
 
 
 class JudgeClient:
-    """A client of one judge. Threads may share it: an answer to any of them shows that the judge is there."""
+    """Thread-safe HTTP client of one LLM judge, with retries.
+
+    An answer to any thread shows all threads that the judge is available.
+    """
 
     def __init__(self, judge: JudgeSpec) -> None:
         key = os.environ.get(KEY_VARIABLE)
@@ -56,7 +59,7 @@ class JudgeClient:
         )
 
     def ask(self, prompt: str, *, is_cancelled: threading.Event) -> JudgeAnswer | None:
-        """Send a prompt until the judge answers it. Returns None once `is_cancelled` is set.
+        """Send a prompt, and retry until the judge answers; return None once `is_cancelled` is set.
 
         Raises JudgeFailed if the judge refuses the request, or if it has answered nothing for `wait_s` seconds. After
         that, further prompts raise the same error at once.
@@ -112,6 +115,6 @@ class JudgeClient:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds that a refusal asks to wait; 0 without such a request, or with a date."""
+    """Seconds that the `Retry-After` header of a response asks to wait; 0 without the header, or if it is a date."""
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isascii() and value.isdecimal() else 0.0

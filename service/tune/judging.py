@@ -1,7 +1,7 @@
-"""Judgments of completions by the judges of benchmarks, requested by the driver while it does other work.
+"""Judgments of completions by LLM judges, which background threads of the driver request.
 
-Threads send the requests; only the driver's own thread reads and writes the store. A driver that is started again
-requests the judgments that are missing.
+Only the driver's own thread reads and writes the store. A driver that is started again requests the judgments that are
+missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Key = tuple[str, int]  # digest of a recipe, position of the benchmark in the pl
 
 @dataclass
 class _Pending:
-    """The judgments of one recipe that are requested, and how many of them are left."""
+    """The requests for judgments of one recipe: how many have no answer yet, and whether they are cancelled."""
 
     num_left: int
     is_cancelled: threading.Event = field(default_factory=threading.Event)
@@ -36,7 +36,7 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _Question:
-    """One request to a judge: its prompt, and what its judgment is stored as."""
+    """One request to an LLM judge: its prompt, and the recipe, benchmark and sample that it is about."""
 
     key: Key
     benchmark: str
@@ -46,7 +46,10 @@ class _Question:
 
 
 class Judging:
-    """The judgments of a study's benchmarks. A benchmark is identified by its position in `Plan.benchmarks`."""
+    """Requests and stores the judgments of a study's completions by LLM judges.
+
+    A benchmark is identified by its position in `Plan.benchmarks`.
+    """
 
     def __init__(self, plan: Plan, *, store: Store, writer: JobWriter) -> None:
         self._plan = plan
@@ -65,19 +68,19 @@ class Judging:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs of the judges whose judgments are being waited for."""
+        """The URLs of the LLM judges that have not answered all requests yet."""
         judges = [self._plan.benchmarks[index].judge for _, index in self._pending]
         return tuple(dict.fromkeys(judge.url for judge in judges if judge is not None))
 
     def is_ended(self, digest: str, index: int) -> bool:
-        """Whether all completions of a recipe on a benchmark are judged; always True for a benchmark without a judge.
+        """Whether the judge has answered for all completions of a recipe on a benchmark; True without a judge.
 
         `digest` identifies the recipe.
         """
         return self._plan.benchmarks[index].judge is None or (digest, index) in self._ended
 
     def begin(self, digest: str, index: int) -> bool:
-        """Request the missing judgments of a recipe's completions, which must be stored.
+        """Request the missing judgments of a recipe's stored completions on a benchmark.
 
         Returns whether judgments are pending; `take` returns the recipe and the benchmark once none is. Raises
         JudgeFailed if completions are no longer stored or the judgments have too few verdicts, and InvalidTask if the
@@ -97,7 +100,7 @@ class Judging:
         return True
 
     def take(self, *, timeout_s: float = 0.0) -> list[tuple[str, int, str | None]]:
-        """Store the judgments that have arrived, and return the recipes whose judgments have ended.
+        """Store new judgments, and return the recipes whose judgments are complete or have failed.
 
         Each result is (digest of the recipe, position of the benchmark, reason of its failure or None). If nothing has
         arrived, the method waits up to `timeout_s` seconds for a judgment.
@@ -123,7 +126,7 @@ class Judging:
         return ended
 
     def close(self) -> None:
-        """Give up the pending judgments, so that no thread sends further requests."""
+        """Cancel the outstanding requests for judgments, so that no thread sends further ones."""
         for pending in self._pending.values():
             pending.is_cancelled.set()
         self._pending.clear()
@@ -178,9 +181,10 @@ class Judging:
 
 
 class _Judge:
-    """Threads that send questions to one judge, at most `concurrency` at a time, and end when nothing is left to ask.
+    """A pool of threads, at most `concurrency`, that send requests to one LLM judge.
 
-    They put each judgment, or the reason why there is none, into `answers`.
+    A thread ends when no request is left. The threads put each judgment, or the reason why there is none, into
+    `answers`.
     """
 
     def __init__(self, judge: JudgeSpec, answers: SimpleQueue[tuple[_Question, JudgmentRecord | JudgeFailed]]) -> None:

@@ -33,7 +33,7 @@ It has an origin, a label and the recipe.
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark of a study: what is stored about it, the task from which replicas build it, and the chosen trials.
+    """A benchmark of a study: its stored facts, its evaluation task, and the trials that are scored on it.
 
     `attack` is the attack on its prompts, and `judge` the judge of its completions; None for no attack or judge.
     """
@@ -55,13 +55,13 @@ class Benchmark:
 
     @property
     def most_samples(self) -> int:
-        """The largest number of samples that are scored for one trial: those of the task, for each template."""
+        """The largest number of samples that are scored for one trial: all of the task, for each prompt template."""
         return self.facts.num_samples * (1 + (0 if self.attack is None else self.attack.most_queries))
 
 
 @dataclass(frozen=True)
 class RefinementPlan:
-    """How the paths of a study's front are refined after the search.
+    """Settings of the refinement, which learns the coefficients of layer paths on the Pareto front by gradients.
 
     - `options`: the section `search.refinement` of the study file
     - `num_samples`: by objective, the number of samples from which gradients are computed
@@ -73,7 +73,7 @@ class RefinementPlan:
     vectors: tuple[tuple[float, ...], ...]
 
     def most_samples(self, num_scored: int) -> int:
-        """The most samples that the refinement of all paths takes; a trial is scored on `num_scored` samples."""
+        """The most samples that refining all layer paths takes, if a trial is scored on `num_scored` samples."""
         batch = max(self.options.batch, len(self.num_samples))
         charged = self.options.steps * GradientRequest.charge + LossesRequest.charge
         return self.options.paths * (batch * charged + num_scored)
@@ -81,7 +81,7 @@ class RefinementPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of everything that the driver of a study evaluates; it is the same in all attempts at the study.
+    """Settings that determine what the driver of a study evaluates; a resumed study has the same settings.
 
     - `rung_samples`: for each rung, the number of samples to score by objective
     - `holdout_samples`: the number of holdout samples by objective
@@ -96,7 +96,7 @@ class Plan:
       it is behind
     - `max_duplicates`: the search ends after this number of consecutive proposals with recipes of earlier trials
     - `max_samples`: the search ends at this number of samples; None is no limit
-    - `refinement`: how the paths of the front are refined after the search; None if they are not
+    - `refinement`: how the layer paths of the front are refined after the search; None if they are not
     - `size`: sizes of models, from which costs of recipes in parameters are computed; None if all merges have the same
       number of layers
     """
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def most_refined_samples(self) -> int:
-        """The most samples that the refinement takes, which the search leaves of `max_samples`; 0 without one."""
+        """The number of samples that the search leaves of `max_samples` for the refinement; 0 without a refinement."""
         return 0 if self.refinement is None else self.refinement.most_samples(sum(self.rung_samples[-1].values()))
 
     @property
@@ -143,7 +143,7 @@ class Plan:
         return max(PROPOSALS_AHEAD, self.max_staleness // 2)
 
     def recipe_values(self, recipe: Recipe | StoredRecipe) -> dict[str, float]:
-        """The values of those objectives that are costs of the recipe (its number of layers or parameters)."""
+        """The values of objectives that follow from the recipe alone: its number of layers or of parameters."""
         size, costs = self.size, {o.name: cost for o in self.objectives if (cost := o.cost_of_recipe) is not None}
         if not costs or size is None:
             return {}

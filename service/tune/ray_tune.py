@@ -1,4 +1,4 @@
-"""A study's evaluations on Ray Tune, which keeps a few trial actors busy.
+"""Runs the evaluations of a study on Ray Tune, with a few trial actors that are reused.
 
 Rungs, promotions and results are in the coordinator and in SQL, because Tune restores neither schedulers nor rungs
 after a crash. Each evaluation of a trial at a rung is one Tune trial, whether it is new, promoted or resumed.
@@ -185,12 +185,12 @@ class _EvaluationSource(_NotPickled, Searcher):
 
 
 class _ChunkScheduler(_NotPickled, FIFOScheduler):
-    """A scheduler for Tune that hands every result of a chunk to the coordinator.
+    """A scheduler for Tune that passes the result of every chunk to the coordinator, and keeps idle actors alive.
 
     An evaluation stops when the coordinator has all its samples. The scheduler also keeps Tune from starting and
     killing a process for almost every evaluation. Without it, Tune ends an idle actor unless a trial waits for one.
-    Tune also gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor;
-    the next trial needs another one, so that missing actors would never come while chunks are quick. Therefore the
+    Tune also gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor; the
+    next trial needs another one, so that missing actors would never come while chunks are quick. Therefore the
     scheduler keeps idle actors for new trials (`_IdleActors`). It lets chunks wait until all actors run, or until no
     further actor is expected soon, because on a busy cluster an actor may never start.
     """
@@ -277,7 +277,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
 
 class _IdleActors:
-    """Rule for the idle actors of a Tune `controller`: they serve trials that have no actor of their own.
+    """Assigns the idle actors of a Tune `controller` to trials, first to those without an actor of their own.
 
     A trial whose own actor is still starting gets an idle one only after some actor was idle for IDLE_S seconds, which
     means that no new trial needs it, or that the starting actor lacks a CPU.
@@ -292,7 +292,7 @@ class _IdleActors:
         self._controller._maybe_reuse_cached_actor = self.give
 
     def give(self, trial: Any) -> bool:
-        """Give an idle actor to `trial` if the rule allows it; returns whether the trial has one now."""
+        """Give an idle actor to `trial` unless one must be kept for new trials; return whether it got one."""
         is_idle = self._controller._actor_cache.has_cached_object(trial.placement_group_factory)
         if not is_idle:
             self._idle_since = None

@@ -1,4 +1,4 @@
-"""The refinement of a search: after it, coefficients are learned by gradients along each path of its front.
+"""The refinement stage: after the search, it learns coefficients for the front's layer paths by gradient descent.
 
 This is the upper level of HM3's bilevel problem ("HM3: Hierarchical Multi-Objective Model Merging for Pretrained
 Models", equations 1b and 2), for paths that the lower level has found. A path is refined for the preference vector for
@@ -58,7 +58,7 @@ class Gradients(Protocol):
     """The interface of objects that compute losses and gradients while the driver works."""
 
     def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
-        """Begin to compute a request in the background; its point has the values of `coefficients`."""
+        """Begin to compute losses or a gradient in the background, at the request's values of `coefficients`."""
         ...
 
     def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
@@ -67,25 +67,25 @@ class Gradients(Protocol):
 
 
 def has_begun(steps: Sequence[Step]) -> bool:
-    """Whether the paths of a study with these stored steps are chosen, so that its search is over for good."""
+    """Whether the stored `steps` show that the refinement has begun, so that the search is over for good."""
     return any(isinstance(step, NoteStep) and step.request.decision.startswith(CHOICE) for step in steps)
 
 
 @dataclass(frozen=True)
 class _Path:
-    """A path to refine: the number of its trial, and the preference vector as weights by objective."""
+    """A layer path to refine: the number of its trial, and the preference vector as weights by objective."""
 
     trial: int
     preference: Mapping[str, float]
 
 
 def _refined_label(number: int, *, path: int) -> str:
-    """The label of the trial `number`, which refines the path of trial `path`."""
+    """The label of trial `number`, which is the result of refining the layer path of trial `path`."""
     return f"trial {number}, refined from trial {path}"
 
 
 class RefinementStage:
-    """The paths of a study's front that are still to be refined, and the descent along the present one.
+    """Learns coefficients for the layer paths of a study's Pareto front by gradient descent, one path after another.
 
     In a study without `Plan.refinement` the stage is finished at once. `stored` reads the study's steps. `admits` says
     whether a number of samples is within the study's limit (None: not yet known), and `charge` counts the samples of a
@@ -128,7 +128,7 @@ class RefinementStage:
 
     @property
     def is_started(self) -> bool:
-        """Whether the paths are chosen, so that the search is over."""
+        """Whether the layer paths to refine are chosen, so that the search is over."""
         return self._paths is not None
 
     @property
@@ -136,7 +136,7 @@ class RefinementStage:
         return self._plan.refinement is None or (self.is_started and self._next() is None)
 
     def start(self) -> bool:
-        """Choose the paths, which the method stores, after the end of the search.
+        """Choose and store the layer paths to refine, after the end of the search.
 
         Returns False if there is nothing to start: the study refines nothing, or the paths are chosen already.
         """
@@ -153,7 +153,7 @@ class RefinementStage:
         return True
 
     def ask(self, *, timeout_s: float) -> bool:
-        """Continue the descent along the next path, and add its end as a trial if it is reached.
+        """Continue the gradient descent for the next layer path, and add its end point as a trial once it is reached.
 
         Waits up to `timeout_s` seconds for a gradient. Returns True if a trial was added.
         """
@@ -182,7 +182,7 @@ class RefinementStage:
         return False
 
     def _next(self) -> int | None:
-        """The index of the next path that is not refined yet, or None if there is none."""
+        """The index of the next layer path that is not refined yet, or None if there is none."""
         if self._is_stopped:
             return None
         for index in range(len(self._paths or ())):
@@ -205,9 +205,9 @@ class RefinementStage:
         return self._descent
 
     def _may_start(self, descent: _Descent) -> bool:
-        """Whether the next step may start: whether the whole rest of the path's refinement is within all limits.
+        """Whether all remaining steps of a layer path's refinement, and its trial, are within the study's limits.
 
-        If it is not, the stage ends. The answer is also False while it depends on running evaluations.
+        If they are not, the stage ends. The result is also False while it depends on running evaluations.
         """
         reason = self._is_out_of_budget()
         if reason is None:
@@ -255,9 +255,9 @@ class RefinementStage:
         return None
 
     def _chosen(self, plan: RefinementPlan) -> tuple[_Path, ...]:
-        """The paths of the front of the searched trials, the best first, each with its preference vector.
+        """The layer paths on the Pareto front of the searched trials, the best first, each with a preference vector.
 
-        It is the vector for which the path's weighted value is least below that of the best path; of several, the
+        This is the vector for which the path's weighted value is least below that of the best path; of several, the
         first.
         """
         trials = tuple(self._trials.values())
@@ -278,7 +278,7 @@ class RefinementStage:
 
 
 class _Descent:
-    """A descent along one path of the front, as a function of the study's stored steps.
+    """Gradient descent on the coefficients of one layer path, computed from the study's stored steps.
 
     First the losses at the path's own coefficients are computed, which are the units of later losses, so that
     objectives with equal weights count alike. Then follow the gradients.
@@ -296,7 +296,7 @@ class _Descent:
         self._seed = plan.seed
 
     def point(self, steps: Sequence[Step]) -> tuple[float, ...]:
-        """The point that the descent has reached after its stored steps, which are among `steps`."""
+        """The coefficients that the descent has reached after its stored steps, which are among `steps`."""
         start = np.array([parameter.default_value for parameter in numbers_of(self.coefficients.parameters)])
         options = self._options
         reached = point_after(
@@ -309,7 +309,7 @@ class _Descent:
         return tuple(reached.tolist())
 
     def next_request(self, steps: Sequence[Step]) -> ChargedRequest | None:
-        """The next request of the descent, or None at its end."""
+        """The next request for losses or a gradient, or None at the end of the descent."""
         done = self._gradients(steps)
         if len(done) == self._options.steps:
             return None
@@ -335,7 +335,7 @@ class _Descent:
         )
 
     def num_samples_left(self, steps: Sequence[Step]) -> int:
-        """The samples of the steps that are left, and of the trial after them."""
+        """The number of samples that the remaining steps of the descent and the trial after them take."""
         size = share_of(self._options.batch, len(self._names)) * len(self._names)
         gradients = self._options.steps - len(self._gradients(steps))
         losses = LossesRequest.charge if self._first_losses(steps) is None else 0
@@ -352,11 +352,11 @@ class _Descent:
 
 
 def _label(index: int, trial: int) -> str:
-    """The label of a descent's steps: its index among the paths, which `_descent_of` reads, and the trial's number."""
+    """The label of a descent's steps, with the index of its layer path, which `_descent_of` reads, and the trial."""
     return f"refinement {index} of trial {trial}"
 
 
 def _descent_of(step: Step) -> int | None:
-    """The index of the path to whose refinement a step belongs; None for another step."""
+    """The index of the layer path to whose refinement a step belongs; None for a step of the search."""
     word, _, rest = step.request.label.partition(" ")
     return int(rest.split()[0]) if word == "refinement" and isinstance(step, MEASURED) else None

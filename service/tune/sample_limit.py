@@ -39,17 +39,17 @@ class SampleLimit:
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
-        """Whether the trial of `proposal` may start; if `num_charged` is above 0, whether a step for it may start.
+        """Whether the limit allows the trial of `proposal`, or a step for it if `num_charged` is above 0.
 
-        The step counts as `num_charged` samples. The worst case is the sum of three numbers: the samples used so far,
-        the most that the trials in the rung table can still take, and the most that the new trial or step can take. The
-        result is True if this sum is within the limit. Otherwise it is None while evaluations are left, because they
-        may use fewer samples than in the worst case, and False if no evaluations are left.
+        The step, such as a gradient, counts as `num_charged` samples. The worst case is the sum of three numbers: the
+        samples used so far, the most that the trials in the rung table can still take, and the most that the new trial
+        or step can take. The result is True if this sum is within the limit. Otherwise it is None while evaluations are
+        left, because they may use fewer samples than in the worst case, and False if no evaluations are left.
         """
         return self._admits(self._needed(proposal, num_charged) + self._kept)
 
     def admits_refinement(self, num_samples: int) -> bool | None:
-        """Whether the refinement of a path, which takes `num_samples` samples at most, may start or continue.
+        """Whether the limit allows the refinement of a layer path, which takes at most `num_samples` samples.
 
         The result is that of `admits`, without the samples that the search leaves for the refinement.
         """

@@ -1,4 +1,4 @@
-"""The trial actor: sends chunks of samples to the scorer and reports the results, one chunk per `step`.
+"""The trial actor: it sends chunks of samples to the scorer, and reports the results, one chunk per `step`.
 
 It owns no weights and no engine. Each result is stored before the next chunk is requested.
 """
@@ -33,7 +33,7 @@ FAULT_PAUSE_S = 1.0
 
 
 class EvaluationTrainable(tune.Trainable):
-    """The trial actor: it sends the chunks of one evaluation to the scorer, one chunk per step.
+    """The trial actor: it sends the samples of one evaluation to the scorer, one chunk per step.
 
     Each step reports {"outcome": ScoreResult | ChunkFailed}. Only the first step of an actor reports {"outcome": None},
     which means that the actor runs.

@@ -34,11 +34,11 @@ class Trials(Mapping[int, TrialRecord]):
         return len(self._trials)
 
     def first_with(self, digest: str) -> TrialRecord:
-        """The first trial whose recipe has this digest."""
+        """The first trial with the recipe that has this digest."""
         return self._trials[self._first[digest]]
 
     def num_duplicates_in_a_row(self) -> int:
-        """The number of consecutive newest trials that are proposals with the recipe of an earlier trial."""
+        """The number of newest trials in a row that are proposals with the recipe of an earlier trial."""
         count = 0
         for trial in reversed(self._trials.values()):
             if trial.origin is not Origin.SEARCH or self._first[trial.recipe.digest] == trial.number:
@@ -54,14 +54,14 @@ class Trials(Mapping[int, TrialRecord]):
         self._first.setdefault(trial.recipe.digest, trial.number)
 
     def count_chunk(self, number: int, timings_s: Mapping[str, float], *, num_scored: int | None) -> None:
-        """Add to a trial the timings of a chunk that was stored for it.
+        """Add the timings of a stored chunk, and its number of search samples, to a trial's totals.
 
-        If the chunk is of search data, its number of samples, `num_scored`, is added too; for holdout data it is None.
+        `num_scored` is the number of samples of a chunk of search data; for other data it is None.
         """
         self._trials[number] = self._trials[number].after_chunk(timings_s, num_scored)
 
     def finish_rung(self, number: int, rung: RungRecord, *, is_last: bool) -> None:
-        """Store the estimates of a trial at a rung.
+        """Store a trial's estimated objective values at a rung.
 
         With `is_last` the rung is the last one, and the trial is complete.
         """

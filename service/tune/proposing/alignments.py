@@ -1,4 +1,4 @@
-"""Learning of a study's alignments in Ray tasks.
+"""Ray tasks that fit a study's alignments: maps of the residual stream between two layers.
 
 One task for each model reads the texts, and one task for each pair of layers fits the pair's alignment.
 """
@@ -45,7 +45,7 @@ def alignments_in(
     before: Mapping[LayerPair, str],
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[LayerPair, str]:
-    """Learn the alignment of each pair of layers, and copy the files of all alignments to `directory`.
+    """Fit a map of the residual stream (alignment) for each pair of layers, and copy all files to `directory`.
 
     `before` has the names of alignments that the study already has, by pair; they are not learned again unless their
     file is missing. `note` receives lines of progress. Returns the name of each pair's alignment. Raises StudyFailed if
@@ -71,7 +71,7 @@ def alignments_in(
 def learn_alignments(
     inputs: AlignmentInputs, pairs: Iterable[LayerPair], *, note: Callable[[str], None] = lambda _: None
 ) -> dict[LayerPair, str]:
-    """Learn the alignments of pairs of layers that are not in the cache, and return the name of each pair's alignment.
+    """Fit the alignments of layer pairs that are not in the cache, and return the name of each pair's alignment.
 
     A model is opened only if an alignment of one of its layers is missing. `note` receives lines of progress. Raises
     InvalidModel and InvalidTask if models or task data cannot be used, EngineUnavailable if processes die.

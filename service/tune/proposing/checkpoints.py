@@ -1,4 +1,4 @@
-"""Checkpoints of policies, stored as artifacts of a study."""
+"""Checkpoints of the policies that a study trains, stored as artifacts of the study."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources' own correct completions, from the stored samples, as reference answers for gradients.
+"""Stored correct completions of the source models, which gradients can use as reference answers.
 
 They are used for objectives for which a lower loss on the task's reference answers does not imply a better score.
 """
@@ -23,12 +23,12 @@ ROUNDING = 1e-9
 
 
 class SourceCompletions:
-    """The correct completions of one study's source models, among their stored samples on search data.
+    """Reads the correct completions of a study's source models from their stored samples on search data.
 
     A completion is correct if its sample has the best value of the objective's range. Three kinds of samples have no
     completion: options of a multiple choice, samples of several completions (single ones may be wrong), and samples
     stored without tokens. Every source model must be scored in full. Samples of an engine that failed a check are
-    scored again and must get the same values; if their tokens differ, a later attempt reads the new tokens.
+    scored again and must get the same values; if their tokens differ, a later driver reads the new tokens.
     """
 
     def __init__(self, store: Store, study_id: str, objectives: Sequence[Objective]) -> None:
@@ -37,9 +37,9 @@ class SourceCompletions:
         self._objectives = {objective.name: objective for objective in objectives}
 
     def find(self, request: CompletionsRequest) -> CompletionsResult:
-        """The sample positions that have a correct completion, for each requested objective.
+        """The sample positions that a source model has completed correctly, for each requested objective.
 
-        The result also has the trial number of the first source model that answered correctly.
+        The result also has, for each position, the trial number of the first such source model.
         """
         found: dict[str, dict[int, int]] = {name: {} for name in request.completions}
         for source in self._sources():

@@ -40,10 +40,10 @@ class GradientInputs:
 
 
 class GradientActor:
-    """The actor that computes losses and gradients of merges, one step at a time.
+    """The actor that computes losses and gradients of merges, one request at a time.
 
-    It holds a trainable model and the bank of source weights. Equal requests have equal results on the same device with
-    the same number of threads.
+    It holds a trainable model and the weights of all source models. Equal requests have equal results on the same
+    device with the same number of threads.
     """
 
     def __init__(self, inputs: GradientInputs) -> None:
@@ -53,11 +53,14 @@ class GradientActor:
         self._completions: Completions | None = None  # those that are not set yet
 
     def use_completions(self, completions: Completions) -> None:
-        """Set the completions that later requests use as references, for the objectives that they name."""
+        """Set the completions that later requests use as reference answers.
+
+        A request uses them only for the objectives that it lists in `completions`.
+        """
         self._completions = completions
 
     def use_coefficients(self, coefficients: Coefficients) -> None:
-        """Set the coefficients to which the points of later requests belong."""
+        """Set the coefficients for which later requests give values."""
         self._space = coefficients
 
     def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:

@@ -1,4 +1,4 @@
-"""How the driver obtains proposals: the results that they may use, the interface that computes them, their steps."""
+"""The driver's side of proposals: the results that they may use, and the interface that computes them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Proposer(Protocol):
         ...
 
     def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
-        """The outcome of the computation: a configuration, a computed step of the proposal, or a request for a step.
+        """The proposed configuration, or an intermediate step, such as a gradient, that is computed or requested.
 
-        Returns None if there is no outcome within `timeout_s` seconds. If the outcome is a step, the caller stores it
-        and then calls `stored`. A requested step counts against the limit of samples: the caller calls `compute` if the
-        limit allows it. After either call the computation of the proposal continues.
+        Returns None if there is no result within `timeout_s` seconds. If the result is a computed step, the caller
+        stores it and then calls `stored`. A requested step counts against the limit of samples: the caller calls
+        `compute` if the limit allows it. After either call the computation of the proposal continues.
         """
         ...
 
     def compute(self, request: ChargedRequest) -> None:
-        """Begin to compute, in the background, the step that was requested last."""
+        """Begin to compute the requested losses or gradient in the background."""
         ...
 
     def stored(self, step: Step) -> None:
@@ -49,7 +49,7 @@ class Proposer(Protocol):
 
 
 class Asking:
-    """The proposal that is being computed for the driver, if there is one, and the steps that it needs.
+    """Tracks the proposal that is being computed, and stores the steps, such as gradients, that it needs.
 
     `may_compute` is called with a proposal and the searcher's request for a step that the proposal needs. If it returns
     False, the step is not started: the method `result` returns None, and calls `may_compute` again the next time.
@@ -77,7 +77,7 @@ class Asking:
         self._proposer.submit(number=proposal.number, observations=found, pending=pending)
 
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
-        """The proposal with its configuration and the seconds that it took, or None if it is not ready in time.
+        """The proposal, its configuration and the seconds that it took, or None if it is not ready in time.
 
         The method waits up to `timeout_s` seconds. Steps that are ready are stored. Raises StaleAttempt if another
         driver has replaced this one.

@@ -48,7 +48,10 @@ class RayGradients:
         self._num_deaths = 0
 
     def use_completions(self, read: Callable[[], Completions]) -> None:
-        """Use completions of the sources, which `read` returns, as references of later requests that name them."""
+        """Use the completions that `read` returns as reference answers of later requests.
+
+        A request uses them only for the objectives that it lists in `completions`.
+        """
         self._completions = read
         if self.actor is not None:
             self.actor.use_completions.remote(read())
@@ -73,7 +76,7 @@ class RayGradients:
         return self.finish() if ready else None
 
     def finish(self) -> LossesResult | GradientResult | None:
-        """The result of the request, whose call is ready; None if the actor died, and another one computes it again.
+        """The result of the completed call, or None if the actor died and a new one repeats the request.
 
         Raises InvalidModel and InvalidTask if the actor cannot use its models or task data, EngineUnavailable if it
         cannot read its files or MAX_DEATHS actors have died in a row, StudyFailed after any other error.
@@ -100,7 +103,10 @@ class RayGradients:
         return result
 
     def _start(self) -> None:
-        """Start the actor. It runs its calls in order, so later requests have its coefficients and completions."""
+        """Start the actor, and send it the current completions and coefficients before any request.
+
+        The actor runs its calls in order.
+        """
         inputs = on_free_device(self._inputs, ray.available_resources())
         kind: Any = ray.remote(GradientActor)
         self.actor = kind.options(num_cpus=ACTOR_CPUS, num_gpus=int(inputs.device == "cuda")).remote(inputs)
@@ -111,7 +117,7 @@ class RayGradients:
 
 
 def on_free_device(inputs: GradientInputs, resources: Mapping[str, float]) -> GradientInputs:
-    """The inputs of a gradient actor with a device that is free; `resources` are Ray's free resources.
+    """Replace the GPU by the CPU in the inputs of a gradient actor if Ray's free `resources` have no GPU.
 
     An actor that is planned for a GPU computes on the CPU if no GPU is free, because it would wait for one forever.
     """

@@ -1,4 +1,4 @@
-"""Proposals on Ray: the searcher runs in a separate process, and the gradient actor computes its steps.
+"""Proposals on Ray: one actor runs the searcher, and another computes the losses and gradients that it requests.
 
 A step is a computation that a searcher requests before it proposes a configuration (`service.store.steps`).
 """
@@ -107,10 +107,10 @@ class RayProposer:
         self._propose_rest()
 
     def _propose_rest(self) -> None:
-        """Begin to compute the proposals of the batch that follow the present one, if the searcher computes no steps.
+        """Begin to compute the remaining proposals of the batch, if the searcher computes no steps.
 
-        Proposals that were computed ahead earlier, for example before the searcher asked to store a decision (a note),
-        are dropped.
+        Proposals that were computed ahead earlier, for example before the searcher asked to store a decision, are
+        dropped.
         """
         self._next.clear()
         if SEARCHERS[self._algorithm].proposes_at_once:
@@ -118,7 +118,7 @@ class RayProposer:
             self._next.extend(self._searcher.propose_next.remote() for _ in range(left))
 
     def _follows(self, call: Mapping[str, Any]) -> bool:
-        """Whether `call`, the arguments of `submit`, is for the next proposal that the actor has computed ahead.
+        """Whether `call`, the arguments of `submit`, requests the next proposal that was computed in advance.
 
         Three conditions must hold: the number of `call` follows the number of the last proposal, the observations of
         `call` are those of the last proposal, and its pending configurations are those of the last proposal with the
@@ -148,10 +148,10 @@ class RayProposer:
         self._compute(request)
 
     def _finish(self) -> Step | ChargedRequest | dict[str, Any] | None:
-        """Handle the result of the last call to an actor. The result must be available.
+        """Convert the available result of the last call to an actor into the result for the driver.
 
-        The result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns the value that
-        the method `result` returns to the driver, or None if another call to an actor must end first.
+        The actor's result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns the
+        value that the method `result` returns to the driver, or None if another call to an actor must end first.
         """
         request, self._computing = self._computing, None
         if request is None:
@@ -190,8 +190,8 @@ class RayProposer:
 
         - the proposed configuration
         - a request for losses or a gradient, which may be computed only if the driver calls `compute`
-        - a step that this method has computed at once, because the searcher asked to store a decision (a note) or to
-          read correct completions
+        - a step that this method has computed at once, because the searcher asked to store a decision or to read
+          correct completions
         - None, if the searcher asked for an update of a policy, which this method has started
         - None, if the actor died; a new actor then computes the proposal again
         """
@@ -234,7 +234,7 @@ class RayProposer:
         self._searcher = self._new_searcher()
 
     def _updated(self, request: UpdateRequest) -> Step | None:
-        """The update of a policy, which the searcher's actor has computed, as a step.
+        """The update of a policy that the searcher's actor has computed, as a step to store.
 
         The method stores the policy's new checkpoint, if the actor returned one. Returns None if the actor died; this
         method has then started a new actor, which computes the update again.
@@ -254,7 +254,7 @@ class RayProposer:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _compute(self, request: ChargedRequest | UpdateRequest) -> None:
-        """Begin to compute the step that the searcher requested by `request`.
+        """Begin to compute the policy update, losses or gradient that the searcher requested by `request`.
 
         The searcher's actor computes updates of policies. The gradient actor computes losses and gradients.
         """
@@ -277,7 +277,7 @@ class RayProposer:
             self._gradients.use_completions(lambda: found.read(chosen))
 
     def _measured(self, request: LossesRequest | GradientRequest) -> Step | None:
-        """The losses or the gradient that the gradient actor has computed, as a step.
+        """The losses or the gradient that the gradient actor has computed, as a step to store.
 
         Returns None if the gradient actor died; another gradient actor then computes the step again. Raises the errors
         of `RayGradients.finish`.

@@ -1,4 +1,4 @@
-"""The searcher and the data that it needs in the process that computes proposals: its study's steps and checkpoints."""
+"""The searcher's actor: it computes proposals, with the steps and checkpoints of its study in memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["SearcherState", "SentObservations"]
 
 
 class SearcherState:
-    """A searcher with the state of its study: parameters, setting, steps, and checkpoints by iteration.
+    """Actor that runs a searcher, with the parameters, setting, steps and policy checkpoints of its study.
 
-    It runs in the process that proposes. In its methods, `call` has the fields of `ProposalContext` that differ between
-    proposals: `number`, `seed`, `observations` and `pending`. `observations` may have an index in place of an
-    observation: the index of one of the observations that the method `receive` has received.
+    In its methods, `call` has the fields of `ProposalContext` that differ between proposals: `number`, `seed`,
+    `observations` and `pending`. `observations` may have an index in place of an observation: the index of one of the
+    observations that the method `receive` has received.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SearcherState:
         self._ahead: _Ahead | None = None
 
     def receive(self, observations: Sequence[Observation]) -> None:
-        """Keep observations, to which later calls refer by index.
+        """Store observations, to which later calls refer by index.
 
         Each observation is then sent to this process once, and not with every call.
         """

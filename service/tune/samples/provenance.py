@@ -14,11 +14,11 @@ __all__ = ["ProvenanceCheck"]
 
 
 class ProvenanceCheck:
-    """Checks that the evidence of a result agrees with the request and with the evidence of earlier results.
+    """Checks that a result's hashes of weights and prompts agree with the request and with earlier results.
 
-    `bank_fingerprint` is the fingerprint of the study's source models. `stored` is the evidence that earlier attempts
-    have stored. Results of one recipe must have the same checksum of weights, and results on the same samples the same
-    hash of prompts.
+    These hashes are the evidence of the result. `bank_fingerprint` is the fingerprint of the study's source models.
+    `stored` is the evidence that earlier attempts have stored. Results of one recipe must have the same checksum of
+    weights, and results on the same samples the same hash of prompts.
     """
 
     def __init__(self, bank_fingerprint: str, stored: Iterable[EvidenceRecord]) -> None:
@@ -30,7 +30,7 @@ class ProvenanceCheck:
             self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
-        """Check the evidence of a result, and return the result with prompt hashes whose names contain the split.
+        """Check that a result belongs to the request, and return it with the split in the names of its prompt hashes.
 
         An engine names a prompt hash by objective and positions. The returned name is "split objective[start:stop]".
         Raises EvidenceMismatch if the evidence does not agree with the request or with earlier evidence.

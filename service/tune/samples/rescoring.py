@@ -33,11 +33,11 @@ Key = tuple[str, int]  # objective, position
 
 
 class Rescoring:
-    """The void samples of one study: an engine scored them after its last passed check, and then failed a check.
+    """Samples of one study that are scored again, because their engine failed a check after it had scored them.
 
-    The old value of a void sample stays in the store until a sample with the same value replaces it. If the sample has
-    another value when it is scored again, that value is never stored and the study fails. If the study is resumed, it
-    fails again.
+    A sample is void if its engine passed no check between scoring it and failing. The old value of a void sample stays
+    in the store until a sample with the same value replaces it. If the sample has another value when it is scored
+    again, that value is never stored and the study fails. If the study is resumed, it fails again.
     """
 
     def __init__(self, study_id: str, store: Store, writer: JobWriter, samples: SampleCache) -> None:
@@ -56,14 +56,15 @@ class Rescoring:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are void samples that have not been scored again."""
+        """Whether samples of engines that failed a check are still to be scored again."""
         return bool(self._void)
 
     def is_void(self, replica: str, canaries: int | None) -> bool:
-        """Whether the samples that the engine of `replica` scored after it had passed `canaries` canaries are void.
+        """Whether samples that the engine of `replica` scored after `canaries` passed checks must be scored again.
 
-        They are void if the engine later failed a check, and had passed no more canaries by then. `replica` is the
-        replica's id. If `canaries` is None, an earlier version stored the samples, and they are not void.
+        A canary is a check of the engine's output on fixed prompts. The samples are void if the engine later failed a
+        check, and had passed no more canaries by then. `replica` is the replica's id. If `canaries` is None, an earlier
+        version stored the samples, and they are not void.
         """
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries
@@ -82,10 +83,10 @@ class Rescoring:
             raise StudyFailed(f"{len(self._reported)} engines failed their checks; the last: {fault}")
 
     def look(self, *, at_once: bool) -> bool:
-        """Read new faults of engines from the store, and remove samples that they make void from the cache.
+        """Find engines that newly failed a check, and remove their affected samples from the sample cache.
 
-        Returns whether any study has a new fault. If `at_once` is False, a call within LOOK_S seconds of the last one
-        does nothing and returns False.
+        The failed checks (faults) are read from the store. Returns whether any study has a new one. If `at_once` is
+        False, a call within LOOK_S seconds of the last one does nothing and returns False.
         """
         if not at_once and time.monotonic() - self._looked_at < LOOK_S:
             return False
@@ -103,7 +104,7 @@ class Rescoring:
         return True
 
     def _take_out(self) -> tuple[set[str], int]:
-        """Remove samples that have become void from the sample cache, so that they are scored again.
+        """Remove samples of engines that failed a check from the sample cache, so that they are scored again.
 
         Returns the ids of the replicas that scored them, and the number of samples.
         """
@@ -122,7 +123,7 @@ class Rescoring:
     def next_evaluation(
         self, in_flight: Iterable[Evaluation], *, trial_of: Callable[[str], TrialRecord]
     ) -> Evaluation | None:
-        """An evaluation that scores the void samples of one recipe and split again.
+        """An evaluation that scores samples of one recipe and split again, because their engine failed a check.
 
         Returns None if no void samples are left, or if all their recipes are `in_flight`. `trial_of` gives the trial of
         a recipe by its digest.
@@ -141,7 +142,7 @@ class Rescoring:
     def compare(
         self, evaluation: Evaluation, result: ScoreResult, trials: Iterable[TrialRecord]
     ) -> tuple[set[Key], set[Key]]:
-        """Compare the samples of a result with the void samples that they replace.
+        """Compare rescored samples with the earlier values that they replace.
 
         Returns the samples with an equal value, and those with another value, which must not be stored. Raises
         StudyFailed once all void samples have been scored again and some have another value. The message names the
@@ -164,7 +165,7 @@ class Rescoring:
         return again.keys() - changed, changed
 
     def _settle(self) -> None:
-        """Store the event that all void samples have been scored again.
+        """Store the event that all samples of engines that failed a check have been scored again.
 
         Raises StudyFailed instead if some of them have another value than before.
         """

@@ -1,4 +1,4 @@
-"""Scored samples of one study: which samples of a recipe are missing, and the estimates of a rung."""
+"""In-memory cache of a study's scored samples, with estimates of objectives at each rung."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["SampleCache"]
 
 
 class SampleCache:
-    """The stored sample values of one study, in memory, by recipe.
+    """In-memory cache of the sample values of one study, by recipe.
 
-    Trials with equal recipes share their samples. Holdout data have a single rung, which has all samples. A rung of
-    benchmark data is the benchmark of this position in `Plan.benchmarks`, with all its samples, and with all samples of
-    the templates by which the recipe's prompts are attacked at present (`set_attacked`).
+    Trials with equal recipes share their samples. Holdout data have a single rung, which has all samples. On benchmark
+    data, the rung is the position of a benchmark in `Plan.benchmarks`. It has all samples of the benchmark, and all
+    samples of the prompt templates with which the recipe is attacked at present (`set_attacked`).
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
@@ -42,12 +42,12 @@ class SampleCache:
 
     @property
     def num_scored(self) -> int:
-        """Number of samples that are stored, on search data and holdout data together."""
+        """Number of samples that are stored, on search data, holdout data and benchmarks together."""
         return sum(self._num_scored.values())
 
     @property
     def num_searched(self) -> int:
-        """Number of samples that are stored for the search."""
+        """Number of samples that are stored on search data."""
         return self._num_scored[Split.SEARCH]
 
     def add(self, digest: str, split: Split, samples: Sequence[SampleResult]) -> None:
@@ -59,7 +59,7 @@ class SampleCache:
         self._num_scored[split] += len(samples)
 
     def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
-        """Remove a sample from the cache, so that it is missing until it is added again."""
+        """Remove a sample from the cache, so that it is scored again."""
         values = self._values[split][digest][objective]
         if split == Split.SEARCH:
             self._void[digest, objective, position] = float(values[position])
@@ -67,7 +67,7 @@ class SampleCache:
         self._num_scored[split] -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
-        """The spans of samples at a rung that are not stored for the recipe with the digest `digest`.
+        """The ranges of samples at a rung that are not stored for the recipe with the digest `digest`.
 
         Chunks are stored whole, so gaps between stored samples exist only where an attempt was interrupted or void
         samples were removed.
@@ -121,7 +121,7 @@ class SampleCache:
     def cost_differences(
         self, recipe: Recipe | StoredRecipe, rival: Recipe | StoredRecipe, *, rung: int
     ) -> tuple[NDArray[np.float64], ...]:
-        """Differences in cost between a recipe and its `rival`, for each objective, in [-1, 1].
+        """Per-sample differences in cost between a recipe and a `rival` recipe, for each objective, in [-1, 1].
 
         There is one array per objective [num_samples]: the cost of the recipe minus the cost of the rival on each
         sample of the rung, in the order of the samples. Both must have been scored on all of these samples. Costs are
@@ -146,18 +146,18 @@ class SampleCache:
         return tuple(difference(objective) for objective in self._plan.objectives)
 
     def add_attacked_tasks(self, tasks: Mapping[str, TaskSpec]) -> None:
-        """Make known the tasks of attacked templates, by the name under which their samples are stored."""
+        """Add tasks with changed prompt templates, by the name under which their samples are stored."""
         self._attacked_tasks |= tasks
 
     def set_attacked(self, digest: str, benchmark: int, names: Collection[str]) -> None:
-        """State by which attacked templates a recipe is scored at present, on the benchmark at position `benchmark`.
+        """Set the changed prompt templates with which a recipe is scored on the benchmark at position `benchmark`.
 
-        `names` are the names of their samples; their tasks must be known.
+        `names` are the names of the templates' samples; their tasks must be known.
         """
         self._attacked[digest, benchmark] = names
 
     def mean(self, digest: str, split: Split, name: str) -> float:
-        """The mean value of a recipe's stored samples of one name, of which at least one must be stored."""
+        """The mean value of a recipe's stored samples of the task `name`, of which at least one must be stored."""
         return float(np.nanmean(self._values[split][digest][name]))
 
     def _num_samples(self, digest: str, rung: int, split: Split) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""Checks and stores the results of scored chunks.
+"""Checks and stores the results that engines return for chunks of samples.
 
 Results of an engine that later failed a check are removed and scored again.
 """
@@ -57,10 +57,9 @@ class ScoredChunks:
         return self._rescoring.is_pending
 
     def next_rescoring(self, in_flight: Iterable[Evaluation]) -> Evaluation | None:
-        """An evaluation that scores the void samples of one recipe again.
+        """An evaluation that scores samples of one recipe again, because their engine failed a check.
 
-        Void samples are those of an engine that failed a check. Returns None if there are none, or if all their recipes
-        are being scored by evaluations that are running (`in_flight`).
+        Returns None if no such samples are left, or if running evaluations (`in_flight`) score all their recipes.
         """
         return self._rescoring.next_evaluation(in_flight, trial_of=self._trials.first_with)
 
@@ -70,7 +69,7 @@ class ScoredChunks:
         self.look_for_faults()
 
     def look_for_faults(self, *, at_once: bool = True) -> None:
-        """Read from the store which engines failed a check in any study.
+        """Find engines that failed a check in any study, and schedule this study's affected samples for rescoring.
 
         Without `at_once`, the store is read no more often than once a second.
         """
@@ -80,11 +79,11 @@ class ScoredChunks:
             self._provenance = ProvenanceCheck(self._plan.bank_fingerprint, valid)
 
     def add(self, evaluation: Evaluation, result: ScoreResult) -> bool:
-        """Store a result of an engine.
+        """Check and store an engine's result for a chunk of samples.
 
-        Returns False, and stores nothing, if the result is void because the engine has failed a check. Raises
-        EvidenceMismatch if the result belongs to another recipe, other sources or other prompts than requested. Raises
-        StudyFailed if samples that are scored again have other values than before.
+        Returns False, and stores nothing, if the engine failed a check after scoring, so that the samples must be
+        scored again. Raises EvidenceMismatch if the result belongs to another recipe, other sources or other prompts
+        than requested. Raises StudyFailed if samples that are scored again have other values than before.
         """
         trial, split = evaluation.trial, evaluation.split
         if self._rescoring.is_void(result.evidence.replica, result.evidence.canaries):

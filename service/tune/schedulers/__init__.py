@@ -1,6 +1,6 @@
-"""Schedulers: when trials are promoted from rung to rung, and which results a proposal may use.
+"""Schedulers: they decide when trials are promoted from rung to rung, and which results a proposal may use.
 
-- `base`: the table of rungs and brackets that every scheduler keeps
+- `base`: base class of schedulers, with the table of rungs and brackets
 - `successive_halving`: Hyperband, ASHA, and one rung without promotion
 - `racing`: comparisons with the best trials on the same samples
 - `ranking`: the order of promotion within a rung
@@ -37,11 +37,11 @@ def rung_table(
     violation: Callable[[int, int], float],
     differences: Callable[[int, int, int], Sequence[NDArray[Any]]],
 ) -> RungTable:
-    """A new rung table, still without trials, for the scheduler of `plan`.
+    """Create the scheduler that `plan` names, still without trials.
 
-    The table decides which trial is evaluated at which rung, and which trials are promoted. `violation(trial, rung)` is
-    the total constraint violation of a trial at a rung. `differences(trial, rival, rung)` has an array for each
-    objective: the trial's cost minus that of the trial `rival` on each sample of the rung.
+    The scheduler decides which trial is evaluated at which rung, and which trials are promoted. `violation(trial,
+    rung)` is the total constraint violation of a trial at a rung. `differences(trial, rival, rung)` has an array for
+    each objective: the trial's cost minus that of the trial `rival` on each sample of the rung.
     """
     own: dict[str, Any] = {}
     if plan.error_rate is not None:

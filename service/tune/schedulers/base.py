@@ -1,4 +1,4 @@
-"""The table of rungs and brackets: which trial is evaluated at which rung next, and which trials are promoted.
+"""Base class of schedulers, with the table of rungs and brackets from which evaluations and promotions follow.
 
 The table is rebuilt from the stored trials, rungs and brackets at every start, and uses neither SQL nor Ray. A
 scheduler is a subclass, which decides when a rung promotes trials and which results a proposal may use.
@@ -29,7 +29,7 @@ __all__ = ["Decision", "Entry", "Proposal", "Rung", "RungTable"]
 
 @dataclass
 class Entry:
-    """A trial in the rung table: its bracket, its next rung, its costs by rung, and its state.
+    """A trial's state in the scheduler: its bracket, its next rung, its costs by rung, and its state.
 
     `bracket` is None for a baseline. `is_finished` is True once the trial is complete, pruned or failed. `is_waiting`
     is True while the trial waits for a decision on its promotion.
@@ -107,7 +107,7 @@ class Decision:
 
 
 class RungTable(ABC):
-    """The rungs and brackets of one study; each scheduler is a subclass.
+    """Base class of schedulers, with the rungs and brackets of one study.
 
     - `cycle`: the brackets, which repeat until `max_trials` configurations are proposed
     - `num_baselines`: the number of baselines, which are the first trials and are evaluated once, at the last rung
@@ -173,7 +173,7 @@ class RungTable(ABC):
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Let proposals use the results at higher rungs that proposal `number`, in bracket number `bracket`, must use.
+        """Make the results at higher rungs that proposal `number` of bracket `bracket` must use visible to proposals.
 
         A higher rung is any rung after a trial's first. A subclass decides which results these are, and calls the
         method `_see` for each. Returns False while one of the results is missing; the proposal then waits. A result
@@ -214,9 +214,9 @@ class RungTable(ABC):
         return self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
-        """Record the costs of a trial at the rungs below the last, by rung.
+        """Record the costs of a trial at the rungs below the last, at which it is not evaluated separately.
 
-        This is needed for trials that are evaluated only at the last rung, such as baselines.
+        This is needed for trials that are evaluated only at the last rung, such as baselines. `costs` is by rung.
         """
         self._at_looks[number] = dict(costs)
 
@@ -250,7 +250,7 @@ class RungTable(ABC):
     # -- samples ---------------------------------------------------------------------------------------------------
 
     def most_samples_left(self, totals: Sequence[int]) -> int:
-        """The most samples that the trials in the table can still take, if each is evaluated up to the last rung.
+        """The most samples that the study's trials can still take, if each is evaluated up to the last rung.
 
         `totals` has each rung's number of samples, of all objectives together. Subclasses may return a smaller number.
         """
@@ -355,7 +355,7 @@ class RungTable(ABC):
     # -- internal --------------------------------------------------------------------------------------------------
 
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
-        """The number of the next proposal's bracket, and the bracket itself if the proposal opens it, else None.
+        """The number of the next proposal's bracket, and the bracket itself if it must be opened first, else None.
 
         A new bracket is opened when the newest bracket has all its trials. The new bracket is the next one of the
         repeated `cycle`, and is smaller if fewer configurations are left to propose.
@@ -377,7 +377,7 @@ class RungTable(ABC):
         return () if entry.bracket is None else self.decide(entry.bracket)
 
     def _see_first(self, last: int) -> bool:
-        """Let proposals use the first results of all trials up to number `last`.
+        """Make the first results of all trials up to number `last` visible to proposals.
 
         Trials that failed without a result are added to the failed trials, which proposals receive. Returns False if a
         trial has no result yet and has not failed.
@@ -394,7 +394,7 @@ class RungTable(ABC):
         return True
 
     def _see(self, number: int, rung: int) -> bool:
-        """Let proposals use a trial's result at a rung, if it exists; return whether the trial was evaluated there.
+        """Make a trial's result at a rung visible to proposals; return whether the trial was evaluated there.
 
         A trial that failed counts as evaluated, but has no result that proposals could use.
         """
@@ -404,7 +404,7 @@ class RungTable(ABC):
         return entry.is_evaluated(rung)
 
     def _see_ended(self, last: int) -> None:
-        """Let proposals use all results of the trials up to number `last`.
+        """Make all results of the trials up to number `last` visible to proposals.
 
         The trials must have ended, and proposals must be allowed to use their first results already (`_see_first`).
         """

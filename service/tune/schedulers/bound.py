@@ -1,4 +1,6 @@
-"""A bound on paired differences that holds at all rungs at once, for samples drawn without replacement.
+"""An anytime-valid bound on paired differences, for samples drawn without replacement.
+
+Anytime-valid means that the error rate holds for all rungs together.
 
 Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (JRSS B 86, 2024), section 5, and
 "Confidence sequences for sampling without replacement" (NeurIPS 2020). A gambler bets that a trial is worse than a
@@ -26,11 +28,11 @@ BETS = (np.arange(20) + 0.5) / 20
 
 
 def largest_capital(differences: Differences, *, population: int) -> float:
-    """Bet that the numbers of a population have a positive sum, from a capital of 1, and return the largest capital.
+    """The evidence that a population has a positive sum, as the largest capital of a gambler who starts with 1.
 
-    A large capital is evidence for a positive sum: if the sum is not positive, the capital reaches c with a probability
-    of at most 1 / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a random order. The
-    capital is infinite if the sum must be positive for any remaining numbers in [-1, 1].
+    The gambler bets on a positive sum. If the sum is not positive, the capital reaches c with a probability of at most
+    1 / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a random order. The capital is
+    infinite if the sum must be positive for any remaining numbers in [-1, 1].
     """
     drawn = np.arange(len(differences))
     sums = np.concatenate(([0.0], np.cumsum(differences)[:-1]))

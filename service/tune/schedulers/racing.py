@@ -20,11 +20,12 @@ __all__ = ["RacingTable"]
 
 
 class RacingTable(RungTable):
-    """A rung table for racing: each trial moves up the rungs independently, and is stopped when a rival is ahead of it.
+    """Scheduler by racing: each trial moves up the rungs independently, and is stopped when a better trial is ahead.
 
-    Trial and rival are compared at the trial's rung. A rival is ahead if it has a smaller cost or, with several
-    objectives, if it dominates the trial; with constraints, a rival that violates them less is ahead. With a `bound`, a
-    rival is ahead only if its lead is larger than chance explains (`Bound.is_behind`).
+    The trials with which it is compared are its rivals. Trial and rival are compared at the trial's rung. A rival is
+    ahead if it has a smaller cost or, with several objectives, if it dominates the trial; with constraints, a rival
+    that violates them less is ahead. With a `bound`, a rival is ahead only if its lead is larger than chance explains
+    (`Bound.is_behind`).
 
     The rivals of trial n are on the Pareto front of the trials up to n - max_staleness that were scored in full. The
     proposal of trial n waits until all trials up to n - max_staleness have ended, and uses all their results, so a race
@@ -73,16 +74,16 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _are_known(self, number: int) -> bool:
-        """Whether all trials that may be rivals of trial `number` have ended.
+        """Whether all trials with which trial `number` may be compared (its rivals) have ended.
 
         These are the trials up to `number` - `max_staleness`.
         """
         return self._num_ended > number - self._max_staleness
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
-        """The rivals of trial `number` that have costs at the rung, each with its costs there.
+        """The trials with which trial `number` is compared at the rung, each with its costs there.
 
-        Rivals are the trials on the front of all trials up to `number` - `max_staleness`.
+        These rivals are the trials on the front of all trials up to `number` - `max_staleness`.
         """
         for rival in self._front_of(max(0, number - self._max_staleness + 1)):
             entry = self._entries[rival.number]

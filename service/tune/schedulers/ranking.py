@@ -1,10 +1,10 @@
-"""The order of promotion within a rung, kept up to date with each new candidate.
+"""The order of promotion within a rung, updated incrementally with each new trial.
 
-The order is that of `search_spaces.objectives.promotion_order`, which sorts all candidates anew. Here, a candidate is
-inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method for Steady-State
-Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that dominates others
-moves them one front back. Only the fronts that were requested so far are separated; all other candidates are kept
-together, unsorted.
+The order is that of `search_spaces.objectives.promotion_order`, which sorts all trials (candidates) anew. Here, a
+candidate is inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method for
+Steady-State Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that
+dominates others moves them one front back. Only the fronts that were requested so far are separated; all other
+candidates are kept together, unsorted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ranking:
 
 
 class _Order(Protocol):
-    """The interface of ordered candidates for promotion: trials with their costs at one rung.
+    """The interface of classes that keep the trials of a rung in the order of promotion, by their costs.
 
     The method `take` returns the best candidates that it has not returned before.
     """
@@ -63,7 +63,7 @@ class _Order(Protocol):
 
 
 class _Line:
-    """Candidates for promotion with one cost each, ordered by cost, then trial number."""
+    """Trials of a single-objective study in the order of promotion: by cost, then trial number."""
 
     def __init__(self) -> None:
         self._all: list[tuple[float, int]] = []
@@ -86,12 +86,12 @@ class _Line:
 
 
 class _Fronts:
-    """Candidates for promotion with several costs, ordered by front, then crowding distance, then trial number.
+    """Trials with several objectives in the order of promotion: by front, crowding distance, then trial number.
 
-    The first front consists of the candidates that no other one dominates. The second front is the first front of the
-    remaining candidates, and so on. Within a front, a larger crowding distance comes first. Candidates are numbered in
-    the order of arrival, and named by these numbers. `_fronts` has the first fronts. `_rest` has the candidates behind
-    them, which are not divided into fronts yet.
+    The trials are candidates for promotion. The first front consists of the candidates that no other one dominates. The
+    second front is the first front of the remaining candidates, and so on. Within a front, a larger crowding distance
+    comes first. Candidates are numbered in the order of arrival, and named by these numbers. `_fronts` has the first
+    fronts. `_rest` has the candidates behind them, which are not divided into fronts yet.
     """
 
     def __init__(self, num_costs: int) -> None:
@@ -141,10 +141,9 @@ class _Fronts:
         return [self._numbers[place] for place in new.tolist()]
 
     def _num_fronts(self, rank: int) -> int:
-        """Make sure that the front with index `rank` is known, if there is one, and return the number of known fronts.
+        """Compute the front with index `rank` if it is the next unknown one, and return the number of known fronts.
 
-        If this front is the next after the known ones, it is computed: it has the candidates in `_rest` that no other
-        candidate there dominates.
+        The front has the candidates in `_rest` that no other candidate there dominates.
         """
         if rank == len(self._fronts) and len(self._rest):
             is_first = np.array(non_dominated([tuple(costs) for costs in self._costs[self._rest].tolist()]))
@@ -153,9 +152,9 @@ class _Fronts:
         return len(self._fronts)
 
     def _first_undominated(self, costs: Costs) -> int:
-        """The index of the first separated front in which no candidate dominates `costs`.
+        """The index of the first known front in which no candidate dominates `costs`.
 
-        If every separated front has a candidate that dominates `costs`, this is the number of separated fronts.
+        If every known front has a candidate that dominates `costs`, this is the number of known fronts.
         """
         low, high = 0, len(self._fronts)
         while low < high:

@@ -1,4 +1,4 @@
-"""Hyperband and ASHA.
+"""Schedulers by successive halving: Hyperband and ASHA.
 
 Hyperband: Li et al., "Hyperband" (JMLR 18, 2018), algorithm 1. ASHA: Li et al., "A System for Massively Parallel
 Hyperparameter Tuning" (MLSys 2020), algorithm 2. `search_spaces.fidelity` computes the sizes of brackets.
@@ -15,7 +15,7 @@ __all__ = ["AshaTable", "HyperbandTable"]
 
 
 class HyperbandTable(RungTable):
-    """Rung table of Hyperband: a rung promotes trials once, when no further trial of its bracket can arrive there.
+    """Hyperband scheduler: a rung promotes trials once, when no further trial of its bracket can arrive there.
 
     Proposal n, in bracket b, uses these results:
 
@@ -89,7 +89,7 @@ class HyperbandTable(RungTable):
 
 
 class AshaTable(RungTable):
-    """A rung table for ASHA: with every result, a rung promotes the trials of its best 1/eta that are not promoted yet.
+    """ASHA scheduler: with every result, a rung promotes the trials of its best 1/eta that are not promoted yet.
 
     The search departs from the paper's in two ways, which make it independent of the order of results:
 
@@ -122,7 +122,7 @@ class AshaTable(RungTable):
         return True
 
     def most_samples_left(self, totals: Sequence[int]) -> int:
-        """The most samples that the trials in the table can still take.
+        """The most samples that the study's trials can still take.
 
         Each decision at a rung promotes at most one trial. So for each member of a rung on which no decision has been
         made, one trial may still be scored at all rungs above this rung. `totals` has each rung's number of samples, of

@@ -1,11 +1,11 @@
-"""Search algorithms: one module for each algorithm in `search_spaces.searchers`, which defines SEARCHER.
+"""Search algorithms: each module defines the searcher SEARCHER of one algorithm in `search_spaces.searchers`.
 
 Importing this package does not import the libraries that propose: SMAC, scikit-learn, Optuna and cmaes.
 
 - `base`: the interface of searchers, and the data that they receive
-- `adam`: gradient descent from stored steps
+- `adam`: Adam, recomputed from stored gradients
 - `descents`: the descents of a search by gradients, in their order
-- `elites`: the best known layer paths of each preference vector, and mutants of them
+- `elites`: the best known layer paths of each preference vector, and random mutations of them
 - `encoding`: configurations as rows of numbers
 - `history`: each trial's result at its highest rung, and an order of trials
 - `loss_comparison`: whether a search uses gradients

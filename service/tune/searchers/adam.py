@@ -1,4 +1,4 @@
-"""Gradient descent with Adam from stored steps, and the samples of each step's gradient.
+"""Gradient descent with Adam, recomputed from stored gradients, and the minibatches of the gradients.
 
 Adam is algorithm 1 of Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015. Nothing is kept between steps:
 a point follows from the start of its descent and the gradients of all steps up to it.
@@ -67,7 +67,7 @@ def minibatch(
     indices: Mapping[str, int],
     seed: int,
 ) -> dict[str, tuple[int, ...]]:
-    """The sample positions of the next gradient by objective, ascending, `share` of each objective.
+    """Draw the minibatch of the next gradient: `share` sample positions of each objective, ascending.
 
     `positions` are the samples from which those of each objective are drawn. Over all gradients `before`, every sample
     is drawn once before any sample is drawn again. `indices` has the place of each objective in the study.

@@ -104,7 +104,7 @@ class SearchSetting:
         return self.first_in_batch(number) + self.batch - 1 - number
 
     def fitted(self, name: str) -> range:
-        """The sample positions of the objective `name` that may be used for losses and gradients."""
+        """The positions of an objective's samples that losses and gradients may use."""
         return range(self.first_fitted.get(name, 0), self.num_samples[name])
 
 
@@ -156,7 +156,7 @@ class Searcher(Protocol):
         """The configuration of trial `context.number`, or a request for a step that must be computed first.
 
         The configuration is valid in `context.parameters`, with inactive parameters left out. Most searchers need no
-        steps, except to note a decision, and return a configuration at once.
+        steps, except to store a decision, and return a configuration at once.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The descents of a search by gradients: one for each preference vector, in an order in which neighbours are similar.
+"""Gradient descents of a search: one for each preference vector, ordered so that each can start from a similar one.
 
 The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
 the vectors of earlier ones, and starts at the end of the nearest earlier descent, so that few steps are enough.
@@ -67,7 +67,7 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
 
 
 def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
-    """The descent, and the index of its point, that become the proposal with index `index`.
+    """The gradient descent, and the index of its point, that give the proposal with index `index`.
 
     Descents are identified by their numbers. Proposals are counted from 0 without baselines. Returns None if the
     proposal comes after the points of all descents.
@@ -91,7 +91,7 @@ def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
 
 
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
-    """The order in which descents are made for the preference vectors [num_vectors, num_objectives].
+    """The order of the gradient descents for the preference vectors [num_vectors, num_objectives].
 
     The first descent is for the vector nearest to equal weights. Each later descent is for the vector nearest to the
     vectors before it. For each descent, the result has the index of its vector and the numbers of all earlier descents,

@@ -1,8 +1,9 @@
-"""Elites of a search of layer paths: mutants of the best known paths, and new paths in place of repeated ones.
+"""Archive of the best layer paths of a search, and random mutations of them as further proposals.
 
-A policy learns slowly and proposes the same path again, so a share of a search's paths are mutants of the best known
-paths. Each preference vector has a separate archive: the paths with the best outcomes for this vector, even if they
-were proposed for another vector. This module does not depend on policies.
+A path is the sequence of the layers of which a merge consists. A policy learns slowly and proposes the same path again,
+so a share of a search's paths are mutants of the best known paths, and repeated paths are replaced by mutants. Each
+preference vector has a separate archive: the paths with the best outcomes for this vector, even if they were proposed
+for another vector. This module does not depend on policies.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MOST_CHANGES = 3
 
 
 class KnownPaths:
-    """The configurations of layer paths that need not be proposed again."""
+    """Set of the configurations of layer paths that need not be proposed again."""
 
     def __init__(self, configurations: Iterable[Mapping[str, Any]]) -> None:
         self._known = {frozenset(configuration.items()) for configuration in configurations}
@@ -36,10 +37,10 @@ class KnownPaths:
 
 
 def outcomes_of(values: NDArray[np.float64], preference: tuple[float, ...], scalarisation: str) -> NDArray[np.float64]:
-    """The outcome [num_paths] of each path for a preference vector, from its `values` [num_paths, num_objectives].
+    """The scalarised values [num_paths] of layer paths with `values` [num_paths, num_objectives].
 
-    The outcome is the weighted sum of the values. With the scalarisation "tchebycheff" it is minus the largest weighted
-    distance from the best values. Larger is better.
+    The outcome of a path is the sum of its values, weighted by the preference vector. With the scalarisation
+    "tchebycheff" it is minus the largest weighted distance from the best values. Larger is better.
     """
     weights = np.array(preference)
     if scalarisation == "weighted_sum":
@@ -65,7 +66,7 @@ def archive(
 
 
 def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[float, ...]], scalarisation: str) -> int:
-    """The index of the last path that was better, for one of the preference vectors, than all paths before it.
+    """The index of the last layer path that was better, for a preference vector, than all paths before it.
 
     `values` [num_paths, num_objectives] are those of the paths in their order.
     """
@@ -75,7 +76,7 @@ def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[fl
 def unseen_near(
     paths: LayerPaths, configuration: Mapping[str, Any], known: KnownPaths, rng: np.random.Generator
 ) -> dict[str, Any] | None:
-    """The configuration of a mutant of a path that is not in `known`; None if all drawn mutants are in `known`."""
+    """A random mutation of a layer path's configuration that is not in `known`, or None if none was drawn."""
     for drawn in range(_NUM_MUTANTS):
         found = paths.mutant(configuration, rng, most=_MOST_CHANGES * (1 + 2 * drawn // _NUM_MUTANTS))
         if found not in known:

@@ -108,7 +108,7 @@ class Encoding:
         return self.normalise(rng.random((num_rows, len(self._parameters))))
 
     def sample_tied(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Random rows in which all parameters with the same role have the same value.
+        """Random rows in which parameters of one role, such as a coefficient of all layers, have the same value.
 
         No rows are returned if no two parameters share a role.
         """
@@ -140,11 +140,11 @@ class Encoding:
         return [key in seen for key in self.keys(rows)]
 
     def values_by_role(self, num_levels: int) -> list[Rows]:
-        """A few encoded values for each role. All parameters that share a role share these values.
+        """A few encoded values for each role, the meaning that parameters of different layers share.
 
-        The result for a role of categorical parameters, or of numbers with at most `num_levels` values, is all its
-        values. For any other role it is `num_levels` numbers, evenly spaced over the whole range. Roles are in the
-        order of the columns that the method `tied` takes.
+        All parameters with the same role share these values. The result for a role of categorical parameters, or of
+        numbers with at most `num_levels` values, is all its values. For any other role it is `num_levels` numbers,
+        evenly spaced over the whole range. Roles are in the order of the columns that the method `tied` takes.
         """
         levels = np.linspace(0.0, 1.0, num_levels)
         first = [column for column, role in enumerate(self._role) if column == role]
@@ -178,7 +178,7 @@ class Encoding:
         return self.normalise(np.where(is_active, moved, fresh))
 
     def keys(self, rows: Rows) -> list[bytes]:
-        """A key for each row.
+        """A hashable key for each row, by which equal configurations are recognised.
 
         Rows with equal keys encode configurations that agree to 1e-6 of each parameter's range.
         """

@@ -1,4 +1,4 @@
-"""A (1+1) evolution strategy: mutants of the best trial, with a step size that depends on their success.
+"""A (1+1) evolution strategy: random mutations of the best trial, with a step size that depends on their success.
 
 Rechenberg's one-fifth rule in the form of Kern et al., "Learning probability distributions in continuous evolutionary
 algorithms" (Natural Computing 3, 2004), section 4. In a mutant, each number moves with probability 0.5. The trials are

@@ -1,4 +1,4 @@
-"""Gradient descent on the coefficients of a merge, followed by midpoints of the front or a local search.
+"""Gradient descent on the coefficients of a merge, followed by midpoints of the Pareto front or a local search.
 
 The loss is the cross-entropy of reference answers under teacher forcing (`workers.training.gradients`): a few forward
 and backward passes improve all coefficients at once. AdaMerging (Yang et al., "AdaMerging: Adaptive Model Merging for
@@ -36,7 +36,7 @@ __all__ = ["SEARCHER", "GradientSearcher"]
 
 
 class GradientSearcher:
-    """The searcher by gradient descent with Adam, followed by midpoints of the front or a local search."""
+    """Searcher by gradient descent with Adam, followed by midpoints of the Pareto front or a local search."""
 
     def advance(self, context: ProposalContext) -> StepRequest | dict[str, Any]:
         setting = context.setting

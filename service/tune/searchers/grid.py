@@ -28,7 +28,7 @@ _NUM_DRAWN = 64
 
 @dataclass(frozen=True)
 class GridSearcher:
-    """The searcher by a grid. It looks only at which configurations are known already, not at their results."""
+    """Searcher by a grid, which avoids known configurations and ignores their results."""
 
     first_levels: int = 5  # values of a number: the ends of its range, and evenly between
     finer: int = 4  # how often the distance between values is halved when a grid is exhausted

@@ -30,7 +30,7 @@ def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
 
 
 def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9, group: int = 1) -> ProposalContext:
-    """The context with as many observations as a searcher's model can be fitted to in acceptable time.
+    """The context with only so many observations that a searcher's model can be fitted to them quickly.
 
     Models are fitted anew for every proposal, which takes too long with many observations of many parameters. The table
     of observations [num_observations, num_parameters] may have `max_numbers` numbers and `max_rows` rows. If it is

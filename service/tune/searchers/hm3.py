@@ -168,7 +168,7 @@ SEARCHER = Hm3Searcher()
 
 
 def paths_of(parameters: Parameters) -> LayerPaths:
-    """The layer paths that the parameters of a space describe; the space must be one of layer paths."""
+    """The set of layer paths that the parameters of a search space describe; other spaces are not allowed."""
     assert isinstance(parameters.structure, LayerPaths), "hm3 searches layer paths"
     return parameters.structure
 
@@ -235,7 +235,7 @@ def training_of(
 
 
 def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
-    """What the policies of a study draw for each step of its paths: "categorical" or "wolpertinger".
+    """The kind of action that policies draw for each step of a layer path: "categorical" or "wolpertinger".
 
     It is the option `action`. With `auto`, it is "categorical" if at most FEW_STEPS steps are allowed at any place.
     Policies of version 1, and those of paths whose layers have scales, have no other action than "wolpertinger".
@@ -250,7 +250,7 @@ def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
 
 
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
-    """The descriptors of the layers of all models from which paths are built: statistics of their weights.
+    """Statistics of the weights of all layers from which paths are built, which describe the layers to a policy.
 
     One of these models may itself be merged from several models, with weights that follow from a preference vector. Its
     layers are described by the mean over the other models, because a policy is given the preference vector anyway.
@@ -264,7 +264,7 @@ def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
 
 
 def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode, vector: int) -> dict[str, Any]:
-    """The configuration of an episode: a mutant of one of the best known paths, or the path that the policy built.
+    """The configuration of an episode: a mutation of one of the best layer paths, or the path that the policy built.
 
     A path that was proposed before is replaced by a mutant of it, if one is found that is new. The archive of the
     episode's preference vector has the results of the iterations that are learned from before the episode is built, so
@@ -304,9 +304,9 @@ def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Obse
 
 
 def _has_stalled(context: ProposalContext, training: PolicyTraining, iteration: int) -> bool:
-    """Whether the policy of an iteration starts anew, because its last `restart_after` iterations found nothing better.
+    """Whether an iteration's policy is reset, because its last `restart_after` iterations found nothing better.
 
-    A result is better if no earlier one is as good for one of the policy's preference vectors. The policy starts anew
+    A result is better if no earlier one is as good for one of the policy's preference vectors. The policy is reset
     again after as many iterations more.
     """
     patience = context.setting.options.hm3.restart_after

@@ -4,7 +4,7 @@ A descent lowers losses on reference answers. This helps only for objectives for
 score. Therefore the losses of the baselines in the search space are first compared with their costs by rank. If the
 ranks disagree for an objective (for example because the references of a task that needs reasoning are bare answers),
 the sources' own correct completions are tried as references. If their ranks disagree too, gradients are not used. The
-decision is stored as a note, once per study. It takes all baselines into account, because the searcher waits for them.
+decision is stored once per study. It takes all baselines into account, because the searcher waits for them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Correlations = Mapping[str, float]
 
 
 def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | NoteRequest:
-    """The request for the next step towards the decision whether a search uses gradients, or the decision itself.
+    """The decision whether a search uses gradients, or a request for losses or completions on which it depends.
 
     First the losses of the baselines are computed on the tasks' reference answers. If, for some objectives, these
     losses do not rank the baselines in the same order as the scores, the losses of these objectives are computed on the
@@ -88,7 +88,7 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 
 
 def most_compared_samples(setting: SearchSetting) -> int:
-    """The largest number of samples that the comparison of losses with scores can count as.
+    """The most samples that comparing losses with scores can count towards the study's limit.
 
     It is reached if the losses of all baselines are computed both on reference answers and on completions.
     """
@@ -97,7 +97,7 @@ def most_compared_samples(setting: SearchSetting) -> int:
 
 
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
-    """Sample positions with a correct completion, for each objective whose references are such completions.
+    """Positions of the source models' correct completions, for objectives that use them as reference answers.
 
     Returns None if the search has not requested completions.
     """
@@ -109,7 +109,7 @@ def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] 
 
 
 def mean_loss(name: str, steps: Sequence[Step]) -> float:
-    """The mean loss of the objective `name` over the baselines, on the references that gradients use.
+    """The mean loss of the objective `name` over the baselines, on the reference answers that gradients use.
 
     The result is computed from the stored `steps`; if they have no loss of a baseline, it is 1.
     """

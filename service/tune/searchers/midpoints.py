@@ -1,4 +1,4 @@
-"""Proposals halfway between two trials of a front.
+"""Proposals halfway between two trials of the Pareto front.
 
 The mean of the coefficients of two good compromises is mostly another good compromise. Merges are averages of models,
 and losses of models that were fine-tuned from one base change smoothly along the line between them (linear mode
@@ -27,7 +27,7 @@ MAX_PARENTS, MAX_PARENTS_OF_MANY, MANY_OBJECTIVES = 64, 12, 6
 
 
 def midpoint(context: ProposalContext) -> dict[str, Any] | None:
-    """The midpoint of two trials of the front that would add most to the front's hypervolume.
+    """The midpoint of two trials of the Pareto front that is expected to add most to the hypervolume.
 
     Returns None if no midpoint would add to the hypervolume. The costs of a midpoint are estimated as the means of the
     costs of both trials. The front is the front of the trials at the highest rung that any trial has reached. All

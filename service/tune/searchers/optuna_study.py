@@ -101,7 +101,7 @@ def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
 
 
 class _ToldTrial(FrozenTrial):
-    """A trial of Optuna that its storage does not copy deeply.
+    """An Optuna trial whose deep copies are shallow.
 
     With hundreds of parameters, copying would take most of the time of a proposal.
     """

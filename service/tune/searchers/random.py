@@ -1,4 +1,4 @@
-"""Random search: every configuration drawn uniformly, parent parameters first. The baseline of all other searchers."""
+"""Random search: each configuration is drawn from the search space's own distribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SEARCHER", "RandomSearcher"]
 
 
 class RandomSearcher:
-    """The searcher by random draws. It looks only at which configurations are known already, not at their results."""
+    """Searcher by random draws, which avoids known configurations and ignores their results."""
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         return context.sample_unseen(context.generator())

@@ -2,7 +2,7 @@
 
 Results at lower rungs are many and cheap. They help if they order configurations in the same way as results at the full
 budget; otherwise they mislead. So the two choices are compared by cross-validation: for each, a model predicts results
-at the full budget of trials that it was not fitted to. A choice is stored as a note of the search, and is made again
+at the full budget of trials that it was not fitted to. A choice is stored as a step of the search, and is made again
 whenever twice as many trials have results at the full budget.
 """
 
@@ -31,9 +31,9 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The last choice among a study's steps, with the number of results at the full budget from which it was made.
+    """The stored choice of a surrogate model's results, with the number of full-budget results behind it.
 
-    Returns None if no choice was made yet.
+    The last of several choices is returned, or None if no choice was made yet.
     """
     for step in reversed(steps):
         if isinstance(step, NoteStep):
@@ -47,7 +47,7 @@ def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
 def choice_of(
     numbers: Rows, rows: Rows, fidelities: Rows, costs: Rows, *, last: int | None, predict: Predict
 ) -> NoteRequest | None:
-    """The request to note a choice, or None if none is due.
+    """A request to store a new choice of the results for a surrogate model, or None if none is due.
 
     The first choice is due at MIN_RESULTS results at the full budget, the next whenever the number of these results has
     doubled. The choice whose model predicts results better, by the rank correlation of predictions with results, is

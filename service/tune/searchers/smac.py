@@ -102,10 +102,10 @@ class SmacSearcher:
     def _choice(
         self, context: ProposalContext, observations: Sequence[Observation], rows: Rows, fidelities: Rows
     ) -> RungChoice | NoteRequest:
-        """The results that the forest learns from, or a request to store a new choice as a note.
+        """Which results the forest learns from, or a request to store a new choice of them.
 
-        With results at a single rung, and with the default `all_rungs`, the forest learns from all results, and no note
-        is needed.
+        With results at a single rung, and with the default `all_rungs`, the forest learns from all results, and nothing
+        is stored.
         """
         surrogate, last = context.setting.options.smac.surrogate, chosen(context.steps)
         if surrogate == "all_rungs" or len(np.unique(fidelities)) == 1:
