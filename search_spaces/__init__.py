@@ -1,4 +1,4 @@
-"""Search spaces, merge methods, objectives and study files, without torch, Ray or vLLM: Python, pydantic and NumPy.
+"""Search spaces, merge methods, objectives and study files; the package does not import torch, Ray or vLLM.
 
 - `recipe`: the description of one merged model, the interface between search spaces and all other code
 - `merge`: one merge of a recipe, and its canonical form

@@ -30,7 +30,7 @@ BY_DEFAULT: tuple[BaselineGroup, ...] = ("sources", "published")
 
 
 class Baseline(NamedTuple):
-    """A recipe that is known before the search and scored in addition to the search's proposals.
+    """A source model or a merge known from publications, scored in addition to the search's proposals.
 
     `label` is its name, for example "expert:math"; it is unique within a study.
     """
@@ -49,7 +49,7 @@ def all_baselines(
     tokenizer: str = "base",
     chosen: BaselineGroup | Sequence[str] = ALL,
 ) -> tuple[Baseline, ...]:
-    """The baselines of a study: the base model, each expert, then the published merges of all experts.
+    """The baselines of a study: the base model, each expert, then merges of all experts known from publications.
 
     `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. `chosen` are the baselines that
     are returned (`baseline_labels`). Every recipe is in canonical form. If two baselines have equal recipes, only the
@@ -68,7 +68,7 @@ def all_baselines(
 
 
 def baseline_labels(chosen: BaselineGroup | Sequence[str], experts: Sequence[str]) -> tuple[str, ...]:
-    """The labels of the baselines that `chosen` selects, in the order of the baselines.
+    """The names of the baselines that `chosen` selects, in the order in which `all_baselines` returns them.
 
     `chosen` is a group, or a list of labels and of GROUPS; ALL has the sources and the published merges, but not the
     group "m3". A name that is not a baseline of a study with these `experts` is ignored.
@@ -102,7 +102,7 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 
 
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
-    """Yield the merges with which the paper "Mixup Model Merge (M3)" compares its method.
+    """Yield the names and merges with which the paper "Mixup Model Merge (M3)" compares its method.
 
     They are task arithmetic and TIES with the coefficients of its table 3, which include those of table 4, and DARE
     with density 0.8 in combination with the average, task arithmetic and TIES. TIES is the variant of the paper's code,

@@ -55,7 +55,7 @@ class Constraint:
 
 
 def parse_constraint(text: str) -> Constraint:
-    """The constraint that a text such as "math >= base - 0.01" states.
+    """Parse a constraint from text such as "math >= base - 0.01".
 
     Raises InvalidStudy if `text` is not a constraint.
     """
@@ -79,9 +79,9 @@ def parse_constraint(text: str) -> Constraint:
 def contradictory(
     constraints: Mapping[int, Constraint], *, objectives: Sequence[str], experts: Sequence[str] | None
 ) -> Iterator[tuple[int, str]]:
-    """Problems of a study's constraints, each with the position of the wrong constraint in the list.
+    """Errors in a study's constraints, as pairs of the constraint's position in the list and a message.
 
-    Problems are an unknown objective or expert, a repeated constraint, and two bounds that no value can satisfy
+    Errors are an unknown objective or expert, a repeated constraint, and two bounds that no value can satisfy
     together. If `experts` is None, the names of experts are not checked.
     """
     seen: dict[Constraint, int] = {}

@@ -17,19 +17,22 @@ __all__ = ["Direction", "direction_of"]
 
 @dataclass(frozen=True)
 class Direction:
-    """Shares of the experts, by alias, which sum to 1, and the scale of the task vectors (None for an average)."""
+    """Direction and scale of a merge: the experts' shares of the task vectors, and the factor on their weighted sum.
+
+    `shares` has the experts' aliases as keys, and its values sum to 1. `scale` is None for an average.
+    """
 
     shares: Mapping[str, float]
     scale: float | None
 
 
 def direction_of(recipe: Recipe) -> Direction | None:
-    """The direction and scale of a recipe in which all tensors have the same merge, read from the merge of its head.
+    """The direction (the experts' shares) and scale of a recipe that merges all tensors equally, or None.
 
-    The shares are the weights, for a method that divides weights by their sum. For a method with a lambda for each
-    model, the shares are the lambdas divided by their sum, and this sum is the scale. Methods with one lambda and no
-    weights, such as TIES, have equal shares. A single expert has the share 1. Returns None for the base model, for
-    numbers that sum to 0, and for other methods.
+    Direction and scale are read from the merge of the head. The shares are the weights, for a method that divides
+    weights by their sum. For a method with a lambda for each model, the shares are the lambdas divided by their sum,
+    and this sum is the scale. Methods with one lambda and no weights, such as TIES, have equal shares. A single expert
+    has the share 1. Returns None for the base model, for numbers that sum to 0, and for other methods.
     """
     merge = recipe.head
     models, declared = [source.model for source in merge.sources], METHODS[merge.method]

@@ -53,15 +53,15 @@ def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
 
 
 def fidelities(rungs: Sequence[int]) -> tuple[float, ...]:
-    """The share of the full budget that each rung has, in (0, 1]; the last rung has 1."""
+    """Each rung's number of samples divided by that of the last rung, in (0, 1]."""
     return tuple(samples / rungs[-1] for samples in rungs)
 
 
 @dataclass(frozen=True)
 class Bracket:
-    """A bracket of successive halving, one ladder of rungs on which configurations are promoted.
+    """A bracket of successive halving: configurations that start at one rung, and of which the best are promoted.
 
-    It starts `num_configurations` configurations at rung `first_rung` (0-based); the best of them reach rung
+    The bracket starts `num_configurations` configurations at rung `first_rung` (0-based); the best of them reach rung
     `num_rungs` - 1. `eta` is the reduction factor.
     """
 
@@ -79,7 +79,7 @@ class Bracket:
         return tuple(sizes)
 
     def samples(self, totals: Sequence[int]) -> int:
-        """The number of samples that all configurations of the bracket take together.
+        """The total number of samples on which the configurations of the bracket are scored.
 
         `totals` has, for each rung of the study, the number of samples over all objectives. A promoted configuration
         takes only the samples on which it has not been scored yet.
@@ -88,7 +88,7 @@ class Bracket:
         return sum(size * samples for size, samples in zip(self.sizes, increments, strict=True))
 
     def num_promoted(self, num_scored: int) -> int:
-        """The number of configurations that are promoted when a rung has scored `num_scored`.
+        """The number of configurations that are promoted from a rung on which `num_scored` configurations are scored.
 
         The number is floor(num_scored / eta), but at least one.
         """
@@ -112,7 +112,7 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
 
 
 def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
-    """The brackets that a search with this scheduler repeats, in order.
+    """The brackets that a search with the scheduler `scheduler` repeats, in order.
 
     With hyperband they are the brackets of one Hyperband iteration. With racing, each configuration has a separate
     bracket. With the schedulers asha and none, and with hyperband on a single rung, one bracket has all configurations.
@@ -144,7 +144,7 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 
 
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
-    """The number of adjacent brackets of a search whose trials may run at the same time, at least two.
+    """The number of consecutive brackets of a search whose trials may run at the same time, at least two.
 
     The result is the number of brackets that `max_staleness` configurations fill, but at least two. If k brackets may
     be open, a bracket opens when the bracket k places before it, and all earlier brackets, are closed. `cycle` has the

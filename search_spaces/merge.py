@@ -1,4 +1,4 @@
-"""One merge: a method, the sources that it combines and its coefficients; and the canonical form of a merge.
+"""Merges of the tensors of several models, each with a method and coefficients, and the canonical form of a merge.
 
 Merges that give the same tensors have the same canonical form, as far as the declarations in `methods` show it. This
 module does not depend on recipes. Other packages import `Merge` and `Source` from `recipe`.
@@ -28,7 +28,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Merge:
-    """The computation of one component's tensors from the same tensors of several sources.
+    """The merge of one part of a model, such as a layer's attention: its method, source models and coefficients.
 
     `coefficients` maps a name to one number that all sources share, or to a tuple with one number per source, in the
     order of `sources`. Methods on task vectors, such as task_arithmetic and ties, subtract `base`, which is not one of
@@ -65,7 +65,7 @@ class Merge:
         return hash((self.method, self.sources[0].model, self.sources[0].layer, *self.coefficients.items(), self.seed))
 
     def number(self, name: str) -> float:
-        """The value of the coefficient `name`, which all sources share; its default if the merge does not state it.
+        """The value of the coefficient `name`, which all sources share, or its default if the merge does not state it.
 
         Raises InvalidRecipe if the coefficient is missing and has no default, or if it has one number per source.
         """
@@ -101,11 +101,14 @@ class Merge:
             raise InvalidRecipe(f"merge: {self.method}: {broken}")
 
     def base_in(self, recipe_base: str) -> Source:
-        """The source that the merge subtracts to get task vectors, in a recipe whose base model is `recipe_base`."""
+        """The base (a model, and perhaps its layer) that is subtracted from the sources to get task vectors.
+
+        It is the field `base` or, by default, the recipe's base model `recipe_base` in the layer of the sources.
+        """
         return self.base or Source(recipe_base, self.sources[0].layer)
 
     def at_layer(self, layer: int | None) -> Self:
-        """The same merge with its sources in layer `layer`.
+        """A copy of the merge in which the tensors of all sources are those of layer `layer`.
 
         With `layer` None, the merge is of the sources' tensors outside layers.
         """
@@ -233,7 +236,7 @@ def _of_sources(coefficients: Mapping[str, CoefficientValue], at: Sequence[int])
 
 
 def _brief(coefficients: Mapping[str, CoefficientValue], declared: MergeMethod) -> dict[str, CoefficientValue]:
-    """The coefficients of a merge by the method `declared`, in their shortest form.
+    """The coefficients of a merge by the method `declared`, without defaults and without repeated numbers.
 
     A coefficient equal to its default is left out. If all sources have the same number, the number is stated only once.
     """

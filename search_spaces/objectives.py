@@ -1,4 +1,4 @@
-"""Objectives and costs, and the comparison of candidates in several objectives.
+"""Objectives and their costs, and the comparison of trials in several objectives.
 
 All comparisons use costs: 0 is best, 1 is worst, smaller is better. So the hypervolume of all studies has the same
 reference point, 1.1 in every objective. Values are in the metric's own unit and direction.
@@ -115,7 +115,7 @@ def _needs_range(claim: str) -> InvalidStudy:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A trial as a candidate for promotion to the next rung, or for a Pareto front.
+    """A trial with its costs, as a candidate for promotion to the next rung or for a Pareto front.
 
     `number` is the trial's number. `costs` is None if the trial failed. `violation` is the sum of the trial's
     constraint violations, 0 if all constraints hold.
@@ -146,7 +146,7 @@ def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
 
 
 def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
-    """Whether each candidate is on the front, which means that no other candidate dominates it.
+    """Whether each candidate is on the Pareto front under constraints: no other candidate dominates it.
 
     Dominance is defined by `constrained_dominates`. If some candidates meet all constraints, only those can be on the
     front. No candidate may have failed.
@@ -158,7 +158,7 @@ def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
 
 
 def non_dominated_ranks(costs: Sequence[Costs]) -> tuple[int, ...]:
-    """The non-dominated rank of each point: 0 on the front, 1 on the front of the remaining points, and so on.
+    """The non-dominated rank of each point: 0 on the Pareto front, 1 on the front of the remaining points, and so on.
 
     Equal points have equal ranks.
     """
@@ -178,7 +178,7 @@ def non_dominated(costs: Sequence[Costs]) -> tuple[bool, ...]:
 
 
 def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
-    """The crowding distance of each point of one front; a larger distance means fewer points nearby.
+    """The crowding distance of each point of one Pareto front; a larger distance means fewer points nearby.
 
     The best and the worst point of each objective have infinite distance.
     """
@@ -195,7 +195,7 @@ def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
 
 
 def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    """The order in which candidates are promoted, as trial numbers.
+    """The trial numbers of the candidates, in the order in which they are promoted to the next rung.
 
     Candidates that meet all constraints come first: by non-dominated rank, then crowding distance (larger first), then
     trial number. Candidates that violate constraints follow, those with the least violation first. Failed candidates

@@ -42,7 +42,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Float:
-    """A parameter that is a real number in [low, high], both ends included; searched uniformly."""
+    """A parameter that is a real number in [low, high], both ends included, on a linear scale."""
 
     name: str
     low: float
@@ -72,7 +72,7 @@ class Float:
 
 @dataclass(frozen=True)
 class Integer:
-    """A parameter that is a whole number in [low, high], both ends included; searched uniformly."""
+    """A parameter that is a whole number in [low, high], both ends included, on a linear scale."""
 
     name: str
     low: int
@@ -137,22 +137,22 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """Rules for all parameters of a space together: how configurations are drawn, and in which form they are stored.
+    """Rules for the configurations of a search space: how they are drawn, and in which form they are stored.
 
     If several configurations have the same meaning, only one of them is stored; it is called the repaired
     configuration. Implementations are immutable and picklable.
     """
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A random configuration in repaired form, drawn from the space's own distribution."""
+        """A random configuration from the search space's own distribution, in the form in which it is stored."""
         ...
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The repaired configuration, which is stored in place of `configuration`.
+        """Replace a proposed configuration by the configuration that is stored for it, within the limits of the space.
 
-        Each value of `configuration` must be accepted by its parameter. The repaired configuration meets the limits of
-        the space, and configurations that give the same merge have the same repaired configuration. The result depends
-        only on `configuration`. A repaired configuration is returned unchanged.
+        The result is the repaired configuration. Each value of `configuration` must be accepted by its parameter.
+        Configurations that give the same merge have the same repaired configuration. The result depends only on
+        `configuration`. A repaired configuration is returned unchanged.
         """
         ...
 
@@ -206,9 +206,9 @@ class Parameters:
         return self._by_name[name]
 
     def active(self, configuration: Configuration) -> tuple[str, ...]:
-        """Names of the parameters that exist in `configuration`, in order.
+        """The names of the active parameters, whose conditions the values in `configuration` meet, in order.
 
-        Whether a parameter with conditions exists depends on the values of its parents.
+        A parameter without conditions is always active.
         """
         active: set[str] = set()
         for parameter in self:
@@ -245,25 +245,26 @@ class Parameters:
                 )
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A random configuration, drawn by the space's `structure`, or uniformly (parents first) if there is none.
+        """A random configuration, drawn by the rules in the space's `structure`, or uniformly if there are none.
 
-        The same generator state gives the same configuration.
+        Parents are drawn before the parameters that depend on them. The same generator state gives the same
+        configuration.
         """
         if self.structure is not None:
             return self.structure.sample(rng)
         return self.build(lambda parameter: parameter.sample(rng))
 
     def repair(self, configuration: Configuration) -> Configuration:
-        """The configuration that is stored in place of `configuration`, repaired by the space's `structure`.
+        """The configuration that is stored in place of a proposed one, by the rules in the space's `structure`.
 
         Without a structure the result is `configuration` itself. `check` must accept it.
         """
         return configuration if self.structure is None else self.structure.repair(configuration)
 
     def build(self, choose: Callable[[Parameter], Any]) -> dict[str, Any]:
-        """The configuration in which each parameter that exists has the value `choose(parameter)`.
+        """Make a configuration in which each active parameter has the value `choose(parameter)`.
 
-        Parents are chosen first, because they decide which other parameters exist.
+        Parents are chosen first, because they decide which other parameters are active.
         """
         configuration: dict[str, Any] = {}
         for parameter in self:

@@ -105,7 +105,7 @@ def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMEN
 
 
 def parse_preference(text: str) -> dict[str, float]:
-    """The weight of each objective in a text such as "math=0.6,code=0.4".
+    """Parse the weight of each objective from text such as "math=0.6,code=0.4".
 
     `preference_vector` checks whether the objectives exist and the weights sum to one. Raises InvalidPreference if the
     text has another form, or names an objective twice.
@@ -126,7 +126,7 @@ def parse_preference(text: str) -> dict[str, float]:
 
 
 def preference_vector(weights: Mapping[str, float], *, objectives: Sequence[str]) -> tuple[float, ...]:
-    """The preference vector that a user's weights by objective describe, in the order of `objectives`.
+    """The preference vector with a user's weights of the objectives, in the order of `objectives`.
 
     An objective that is not in `weights` has weight 0. Raises InvalidPreference for an unknown objective, a weight that
     is negative or not finite, and a sum that is not one.

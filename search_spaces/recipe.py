@@ -45,7 +45,7 @@ FORMAT, FORMAT_OF_CUTS, FORMAT_OF_MODELS = "mergesearch-recipe/1", "mergesearch-
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """One layer of the merged model.
+    """One layer of the merged model: the merges of its components, its scales and its alignment.
 
     `attention`, `mlp` and `norm` are the merges of the layer's components. `scale` multiplies the residual stream after
     the layer (1 = unchanged). `mlp_scale` multiplies only the output of the layer's MLP, which is added to the stream
@@ -92,7 +92,7 @@ class LayerRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A concrete merge of whole models.
+    """The description of one merged model: its source models, and the merge of every tensor.
 
     - `models`: the content fingerprint of each model that is used, by alias. With a vocabulary other than the base's,
       there are also models that no merge uses, because the vocabulary depends on them.
@@ -206,7 +206,7 @@ class Recipe:
                 raise InvalidRecipe(f"{place}: {str(error).removeprefix('merge: ')}") from error
 
     def rewritten(self, rewrite: Callable[[Merge], Merge]) -> Recipe:
-        """The recipe with every merge replaced by `rewrite(merge)`.
+        """A copy of the recipe in which every merge is replaced by `rewrite(merge)`.
 
         If several merges are equal, `rewrite` is called only once for them.
         """
@@ -219,7 +219,7 @@ class Recipe:
         return replace(self, layers=layers, embedding=once(self.embedding), head=once(self.head), tensors=tensors)
 
     def canonical(self) -> Recipe:
-        """The equivalent recipe in canonical form.
+        """The equivalent recipe in canonical form, by which equal merges are recognised.
 
         Each merge is in the form of `canonical_merge`, and models that are not used are left out.
 
@@ -300,7 +300,7 @@ class Recipe:
 
 
 def may_keep_equal(text: str) -> bool:
-    """Whether a recipe, given as JSON text, may keep more elements than its density says, because magnitudes are equal.
+    """Whether a recipe, as JSON text, may keep more elements of task vectors than its density, due to equal magnitudes.
 
     The result is True if the recipe has format 1 and names a method that keeps the largest elements up to a rank. In
     this format, all elements that have the magnitude at that rank are kept.
@@ -316,9 +316,10 @@ def _models(merges: Iterable[Merge]) -> Iterator[str]:
 
 
 def _renamed(document: Any, names: Mapping[str, str]) -> Any:
-    """A copy of a recipe's JSON, or of a part of it, in which `names` replaces the aliases of models.
+    """A copy of a recipe's JSON data in which the aliases of models are replaced by their entries in `names`.
 
-    Each alias in a list of sources, as a base or as a model is replaced by its entry in `names`. All else is unchanged.
+    `document` may be a part of the data. Each alias in a list of sources, as a base or as a model is replaced by its
+    entry in `names`. All else is unchanged.
     """
     if isinstance(document, dict):
         return {

@@ -1,4 +1,4 @@
-"""Section: the base class of every section of a study file, and types of text that several sections use."""
+"""Section: the base class of every section of a study file, and the constrained string types of its fields."""
 
 from __future__ import annotations
 

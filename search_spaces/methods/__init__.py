@@ -13,7 +13,7 @@ the modules' POSITION.
 - `ties`: variants of TIES, each named after its origin
 - `sparse`: task vectors sparsified at random or by magnitude
 - `unscaled`: mergekit's methods with settings that are not its defaults
-- `competition`: task vectors that compete for each element: SCE, RAM, PCB-Merging, TALL masks, WUDI
+- `competition`: methods that resolve conflicts between task vectors: SCE, RAM, PCB-Merging, TALL masks, WUDI
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Averages and interpolations of whole models or their task vectors, and fusions of a pair."""
+"""Merge methods: averages and interpolations of whole models or their task vectors, and fusions of two models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types of a declaration: a merge method, its coefficients, and the ranges in which these are searched."""
+"""The types that declare a merge method, its coefficients, and the ranges in which the coefficients are searched."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Range:
 
 @dataclass(frozen=True)
 class PairShare:
-    """The weights of two models, searched as one number t in [low, high], the share of the second model.
+    """The search range of the weights of two models: one number t in [low, high], which is the share of the second.
 
     The weights are 1 - t and t.
     """
@@ -63,9 +63,9 @@ class PairShare:
 
 @dataclass(frozen=True)
 class NumSources:
-    """Value of a coefficient that is a number of sources and is not searched.
+    """The fixed value of a coefficient that counts sources, such as the number of sources that must agree.
 
-    The coefficient is `value`, or the merge's number of sources if that is smaller.
+    The coefficient is not searched. It is `value`, or the merge's number of sources if that is smaller.
     """
 
     value: float
@@ -73,7 +73,7 @@ class NumSources:
 
 @dataclass(frozen=True)
 class Coefficient:
-    """A coefficient of a merge method, in [low, high].
+    """The declaration of a coefficient of a merge method: its range [low, high], its default, and how it is searched.
 
     - `per_model`: whether a merge may state one number per source instead of one for all
     - `default`: the value of a coefficient that a merge does not state; without a default it must be stated. Canonical
@@ -113,7 +113,7 @@ class Coefficient:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeMethod:
-    """The declaration of a merge method: sources, coefficients, how it is searched, its origin, and mergekit's version.
+    """The declaration of a merge method: sources, coefficients, search ranges, origin and mergekit's counterpart.
 
     - `source`: the paper, program or page that the method is from
     - `variant`: what distinguishes the method from others of a similar name and from other implementations
@@ -190,7 +190,7 @@ class MergeMethod:
     def problems(
         self, num_sources: int, coefficients: Mapping[str, CoefficientValue], seed: int | None
     ) -> Iterator[str]:
-        """Problems of a merge by this method, as messages about its number of sources, its coefficients and its seed.
+        """Error messages about the number of sources, the coefficients and the seed of a merge by this method.
 
         Missing coefficients are not reported.
         """

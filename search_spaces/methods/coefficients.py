@@ -40,10 +40,10 @@ PAIR_WEIGHT = Coefficient("weight", per_model=True, searched=PairShare(), has_gr
 
 
 def normalize(default: int) -> Coefficient:
-    """Declaration of the coefficient `normalize`, which is 0 or 1, with the given default.
+    """The coefficient `normalize`, 0 or 1: whether the sum of task vectors is divided by their total weight.
 
-    With 1, the sum of task vectors is divided, in each element, by the total weight of the task vectors that agree in
-    sign.
+    `default` is the value for a merge that does not state the coefficient. With 1, the sum of task vectors is divided,
+    in each element, by the total weight of the task vectors that agree in sign.
     """
     return Coefficient("normalize", 0, 1, default=default, is_whole=True)
 

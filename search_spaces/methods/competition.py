@@ -1,4 +1,4 @@
-"""Methods in which task vectors compete for each element: SCE, RAM, PCB-Merging, consensus (TALL masks), WUDI."""
+"""Merge methods that resolve conflicts between task vectors: SCE, RAM, PCB-Merging, consensus (TALL masks), WUDI."""
 
 from __future__ import annotations
 

@@ -44,13 +44,13 @@ class Parameter:
 
     @property
     def is_flag(self) -> bool:
-        """Whether the parameter's values are true and false, not numbers."""
+        """Whether the parameter is a boolean instead of a number."""
         return isinstance(self.default, bool)
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values that a mergekit configuration gives to a method's parameters, for one tensor.
+    """The values of a merge method's parameters in a mergekit configuration, for one tensor.
 
     `by_name` has the value of each parameter: a number, true or false, or a tuple with one number per source, in the
     order of the sources.
@@ -107,7 +107,7 @@ def generalized(
     exact_at: Mapping[str, float] | None = None,
     settings: Mapping[str, bool] | None = None,
 ) -> Counterpart:
-    """The counterpart of a method that mergekit has as a variant of its task arithmetic.
+    """The mergekit counterpart of a merge method that mergekit implements as a variant of its task arithmetic.
 
     `method` is mergekit's name of the variant, and `settings` its flags. All variants have the parameters weight,
     density, lambda, normalize and rescale; `others` are parameters of this variant alone. `coefficients` converts
@@ -127,12 +127,12 @@ def generalized(
 
 
 def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """A conversion of mergekit's parameters to coefficients, for methods that add a sum of task vectors to the base.
+    """A function from mergekit's parameters to coefficients, for merge methods that add a sum of task vectors.
 
-    The result is a function of the parameters' values. Each lambda is mergekit's weight, normalized or not, times
-    mergekit's lambda. `sparse` are the names of mergekit's parameters for the mask that makes task vectors sparse, if
-    the method has one: `density` first, and `rescale` if it is a coefficient. A task vector with density 0 has the
-    coefficient 0, but its weight is included in the sum by which weights are normalized.
+    Each lambda is mergekit's weight, normalized or not, times mergekit's lambda. `sparse` are the names of mergekit's
+    parameters for the mask that makes task vectors sparse, if the method has one: `density` first, and `rescale` if it
+    is a coefficient. A task vector with density 0 has the coefficient 0, but its weight is included in the sum by which
+    weights are normalized.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -149,10 +149,10 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """A conversion of mergekit's parameters to coefficients, for methods that add the task vectors that agree in sign.
+    """A function from mergekit's parameters to coefficients, for merge methods that elect a sign, such as TIES.
 
-    The result is a function of the parameters' values. `sparse` are the names of mergekit's parameters for the mask
-    that makes task vectors sparse: `density` first, and `rescale` if it is a coefficient.
+    In each element, they add only the task vectors with the elected sign. `sparse` are the names of mergekit's
+    parameters for the mask that makes task vectors sparse: `density` first, and `rescale` if it is a coefficient.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -165,7 +165,7 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """For each task vector of a merge, whether its sparse mask keeps any element.
+    """Whether the sparse mask of a task vector keeps any element, for each task vector of a merge.
 
     `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
     mask keeps no element of a task vector whose `density` is 0. If there are no names there is no mask, and all

@@ -1,4 +1,4 @@
-"""The four methods with which LFS was published, and passthrough, which returns its source unchanged."""
+"""The four merge methods published with LFS (layer-wise fusion), and passthrough, which returns a model unchanged."""
 
 from __future__ import annotations
 

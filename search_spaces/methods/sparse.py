@@ -1,4 +1,4 @@
-"""Task vectors sparsified before they are added: at random (DARE, DELLA) or at both ends (Model Breadcrumbs).
+"""Merge methods that sparsify task vectors, at random (DARE, DELLA) or by magnitude (Model Breadcrumbs).
 
 Methods whose names end in `_l1` scale the kept elements to the sum of magnitudes of the whole task vector, as in
 mergekit. The other methods of DARE and DELLA divide each kept element by its probability of being kept, as in the

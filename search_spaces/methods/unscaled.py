@@ -1,4 +1,4 @@
-"""mergekit's methods with settings that are not its defaults.
+"""Merge methods of mergekit with settings that differ from mergekit's defaults.
 
 The methods are sums with weights that are not divided by their sum, NuSLERP of rows and columns of task vectors, and
 trimmed task vectors that are rescaled.

@@ -31,9 +31,9 @@ SEARCHERS = dict(sorted(_DECLARED.items(), key=lambda item: (not item[1].learns,
 def unsupported(
     algorithm: str, parameters: Parameters, *, num_objectives: int, num_constraints: int = 0
 ) -> tuple[Problem, ...]:
-    """Problems of a study whose search needs features that the searcher `algorithm` does not handle.
+    """A problem if a search needs features that the searcher `algorithm` does not handle, else an empty tuple.
 
-    There is at most one problem, which names the missing features and the searchers that handle them.
+    The problem names the missing features and the searchers that handle them.
     """
     needed = needed_features(parameters, num_objectives=num_objectives, num_constraints=num_constraints)
     lacking = " and ".join(feature for feature in Feature if feature in needed - SEARCHERS[algorithm].handles)

@@ -51,17 +51,20 @@ class SearcherDeclaration:
 
     @property
     def proposes_at_once(self) -> bool:
-        """Whether the searcher proposes without computing steps first; it may still note decisions."""
+        """Whether the searcher proposes configurations without first computing gradients or training a policy.
+
+        Such a searcher may still record its decisions.
+        """
         return not (self.computes_steps or self.trains_policy)
 
     @property
     def uses_earlier_results(self) -> bool:
-        """Whether the searcher can begin with the results of an earlier study."""
+        """Whether the searcher supports a warm start, which begins with the results of an earlier study."""
         return self.learns and self.proposes_at_once
 
 
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:
-    """The features that a searcher must handle to search a space with these parameters.
+    """The features that a searcher must handle for a search with the given parameters, objectives and constraints.
 
     PENDING is always one of them: the searcher must take into account earlier proposals that have no results yet,
     because the driver does not wait for these results.

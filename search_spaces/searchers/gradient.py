@@ -1,4 +1,4 @@
-"""Declaration of the searcher `gradient`: gradient descent, then a local search or midpoints of the front."""
+"""Declaration of the searcher `gradient`: gradient descent, then a local search or midpoints of the Pareto front."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -51,14 +51,15 @@ class TensorLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedModels:
-    """The facts that a search space has about the models that it merges. Models are named by their aliases.
+    """The properties of the models to merge, from which a search space is built, such as their tensors.
 
-    `fingerprints` are the content fingerprints of `base` and `experts`. `tensors` are the merged model's tensors, by
-    name and in the order in which they are merged: embedding, layer by layer, head. An output head that is tied to the
-    embedding is not in `tensors`. If the base's files have such a head, `tied` maps its name to the embedding's.
-    `tokenizer` is the tokenizer of every recipe. `max_layers` is the largest number of layers that a merge may have, or
-    None if the study states no limit. `preferences` are the study's preference vectors: weights by objective, at least
-    0, that sum to one. A study without preference vectors has a single vector of equal weights.
+    Models are named by their aliases. `fingerprints` are the content fingerprints of `base` and `experts`. `tensors`
+    are the merged model's tensors, by name and in the order in which they are merged: embedding, layer by layer, head.
+    An output head that is tied to the embedding is not in `tensors`. If the base's files have such a head, `tied` maps
+    its name to the embedding's. `tokenizer` is the tokenizer of every recipe. `max_layers` is the largest number of
+    layers that a merge may have, or None if the study states no limit. `preferences` are the study's preference
+    vectors: weights by objective, at least 0, that sum to one. A study without preference vectors has a single vector
+    of equal weights.
     """
 
     base: str
@@ -82,13 +83,13 @@ class LayerGroup:
 
     @property
     def label(self) -> str:
-        """The layers as text for readers, counted from 1: "layers 1-3"."""
+        """The group's layers as text for readers, counted from 1, such as "layers 1-3"."""
         return f"layer {self.stop}" if self.stop - self.start == 1 else f"layers {self.start + 1}-{self.stop}"
 
 
 @dataclass(frozen=True)
 class SpaceDescription:
-    """Division of the model into the parts that have separate coefficients in a space, for reports.
+    """The description of a search space in reports, with the parts of the model that have separate coefficients.
 
     - `layer_groups`: groups of adjacent layers, which cover the layers in order
     - `component_groups`: the parts of a layer, by name, each with its components; a part that is a single tensor has
@@ -103,7 +104,10 @@ class SpaceDescription:
 
 
 class SearchSpace(Protocol):
-    """One search space over one family of models. Implementations are immutable and picklable."""
+    """A search space over a base model and its experts, which decodes each configuration to the recipe of a merge.
+
+    Implementations are immutable and picklable.
+    """
 
     @property
     def kind(self) -> str:
@@ -112,7 +116,7 @@ class SearchSpace(Protocol):
 
     @property
     def parameters(self) -> Parameters:
-        """The searched dimensions of the space. Every configuration that they accept decodes to a recipe."""
+        """The searched parameters of the space; every configuration that they accept decodes to a recipe."""
         ...
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
@@ -134,7 +138,7 @@ class SearchSpace(Protocol):
 
 @runtime_checkable
 class LayeredSpace(SearchSpace, Protocol):
-    """A space whose merges may have any number of layers in any order."""
+    """A search space whose merges may have any number of layers in any order."""
 
     @property
     def max_layers(self) -> int:
@@ -144,7 +148,7 @@ class LayeredSpace(SearchSpace, Protocol):
 
 @runtime_checkable
 class AlignedSpace(LayeredSpace, Protocol):
-    """A space of paths through layers of several models, with alignments between layers from different places.
+    """A search space of layer paths through several models, with alignments where a path leaves a model's own order.
 
     An alignment is a map of the residual stream. It is applied between two layers that do not follow each other in one
     model. Recipes name their alignments, so all alignments are learned before the first path is proposed.
@@ -157,7 +161,7 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """The models whose layers are used in paths, each as a recipe, by the names in `pairs`."""
+        """The recipes of the models whose layers paths may have, by the names of the models in `pairs`."""
         ...
 
     @property
@@ -169,7 +173,7 @@ class AlignedSpace(LayeredSpace, Protocol):
         ...
 
     def with_alignments(self, names: Mapping[LayerPair, str]) -> Self:
-        """A copy of the space whose recipes use the alignments with these names.
+        """A copy of the search space whose recipes use the learned alignments that `names` lists.
 
         `names` has the name of the alignment of each pair in `pairs`; recipes have it as `LayerRecipe.alignment`.
         """
@@ -177,21 +181,22 @@ class AlignedSpace(LayeredSpace, Protocol):
 
 
 class Coefficients(Protocol):
-    """Coefficients of merges with respect to which losses have gradients, as parameters that are numbers.
+    """The coefficients of merges that gradient descent can optimise, each of them the value of a numeric parameter.
 
-    Every coefficient is the value of one parameter. A tensor has one coefficient for each source, or a single
-    coefficient for all sources. So the derivative of a loss with respect to a parameter is the sum of the derivatives
-    with respect to all coefficients that have the parameter's value.
+    Losses are differentiable with respect to the coefficients. Every coefficient is the value of one parameter. A
+    tensor has one coefficient for each source, or a single coefficient for all sources. So the derivative of a loss
+    with respect to a parameter is the sum of the derivatives with respect to all coefficients that have the parameter's
+    value.
     """
 
     @property
     def parameters(self) -> Parameters:
-        """The parameters, each of which is a number."""
+        """The numeric parameters whose values are the coefficients."""
         ...
 
     @property
     def method(self) -> str:
-        """A merge method by which tensors are merged.
+        """The name of the merge method of the tensors, or of one of the methods if there are several.
 
         If tensors are merged by several methods, recipes leave out their searched coefficients at the same value.
         """
@@ -210,7 +215,7 @@ class Coefficients(Protocol):
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The sources of a tensor, each as a pair of its alias and the name of the parameter with its coefficient.
+        """The parameters that are the coefficients of a tensor, as pairs of a source's alias and a parameter's name.
 
         If the sources share the coefficient, only the first source is listed. A tensor without a searched coefficient
         has an empty tuple. `tensor_name` is a tensor of the merged model, or an output head that is tied to the
@@ -220,13 +225,13 @@ class Coefficients(Protocol):
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The names of the parameters that are layer scales (`LayerRecipe.scale`), by layer of the merge."""
+        """The names of the parameters that scale the residual stream after a layer (`LayerRecipe.scale`), by layer."""
         ...
 
 
 @runtime_checkable
 class DifferentiableSpace(Coefficients, SearchSpace, Protocol):
-    """A search space that can be searched by gradients. All tensors are merged by one method, `method`."""
+    """A search space for gradient descent, in which one merge method, `method`, merges all tensors."""
 
     @property
     def fixed(self) -> Mapping[str, float]:
@@ -241,10 +246,10 @@ class DifferentiableSpace(Coefficients, SearchSpace, Protocol):
 
 @runtime_checkable
 class RefinableSpace(LayeredSpace, Protocol):
-    """A space of layer paths, along each of which the coefficients of the merge of every layer can be learned."""
+    """A search space of layer paths, along each of which gradients can optimise the coefficients of the merges."""
 
     def coefficients_of(self, recipe: Recipe) -> Coefficients:
-        """The coefficients along the path of `recipe`, a recipe of the space; their defaults give this recipe."""
+        """The coefficients of the merges along the layer path of `recipe`; their defaults give `recipe` itself."""
         ...
 
 
@@ -269,7 +274,7 @@ class SpaceSection(Section, ABC):
 
     @property
     def has_directions(self) -> bool:
-        """Whether the space's merges apply one merge to the whole model, with a share of each expert.
+        """Whether the space merges all tensors of a model equally, so that a merge has one share for each expert.
 
         `search_spaces.directions.direction_of` reads the shares from a recipe.
         """
@@ -277,7 +282,7 @@ class SpaceSection(Section, ABC):
 
     @property
     def scaled_by(self) -> str | None:
-        """The option that gives layers scales of the stream (`LayerRecipe.scale`), or None if no option does.
+        """The option by which this section scales the residual stream after layers (`LayerRecipe.scale`), or None.
 
         Not every model type supports such scales.
         """
@@ -285,7 +290,7 @@ class SpaceSection(Section, ABC):
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:
-        """Problems of options that are valid individually but not together, if they can be found without the models."""
+        """Contradictions between options of the section, as far as they can be found without the models."""
 
     @abstractmethod
     def build(self, models: SearchedModels) -> SearchSpace:

@@ -46,7 +46,7 @@ PRESETS = {"d1m3r1": (1, 3, 1), "d1m1r2": (1, 1, 2)}
 
 class DisSection(SpaceSection):
     kind: Literal["dis"]
-    """dis: a path through the sources' layers: which, how often, in which order, with a scale per block."""
+    """dis: a path through the sources' layers: which layers, how often, in which order, with a scale for each block."""
     depth_granularity: Annotated[int, Field(ge=1)] = 1
     """The number of layers of a block, which may be used in any order: D. It divides the number of layers."""
     repeats: Annotated[int, Field(ge=1)] | None = None
@@ -68,12 +68,12 @@ class DisSection(SpaceSection):
     scale_range: tuple[float, float] = SCALES
     """The lowest and highest scale; it contains 1. The lowest is above 0 or, with scale_of: mlp, at least 0."""
     sampling: Literal["near_sources", "uniform"] = "near_sources"
-    """How random configurations are drawn: near_sources, paths near the own order of one source, most scales 1;
-    uniform, every parameter by itself.
+    """How random configurations are drawn. near_sources: paths are near one source's own order of layers, and most
+    scales are 1; uniform: every parameter is drawn independently.
     """
     preset: Literal["d1m3r1", "d1m1r2"] | None = None
-    """The published configurations: d1m3r1, a layer of each of three models; d1m1r2, a layer of one model up to twice.
-    Options that contradict the preset are refused.
+    """A published configuration. d1m3r1: blocks choose from one layer of each of three models; d1m1r2: blocks use a
+    layer of one model up to twice. Options that contradict the preset are refused.
     """
 
     @property
@@ -146,7 +146,10 @@ SPACE = DisSection
 
 
 class DisSpace:
-    """The search space DIS over one base model and its experts: paths through their layers. Immutable."""
+    """The search space DIS (depth-wise integration): layer paths through one base model and its experts.
+
+    It is immutable.
+    """
 
     kind = "dis"
 

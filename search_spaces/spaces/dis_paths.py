@@ -1,4 +1,4 @@
-"""Layer paths of DIS as configurations: orders of a block's candidates, random paths, and repairs to the limits.
+"""Layer paths of the search space DIS as configurations: their encoding, random paths, and the limit of layers.
 
 A block has n = D * M * R candidates: D adjacent layers of each of M models, each R times. Candidates are numbered by
 layer, then by model; the R copies of a candidate have the same number. A block's path is the sequence of the candidates
@@ -55,15 +55,15 @@ class Block:
 
 @dataclass(frozen=True)
 class DisPaths:
-    """The layer paths of one DIS space, as the structure of its parameters.
+    """The layer paths of one DIS search space, and their conversion to configurations and back.
 
-    `base` is the alias of the base model. `models` are the models whose layers blocks use, in order. A block has
-    `depth_granularity` adjacent layers of each model, and may use each layer up to `repeats` times; these layers are
-    the block's candidates. With `retains`, a block that uses no candidate has the base's layers; otherwise it has no
-    layers. With `permutes`, a block may have its candidates in any order; otherwise they are in the order of their
-    numbers. With `has_scales`, a block has a scale within `scale_range`, which multiplies the stream or the MLP's
-    output (`scale_of`) at the block's last layer. With `draws_uniformly`, each parameter of a random configuration is
-    drawn independently; otherwise random paths are near one source.
+    The class implements `Structure`. `base` is the alias of the base model. `models` are the models whose layers blocks
+    use, in order. A block has `depth_granularity` adjacent layers of each model, and may use each layer up to `repeats`
+    times; these layers are the block's candidates. With `retains`, a block that uses no candidate has the base's
+    layers; otherwise it has no layers. With `permutes`, a block may have its candidates in any order; otherwise they
+    are in the order of their numbers. With `has_scales`, a block has a scale within `scale_range`, which multiplies the
+    stream or the MLP's output (`scale_of`) at the block's last layer. With `draws_uniformly`, each parameter of a
+    random configuration is drawn independently; otherwise random paths are near one source.
     """
 
     base: str
@@ -96,10 +96,9 @@ class DisPaths:
 
     @property
     def num_copies(self) -> int:
-        """The number of copies of candidates in a block.
+        """The number of layers that a block may use, where each layer counts as often as the block may use it.
 
-        A candidate is a layer that the block may use. The number of its copies is the number of times that it may be
-        used.
+        A layer that the block may use is a candidate. It has as many copies as the number of times that it may be used.
         """
         return self.num_candidates * self.repeats
 
@@ -133,7 +132,7 @@ class DisPaths:
     # Parameters.
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters of all blocks.
+        """The search parameters that describe the layer paths through all blocks.
 
         A block has one bit for each copy of each layer that it may use; the bit says whether the path has this copy.
         All copies together have an order, which is one number or, if there are too many orders, a sort key for each
@@ -174,7 +173,7 @@ class DisPaths:
     # From configurations to blocks and back.
 
     def blocks(self, configuration: Configuration) -> tuple[Block, ...]:
-        """The blocks that a configuration describes, changed to meet the limits of the space.
+        """The blocks that a configuration describes, changed if necessary to meet the limits of the search space.
 
         With `retains`, a block whose path is the base's own layers is returned with an empty path, which has the same
         meaning.
@@ -210,10 +209,11 @@ class DisPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Replace a proposed configuration by the configuration that the study stores for the same blocks.
+        """Replace a proposed configuration by the one that the study stores for it, within the limits of the space.
 
         Several configurations may describe the same blocks, which are the layers that a merge uses; only one of these
-        configurations is stored. The values of `configuration` must be valid values of the space's parameters.
+        configurations is stored. Blocks with too many layers are shortened. The values of `configuration` must be valid
+        values of the space's parameters.
         """
         return self.configuration(self.blocks(configuration))
 
@@ -282,11 +282,11 @@ class DisPaths:
         return keys
 
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """The blocks in their stored form; several lists of blocks may give the same merge.
+        """The blocks in the form in which they are stored, with a scale of 1 wherever a scale has no influence.
 
-        Scales without influence become 1. The scale of a block without layers has no influence. If scales multiply the
-        stream, the scale of the last block with layers has no influence either, because the final norm cancels it. With
-        `retains`, a path that is the base's own layers becomes the empty path, which has the same meaning.
+        The scale of a block without layers has no influence. If scales multiply the stream, the scale of the last block
+        with layers has no influence either, because the final norm cancels it. With `retains`, a path that is the
+        base's own layers becomes the empty path, which has the same meaning.
         """
         base = self.own(self.base) if self.retains and self.base in self.models else None
         paths = [() if block.path == base else block.path for block in blocks]
@@ -331,7 +331,7 @@ class DisPaths:
     # Paths drawn at random.
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """The configuration of a random path, which by default is near the layers of one source in their own order.
+        """The configuration of a random path, which by default is close to one source's own sequence of layers.
 
         Between one and all blocks are changed; few changed blocks are likelier than many. First the total number of
         layers is drawn, then its division between the changed blocks, then the layers of each changed block. Blocks

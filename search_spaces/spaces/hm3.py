@@ -110,14 +110,14 @@ class Hm3Section(SpaceSection):
     min_path_length: Annotated[int, Field(ge=1)] | None = None
     """The smallest number of layers of a path. Default: half of the sources'."""
     max_jump: Annotated[int, Field(ge=0)] | None = 1
-    """The largest distance of a step from the layer that follows the previous step's: 0 is the sources' own order, 1
-    repeats a layer or leaves one out; null: any layer may follow.
+    """The largest distance between a step's layer and the layer after the previous step's. 0: layers keep the sources'
+    order; 1: a step may also repeat a layer or leave one out; null: any layer may follow.
     """
     models: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """The models whose layers are used: experts' aliases, or base. Default: all experts."""
     merged: MergedOptions | None = None
-    """Options of one more model of the pool, whose layers are merged, differently for each preference vector. Default:
-    no such model.
+    """Options of an additional model whose layers paths may use: a merge of the experts, a different one for each
+    preference vector. Default: no such model.
     """
     alignment: AlignmentKind = "none"
     """How the output of a layer is adapted to a next layer that does not follow it in its own model. none: not at all;
@@ -264,7 +264,10 @@ class Hm3Space:
         return None
 
     def coefficients_of(self, recipe: Recipe) -> Coefficients:
-        """The coefficients along the path of `recipe`: of all experts whose layers, or their merges, paths may have."""
+        """The coefficients of the experts in the merges along the layer path of `recipe`.
+
+        They are coefficients of all experts whose layers paths may have, unchanged or merged.
+        """
         merged = {source.model for merge in self._merges for source in merge.sources}
         experts = [expert for expert in self._models.experts if expert in {*self.paths.models, *merged}]
         return PathCoefficients(self._models, recipe, experts=experts, scale_range=self.paths.scale_range)
@@ -368,7 +371,7 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The number of the step to each layer that paths may have, by the layer's recipe.
+        """The step numbers of all layers that paths may have, by the layers' recipes.
 
         The layers of the merged model are merged by the preference vector with index `number`. If several models have
         an equal layer, its step is the step in the first of these models.
@@ -382,7 +385,7 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """The merge that makes the layers of the pool's merged model, for each preference vector.
+    """The merge of the experts for each preference vector, which gives the layers of the additional merged model.
 
     The weight of an objective is the weight of its expert; every objective must have an expert. Without preference
     vectors there is one merge, in which all experts have equal weights.

@@ -33,12 +33,12 @@ SCALED = 0.5
 
 @dataclass(frozen=True)
 class LayerPaths:
-    """Paths of `min_length` to `max_length` layers through several models, as the structure of their parameters.
+    """Paths of `min_length` to `max_length` layers through several models, and their conversion to configurations.
 
-    Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by one of the layers l + 1 -
-    max_jump to l + 1 + max_jump of any model. The first layer of a path is then at most `max_jump` from layer 0, and
-    the last layer is at most `max_jump` from layer num_layers - 1. With `max_jump` None, any layer may follow any other
-    layer.
+    The class implements `Structure`. Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed
+    by one of the layers l + 1 - max_jump to l + 1 + max_jump of any model. The first layer of a path is then at most
+    `max_jump` from layer 0, and the last layer is at most `max_jump` from layer num_layers - 1. With `max_jump` None,
+    any layer may follow any other layer.
 
     The model with the name MERGED has layers that are merged from several models, with weights that follow from a
     preference vector. There are `num_preferences` preference vectors. A path uses one of them, and its configuration
@@ -88,9 +88,9 @@ class LayerPaths:
         return self.num_layers if self.max_jump == 0 else self.max_length
 
     def step(self, model: int, layer: int) -> int:
-        """The number of the step to layer `layer` of the model with index `model` in `models`.
+        """The step number of layer `layer` of the model with index `model` in `models`.
 
-        A path is a sequence of such numbers.
+        A path is a sequence of step numbers.
         """
         return model * self.num_layers + layer
 
@@ -131,7 +131,7 @@ class LayerPaths:
         return tuple(range(max(low, self.num_layers - 1 - reach), high + 1))
 
     def contains(self, path: Sequence[int]) -> bool:
-        """Whether `path` is a path of this space."""
+        """Whether the sequence of steps `path` is within the limits of length and of jumps."""
         return self.may_end(path) and all(
             self.layer_of(step) in self.next_layers(path[:at]) and 0 <= step < self.num_steps
             for at, step in enumerate(path)
@@ -161,7 +161,7 @@ class LayerPaths:
             yield Categorical(PREFERENCE, tuple(range(self.num_preferences)))
 
     def path(self, configuration: Configuration) -> Path:
-        """The path that a configuration describes.
+        """The steps of the layer path that a configuration describes.
 
         The space's parameters must accept the configuration's values. A layer that may not follow the previous one is
         replaced by the nearest layer that may follow it.
@@ -189,10 +189,10 @@ class LayerPaths:
         return tuple(configuration[_scale(at)] for at in range(configuration[LENGTH] - 1))
 
     def scale_of(self, place: float) -> float:
-        """The scale at a place in the range of scales, where the logarithm of the scale is linear in the place.
+        """The scale at a position on the logarithmic axis of scales, where -1 is the lowest scale and 1 the highest.
 
-        The place -1 is the lowest scale, and the place 1 is the highest. Places below -1 and above 1 give the lowest
-        and the highest scale. Scales are rounded in the same way as coefficients.
+        Positions `place` below -1 give the lowest scale, and positions above 1 the highest. Scales are rounded in the
+        same way as coefficients.
         """
         assert self.scale_range is not None, "paths without scales"
         low, high = map(math.log, self.scale_range)
@@ -201,7 +201,10 @@ class LayerPaths:
         return min(max(round(scale, COEFFICIENT_DECIMALS), self.scale_range[0]), self.scale_range[1])
 
     def place_of(self, scale: float) -> float:
-        """The place, in [-1, 1], of a scale in the range of scales. This function is the inverse of `scale_of`."""
+        """The position of a scale on the logarithmic axis of scales, where -1 is the lowest scale and 1 the highest.
+
+        This function is the inverse of `scale_of`.
+        """
         assert self.scale_range is not None, "paths without scales"
         low, high = map(math.log, self.scale_range)
         return (2 * math.log(scale) - low - high) / (high - low)
@@ -225,7 +228,7 @@ class LayerPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Replace a proposed configuration by the configuration that the study stores for the same layer path.
+        """Replace a proposed configuration by the one that the study stores for the same layer path.
 
         Several configurations may describe the same layer path, because a layer that may not follow the previous layer
         is replaced by another (`path`). In the result, each layer may follow the previous one. The number of the
@@ -236,7 +239,7 @@ class LayerPaths:
         return self.configuration(path, preference=self.preference(configuration), scales=scales)
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """The configuration of a random path near the layers of one model in their own order.
+        """The configuration of a random path: one model's own sequence of layers with random changes.
 
         Up to all of the model's layers are changed, where few changes are likelier than many. A change takes a layer
         from another model, repeats a layer, or leaves a layer out. If layers have scales, half of the scales on average
@@ -294,9 +297,10 @@ class LayerPaths:
         return layers[: self.longest]
 
     def _configuration_of(self, layers: Sequence[tuple[int, int, float]], *, preference: int) -> dict[str, Any]:
-        """The configuration of a path near `layers`, which are tuples (model, layer, scale).
+        """The configuration of a path with the layers `layers`, some of them replaced to meet the limits of the space.
 
-        In the path, each layer may follow the previous layer.
+        `layers` are tuples (model, layer, scale). A layer that may not follow the previous layer is replaced by the
+        nearest layer that may follow it.
         """
         drawn: dict[str, Any] = {LENGTH: len(layers), PREFERENCE: preference}
         for at, (model, layer, scale) in enumerate(layers):

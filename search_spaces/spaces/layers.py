@@ -86,7 +86,7 @@ def _step(layer: LayerRecipe, scale_of: ScaleOf) -> tuple[str, int, float] | Non
 
 
 def with_own_aliases(recipe: Recipe, *, base: str, fingerprints: Mapping[str, str]) -> Recipe | None:
-    """The same recipe, with the aliases that a space uses for the models.
+    """A copy of the recipe in which models have the aliases that a search space uses for them.
 
     `fingerprints` maps the space's aliases to content fingerprints, and `base` is the space's base model. Returns None
     if the recipe has another base or uses a model that the space does not have.

@@ -72,7 +72,7 @@ class LayerwiseSection(SpaceSection):
     density: Annotated[float, Field(gt=0, le=1)] | None = None
     """The share of each task vector's elements that TIES and DARE keep. Default: 0.2 for TIES, 0.5 for DARE."""
     trim: Trimming = "tensor"
-    """What TIES keeps a share of: each tensor, or the whole model's task vector."""
+    """The unit of which TIES keeps the share `density`: each tensor, or the whole model's task vector."""
     mask_seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """The seed of DARE's masks. Default: 0."""
     layer_scales: bool = False
@@ -235,7 +235,7 @@ class LayerwiseSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The alias of each expert, with the parameter that is its coefficient in the given tensor.
+        """The alias of each expert, and the name of the parameter that is its coefficient in the given tensor.
 
         Experts are in the study's order.
         """
@@ -244,7 +244,7 @@ class LayerwiseSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The names of the parameters that are layer scales, by layer.
+        """The names of the parameters that scale the residual stream after a layer, by layer.
 
         The last layer has no scale. Without the option `layer_scales` the mapping is empty.
         """
@@ -275,7 +275,7 @@ class LayerwiseSpace:
         return {p.suffix: (p.part,) for p in in_layers if p.part != "embedding" and p.part != "head"}
 
     def _numbers(self, merge: Merge) -> tuple[float, ...] | None:
-        """The coefficient of each expert in a canonical merge, in the study's order.
+        """The coefficient of each expert in a canonical merge, in the order of the study's experts.
 
         It is 0 for an expert that the merge leaves out. Returns None if the space has no such merge, because it is by
         another method, or uses a model twice.

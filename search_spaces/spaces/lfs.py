@@ -1,4 +1,4 @@
-"""LFS, layer-wise fusion: groups of layers that each choose a merge method, its operands and its coefficients.
+"""LFS, layer-wise fusion: groups of layers that each choose a merge method, the models to merge and the coefficients.
 
 Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model Merging" (2025), sections
 3.2.1 and A.6, Table 11.
@@ -81,9 +81,9 @@ class LfsSection(SpaceSection):
     base; all: every group merges all experts, SLERP any pair of them.
     """
     lambdas: Literal["shared", "per_model"] = "shared"
-    """Task arithmetic's lambda: one for the selected experts, or one for each, searched as a direction and a scale."""
+    """Task arithmetic's lambda: one for all selected experts, or one for each, searched as a direction and a scale."""
     trim: Trimming = "tensor"
-    """What methods that trim task vectors keep a share of: each tensor, or the whole model's task vector."""
+    """The unit of which methods that trim task vectors keep a share: each tensor, or the whole model's task vector."""
     preset: Literal["paper"] | None = None
     """A published configuration of the space. paper: the published methods, groups and ranges. Options that contradict
     it are refused.
@@ -307,11 +307,11 @@ class LfsSpace:
         return choices[configuration[key]] if len(choices) > 1 else next(iter(choices.values()))
 
     def _operand_choices(self, method: str) -> dict[str, tuple[str, ...]]:
-        """The choices of operands for a method of one or two models, by name: single models or pairs of models.
+        """The models, or the pairs of models, among which a search chooses for the merge method `method`, by name.
 
-        A pair consists of two experts, or of the base and an expert. For an ordered method, a pair of experts is listed
-        in both orders. With `selection: all` there are no pairs with the base. The name of a choice consists of the
-        aliases of its models, joined by "+".
+        The method merges one or two models. A pair consists of two experts, or of the base and an expert. For an
+        ordered method, a pair of experts is listed in both orders. With `selection: all` there are no pairs with the
+        base. The name of a choice consists of the aliases of its models, joined by "+".
         """
         with_base = tuple((self._base, expert) for expert in self._experts if self._pairs_with_base)
         choices: dict[str, tuple[tuple[str, ...], ...]] = {

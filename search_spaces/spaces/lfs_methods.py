@@ -1,4 +1,4 @@
-"""The merge methods with which LFS was published: the parameters of each, and their conversion to a Merge and back.
+"""The merge methods published with LFS (layer-wise fusion): their parameters, and the conversion to a Merge and back.
 
 `lfs_ranges` has all other methods. The ranges of parameters are in the declarations of the methods
 (`search_spaces.methods`). Merges in this module have no layer; `lfs` adds it.
@@ -23,7 +23,7 @@ DEFAULT_DENSITY = 0.2
 
 @dataclass(frozen=True)
 class ComponentGroup:
-    """A component group of one layer group, the smallest unit with separate coefficients.
+    """A component group, such as attention, of one layer group; it is the smallest unit with separate coefficients.
 
     `conditions` are the conditions under which the group uses a certain method; empty if there is only one method.
     `is_selected` has, for each expert, the conditions under which that expert is merged.

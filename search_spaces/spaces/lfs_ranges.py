@@ -1,4 +1,4 @@
-"""All other merge methods in LFS, whose coefficients are searched in the ranges that the methods declare.
+"""The merge methods that LFS can search in addition to the published ones, in the ranges that the methods declare.
 
 Weights are searched as one number per selected expert. For methods that divide by the sum of the weights, these numbers
 are divided by their sum before they are stored in a recipe. All random masks have the same seed, so that configurations
@@ -78,7 +78,7 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Values of the method's parameters in `cell` with which the merge is the model `model`; None if none exist.
+        """Values of the parameters with which the method returns the model `model` unchanged, or None if none exist.
 
         `cell` is a layer group or a component of one; `operands` are the aliases of the models that are merged in it.
         There are such values in three cases:

@@ -84,7 +84,7 @@ class M3Section(SpaceSection):
     density: Shares = DARE_DENSITY
     """The share of each task vector's elements that DARE keeps, or several to choose from."""
     trim: Trimming = "tensor"
-    """What TIES keeps a share of: each tensor, or the whole model's task vector, as the paper's authors do."""
+    """The unit of which TIES keeps the share `k`: each tensor, or (as the authors do) the whole model's task vector."""
 
     @property
     def merge_methods(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ STRENGTHS = (0.0, 2.0)
 
 @dataclass(frozen=True)
 class _Piece:
-    """The merge of one part of the model, and the names of the parameters of its coefficient `coefficient`."""
+    """The merge of one part of the model, with the names of the parameters that are its coefficients."""
 
     merge: Merge
     coefficient: str
@@ -60,10 +60,11 @@ class _Piece:
 
 
 class PathCoefficients:
-    """The coefficients along one path, whose recipe is `recipe`. Immutable. Implements `Coefficients`.
+    """The coefficients of the merges along one layer path, as numeric parameters for gradient descent.
 
-    `experts` are the models whose layers are merged. With a `scale_range`, the lowest and the highest scale, the scales
-    of all layers but the last are parameters too.
+    The class is immutable and implements `Coefficients`. `recipe` is the recipe of the path. `experts` are the models
+    whose layers are merged. With a `scale_range`, the lowest and the highest scale, the scales of all layers but the
+    last are parameters too.
     """
 
     # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.

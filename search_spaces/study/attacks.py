@@ -1,4 +1,4 @@
-"""Option `attack` of a benchmark: how its prompt template is attacked.
+"""Option `attack` of a benchmark: adversarial changes of its prompt template, which measure robustness.
 
 Attacks follow PromptBench (Zhu et al., 2024, "PromptBench: A unified library for evaluation of large language models"),
 which M3 uses (section 4.5, appendices C and E). `workers.evaluation.attacks` computes them.
@@ -22,18 +22,17 @@ class _Attack(Section):
     options of a multiple-choice task that has the same options for all samples.
     """
     max_queries: Annotated[int, Field(ge=1)] | None = None
-    """The attack on a model ends after it has scored this number of templates, each on all samples. Default: no limit.
-    """
+    """The largest number of templates that an attack on a model scores, each on all samples. Default: no limit."""
 
 
 class StressAttack(_Attack):
-    """The sentences of StressTest (Naik et al., 2018), added to the end of the template."""
+    """An attack that adds the sentences of StressTest (Naik et al., 2018) to the end of the prompt template."""
 
     kind: Literal["stress"]
 
 
 class DeepWordBugAttack(_Attack):
-    """Changed characters, after DeepWordBug (Gao et al., 2018), in the most important words first."""
+    """An attack that changes characters, in the most important words first, after DeepWordBug (Gao et al., 2018)."""
 
     kind: Literal["deepwordbug"]
     max_edits: Annotated[int, Field(ge=1)] = 30
@@ -41,16 +40,18 @@ class DeepWordBugAttack(_Attack):
 
 
 class BertAttack(_Attack):
-    """Words that a fill-mask model proposes, after BERT-Attack (Li et al., 2020), in the most important words first."""
+    """An attack that replaces words by words from a fill-mask model, after BERT-Attack (Li et al., 2020).
+
+    The most important words are replaced first.
+    """
 
     kind: Literal["bert"]
     model: Line
     """A fill-mask model, such as BERT: a directory, a hub id or a URL, as the models of a study are given."""
     encoder: Line | None = None
-    """A model whose mean final states, over tokens, are compared for the similarity of two templates. Default: `model`.
-    """
+    """A model whose final states, averaged over tokens, give the similarity of two templates. Default: `model`."""
     candidates: Annotated[int, Field(ge=1)] = 48
-    """The largest number of words that are proposed in place of one."""
+    """The largest number of words that the model proposes in place of one word."""
     min_similarity: Annotated[float, Field(ge=-1, le=1)] = 0.8
     """The least cosine similarity between the template and an attacked one."""
 

@@ -35,7 +35,7 @@ EVERY_TRIAL: tuple[TrialChoice, ...] = ("finalists", "sources", "published", "re
 
 
 class BenchmarkSpec(ScoredTask):
-    """A task that is scored once, after the search, for the report. It selects nothing and belongs to no objective."""
+    """A task that is scored once, after the search, for the report only; it does not influence the search."""
 
     group: Line | None = None
     """The name of a group of benchmarks, whose unweighted mean is reported too."""
@@ -50,9 +50,9 @@ class BenchmarkSpec(ScoredTask):
     """A judge that compares each completion with the reference answer. The metric is then `win_rate`. Default: none."""
 
     def is_same_task(self, other: BenchmarkSpec) -> bool:
-        """Whether both are scored on the same samples by the same metric, so that stored samples hold for both.
+        """Whether `other` has the same samples and the same metric, so that stored results are valid for both.
 
-        If they are attacked, the attack must be the same.
+        Attacks and judges, if there are any, must be the same, too.
         """
         fields = set(BenchmarkSpec.model_fields) - {"name", "direction", "range", "group", "trials"}
         return all(getattr(self, name) == getattr(other, name) for name in fields)
@@ -68,15 +68,18 @@ class Contamination(Section):
 
 
 class AddedBenchmarks(Section):
-    """Benchmarks that are added to a study: the content of a file of its own, with these keys of the study file."""
+    """The content of a file of benchmarks that are added to an existing study; its keys are keys of the study file."""
 
     benchmarks: Annotated[tuple[BenchmarkSpec, ...], Field(min_length=1)]
     contamination: Contamination = Contamination()
     engine: Engine | None = None
-    """Options of the engine, where a single model is scored that is no study's."""
+    """Options of the engine, if a single model is scored that belongs to no study."""
 
     def on_trial(self, trial: int | str | None) -> AddedBenchmarks:
-        """The benchmarks, to be scored on one trial: its number, or "best". None leaves the choice to each of them."""
+        """The benchmarks with `trial`, a number or "best", as the only trial that is scored.
+
+        If `trial` is None, each benchmark keeps its own choice of trials.
+        """
         if trial is None:
             return self
         specs = tuple(spec.model_copy(update={"trials": (trial,)}) for spec in self.benchmarks)

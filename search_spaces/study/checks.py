@@ -276,7 +276,7 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 
 
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
-    """Problems with the number of rungs of the objectives.
+    """Contradictions in the numbers of rungs, among the objectives or with the scheduler.
 
     All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
     `racing`. `objectives` are the entries of the study file by position.

@@ -30,8 +30,8 @@ class Fidelity(Section):
     rungs: Rungs | None = None
     """The number of samples at each rung, instead of min_samples and max_samples."""
     rule: Literal["behind", "bound"] = "behind"
-    """When scheduler: racing stops a trial. behind: as soon as a better one is ahead of it; bound: when it is behind by
-    a margin that holds simultaneously at all looks.
+    """The rule by which scheduler: racing stops a trial. behind: as soon as a better one is ahead of it; bound: when it
+    is behind by a margin that holds simultaneously at all looks.
     """
     error_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
     """With rule: bound, the probability that some trial of the study is stopped wrongly. Default: 0.05."""

@@ -51,7 +51,7 @@ AnyTask = TypeVar("AnyTask", bound=ScoredTask)
 class Limits(Section):
     max_samples: Annotated[int, Field(ge=1)] | None = None
     """The largest number of samples that the search may use: those that are scored, for baselines too, and those that
-    steps of the searcher are charged as. Nothing starts that could exceed it.
+    gradients are charged as. Nothing starts that could exceed it.
     """
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
@@ -168,7 +168,10 @@ def load_benchmarks(file: Path) -> AddedBenchmarks:
 
 
 def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None) -> AddedBenchmarks:
-    """Make benchmarks that are to be added to a study from a mapping of plain data, as `parse_study` makes a study."""
+    """Make the benchmarks that are to be added to a study from a mapping of plain data, after checking the data.
+
+    Paths and problems are treated as in `parse_study`.
+    """
     try:
         found = AddedBenchmarks.model_validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
@@ -184,7 +187,7 @@ def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None)
 
 
 def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
-    """The study with more benchmarks.
+    """A copy of the study to which benchmarks are added.
 
     A benchmark of a name that the study has already must have the same task and metric; the trials on which it is
     scored are added to those of the study's. Names in `contamination.allowed` are added too, and a stated
@@ -212,7 +215,7 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
 
 
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
-    """The dotted fields that differ between `given` and `stored`, but must be equal if a study is resumed.
+    """The fields, as dotted paths, that differ between two studies although a resumed study may not change them.
 
     If there are none, a driver of the study `given` may resume `stored`. `limits` and `contamination` may differ,
     `search.max_trials` may be larger, and there may be more benchmarks. A benchmark keeps its task and metric; it is

@@ -45,7 +45,7 @@ First say in one or two sentences what decides between the answers. Then write t
 
 
 class JudgeSpec(Section):
-    """A judge: any endpoint with OpenAI's chat completions, such as one of vLLM's own servers.
+    """The judge of a benchmark: a model behind an endpoint with OpenAI's chat completions API, such as a vLLM server.
 
     The driver sends the key in its environment variable MERGESEARCH_JUDGE_KEY, if it has one. Answers are drawn at
     temperature 0.
@@ -72,7 +72,7 @@ class JudgeSpec(Section):
     """
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong with the values, each as (name of the option, message)."""
+        """Errors in the options' values, as pairs of an option's name and a message."""
         if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", self.url):
             yield "url", f"{self.url} is not the URL of an endpoint; give one such as http://127.0.0.1:8000/v1"
         missing = sorted({"question", "first", "second"} - set(PLACEHOLDER.findall(self.prompt)))

@@ -1,4 +1,4 @@
-"""Entries of a study file that are scored: objectives and holdout data, which are metrics on tasks, and costs."""
+"""Entries of a study file by which trials are scored: metrics on tasks (objectives, holdout data), and costs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class InlineTask(Section):
     """With temperature: the probability mass of the tokens that are drawn from. Default: 1."""
 
     def description(self) -> dict[str, Any]:
-        """The task as a JSON object. A key that is newer than stored studies is left out where it is not given."""
+        """The task as a JSON object, without keys that have no value.
+
+        So a task in a stored study, which lacks newer keys, keeps its description.
+        """
         return self.model_dump(mode="json", exclude_none=True)
 
 
@@ -49,7 +52,7 @@ def _tag_of_task(value: object) -> str | None:
 
 
 class ScoredTask(Section):
-    """A metric on the samples of a task, by name."""
+    """A named metric on the samples of a task."""
 
     name: Name
     task: Annotated[
@@ -74,8 +77,8 @@ class ScoredTask(Section):
 
 class ObjectiveSpec(ScoredTask):
     rungs: Rungs | None = None
-    """Samples of this objective at each rung, if those of fidelity do not fit; the number of rungs is the same. They
-    may stop growing ([100, 300, 300]) where another objective's grow.
+    """The number of samples of this objective at each rung, in place of those of fidelity; the number of rungs is the
+    same. It may stop growing ([100, 300, 300]) where another objective's grows.
     """
 
 

@@ -86,7 +86,7 @@ class GradientOptions(Section):
 
 
 class RefinementOptions(Section):
-    """How the coefficients of the merges along the paths of the front are learned after the search."""
+    """Options of the gradient descent, after the search, on merge coefficients along paths of the Pareto front."""
 
     paths: Annotated[int, Field(ge=1, le=1000)] = 8
     """The largest number of paths that are refined: those of the front, the best first."""
@@ -137,7 +137,7 @@ class PolicyOptions(Section):
     """The number of iterations of each policy, after the warm-up, over which the share of random paths decays to zero.
     """
     scalarisation: Literal["weighted_sum", "tchebycheff"] = "weighted_sum"
-    """How a path's outcome follows from its objectives and a preference vector. weighted_sum: their weighted sum;
+    """How the objectives of a path become one number for a preference vector. weighted_sum: their weighted sum;
     tchebycheff: the largest weighted distance from the best known values, which reaches every point of a front.
     """
     elite_share: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -165,8 +165,8 @@ class PolicyOptions(Section):
     the embeddings of steps, near which the value network chooses; auto: categorical where at most 32 steps are allowed.
     """
     target_kl: Annotated[float, Field(gt=0)] = 0.02
-    """The KL divergence, in nats per step, from the policy at the start of an update at which the policy network stops
-    to learn from an iteration.
+    """The KL divergence from the policy at the start of an update, in nats per step, at which the policy network stops
+    learning from an iteration.
     """
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.1
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -239,15 +239,15 @@ class GivenRecipe(Section):
     """A merge that is scored without a search: a recipe document or a mergekit configuration."""
 
     name: Line | None = None
-    """Its name in tables. Default: that of its file, or of the file's folder for a `recipe.json`."""
+    """The merge's name in tables. Default: that of its file, or of the file's folder for a `recipe.json`."""
     file: Line | None = None
     """A recipe.json of an export, or a mergekit configuration."""
     recipe: dict[str, Any] | None = None
-    """The content of such a file."""
+    """The content of a recipe.json or of a mergekit configuration, in place of `file`."""
 
     @property
     def label(self) -> str:
-        """Its name in tables: `name`, or one that follows from `file`."""
+        """The merge's name in tables: `name`, or one that follows from `file`."""
         if self.name is not None or self.file is None:
             return self.name or "recipe"
         path = PurePath(self.file)
@@ -289,7 +289,7 @@ class Search(Section):
     first proposal on. They are copied when this study begins, and are no trials of this study. Default: none.
     """
     preferences: Preferences | None = None
-    """How important each objective is: one descent or policy for each vector. Default: one vector of equal weights."""
+    """Weights of the objectives; each vector has its own descent or policy. Default: one vector of equal weights."""
     fit_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """With algorithm: gradient, the share of each objective's samples that gradients use; below 1, trials are scored on
     the other samples.
@@ -301,7 +301,7 @@ class Search(Section):
 
     @property
     def num_proposals(self) -> int:
-        """The number of configurations that the searcher may propose; none where recipes are given."""
+        """The number of configurations that the searcher may propose; it is 0 if the study has recipes."""
         return 0 if self.recipes else self.max_trials
 
     def num_scored(self, num_samples: int) -> int:

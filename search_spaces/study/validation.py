@@ -1,4 +1,4 @@
-"""Converts validation errors to messages for users: the value, the accepted values, the nearest known name.
+"""Conversion of validation errors to messages for users: the value, the accepted values, the nearest known name.
 
 pydantic's errors become Problems with the help of the model's JSON Schema. The module is not specific to studies; names
 that are reserved for later versions are arguments.
