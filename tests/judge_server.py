@@ -36,7 +36,7 @@ class JudgeServer:
     url: str = ""
     answer: Callable[[str], str] = longer
     refusals: list[tuple[int, dict[str, str]]] = field(default_factory=list)
-    on_request: Callable[[int], None] = lambda _: None
+    on_request: Callable[[int], object] = lambda _: None
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     most_at_once: int = 0

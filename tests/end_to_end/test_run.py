@@ -139,7 +139,8 @@ def test_model_is_scored_without_a_search(tmp_path: Path, ray_address: str) -> N
     data, file, out = tmp_path / "data.jsonl", tmp_path / "more.json", tmp_path / "run"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(20)))
     spec = {"task": {"file": str(data)}, "metric": "exact_match"}
-    command = [sys.executable, "-m", "tests.end_to_end.fake_run", "{}", "evaluate", family_dir() / "experts" / "math"]
+    model = family_dir() / "experts" / "math"
+    command: list[str | Path] = [sys.executable, "-m", "tests.end_to_end.fake_run", "{}", "evaluate", model]
     for names in (["sums"], ["sums", "others"]):
         file.write_text(json.dumps({"benchmarks": [{"name": name, **spec} for name in names]}))
         words = [*command, "--benchmarks", file, "--out", out]

@@ -146,7 +146,7 @@ def test_killed_driver_asks_only_what_is_missing(tmp_path: Path, judge: JudgeSer
     store, study = new_study(tmp_path)
     plan = {**SMALL, "benchmarks": (benchmark(tmp_path, judge, concurrency=1),)}
     hang = threading.Event()
-    judge.on_request = lambda count: count > 10 and hang.wait(20)  # type: ignore[func-returns-value,return-value]
+    judge.on_request = lambda count: count > 10 and hang.wait(20)
     coordinator = coordinator_of(store, study, **plan)
     with pytest.raises(AssertionError, match="do not end"):
         run(coordinator, limit_s=3)
@@ -242,7 +242,7 @@ def test_engines_work_while_a_judge_is_slow(tmp_path: Path, judge: JudgeServer) 
     """Another benchmark is scored before the judge has answered anything."""
     store, study = new_study(tmp_path)
     answers = threading.Event()
-    judge.on_request = lambda _: answers.wait(20)  # type: ignore[return-value]
+    judge.on_request = lambda _: answers.wait(20)
     slow = benchmark(tmp_path, judge)
     other = replace(slow, facts=replace(slow.facts, name="other", judge=None), judge=None)
     coordinator = coordinator_of(store, study, **SMALL, benchmarks=(slow, other))
@@ -253,5 +253,5 @@ def test_engines_work_while_a_judge_is_slow(tmp_path: Path, judge: JudgeServer) 
     answers.set()
     run(coordinator)
     assert {payload["benchmark"] for payload in scored(store, study)} == {"other", "chats"}
-    assert coordinator.awaited_judges == ()
+    assert not coordinator.awaited_judges
     store.close()
