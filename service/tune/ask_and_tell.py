@@ -94,7 +94,7 @@ class AskAndTell:
         return list(self.table.ready())
 
     def finish(self, number: int, rung: int) -> None:
-        """Record a trial's result at a rung, and promote or prune the trials on which this result decides.
+        """Record a trial's result at a rung, and promote or prune trials as far as the known results allow.
 
         All samples of the rung must be stored. The trial fails if a value is outside the range of its objective.
         """
@@ -110,7 +110,7 @@ class AskAndTell:
         self._apply(self.table.record(number, rung, costs))
 
     def fail(self, number: int, reason: str) -> None:
-        """Mark trial `number` as failed for the given reason, and promote or prune the trials that waited for it."""
+        """Mark trial `number` as failed for this reason; promote or prune the trials that waited for its result."""
         self._trials.finish([number], TrialState.FAIL, reason)
         self._apply(self.table.fail(number))
 
@@ -123,7 +123,7 @@ class AskAndTell:
                 self._trials.finish(pruned, TrialState.PRUNED, reason)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
-        """Record the costs of a baseline at the rungs below the last, at which it is not evaluated separately.
+        """Record a baseline's costs at every rung below the last, computed from the samples that it was scored on.
 
         A baseline is scored once, at the last rung, whose samples include those of the lower rungs. Nothing happens if
         the trial is not a baseline, or has not been scored at the last rung.
@@ -212,11 +212,11 @@ class AskAndTell:
             self.finish(number, rung)
 
     def _may_start(self, proposal: Proposal, *, num_charged: int = 0) -> bool:
-        """Whether the limit of samples allows a trial to start, or a gradient or loss computation that it needs.
+        """Whether the study's limit of samples allows a trial, or a computation that the trial needs, to start.
 
-        If `num_charged` is above 0, the question is about such a computation, which counts as this number of samples.
-        If the limit would be exceeded, this method ends the search and returns False. It also returns False as long as
-        the answer depends on running evaluations.
+        If `num_charged` is above 0, the question is about the computation, such as a gradient, which counts as this
+        number of samples. If the limit would be exceeded, this method ends the search and returns False. It also
+        returns False as long as the answer depends on running evaluations.
         """
         fits = self._limit.admits(proposal, num_charged=num_charged)
         if fits is False:

@@ -32,9 +32,9 @@ def samples_name(task: TaskSpec) -> str:
 
 @dataclass
 class _Running:
-    """A running prompt attack: the search for the worst template, and the names of the samples that it waits for.
+    """A running prompt attack: the search for the worst template, and the templates whose scores it waits for.
 
-    Each name in `names` stands for the samples with one attacked template.
+    `names` has one entry for each of these templates: the name under which its samples are stored.
     """
 
     steps: Search

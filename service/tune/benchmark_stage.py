@@ -48,7 +48,10 @@ class BenchmarkStage:
 
     @property
     def left(self) -> tuple[tuple[int, int], ...]:
-        """The evaluations that still need an engine, as (trial number, position of the benchmark), the next first."""
+        """The evaluations that still need an engine, in the order in which they should start.
+
+        Each is (trial number, position of the benchmark in `Plan.benchmarks`).
+        """
         return tuple(self._left)
 
     def start(self) -> None:

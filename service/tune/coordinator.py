@@ -116,7 +116,7 @@ class Coordinator:
 
     @property
     def table(self) -> RungTable:
-        """The scheduler of the search: the rung at which each trial is evaluated, and the trials that are promoted."""
+        """The scheduler of the search, which decides which trials are evaluated at which rung."""
         return self._ask_and_tell.table
 
     @property
@@ -258,7 +258,7 @@ class Coordinator:
     # -- what comes back -------------------------------------------------------------------------------------------
 
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
-        """Handle the result of a chunk of samples, or the failure to score it, that a trial actor reports.
+        """Handle a trial actor's report on a chunk of samples: their result, or the failure to score them.
 
         Returns True if the evaluation is finished. Errors that end the study, or only this driver's attempt at it, are
         raised.
@@ -303,7 +303,7 @@ class Coordinator:
             self._release(evaluation)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
-        """Store an event that says why (`text`) fewer trial actors run than are wanted."""
+        """Store an event that fewer trial actors run than are wanted; `text` gives the reason."""
         self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
     def on_engine_fault(self, fault: EngineFault) -> None:

@@ -48,9 +48,10 @@ class Crashes:
                 self._add(event.payload)
 
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
-        """Count an engine crash; return the event to store and the failure to report, or None to score the chunk again.
+        """Count an engine crash, and decide whether it is a failure or the chunk is scored again.
 
-        The failure means that the trial failed, because its merge crashes engines, or that there is no engine.
+        Returns the event to store, and the failure to report or None if the chunk is scored again. The failure means
+        that the trial failed, because its merge crashes engines, or that there is no engine.
         """
         crash = failed.crash
         assert crash is not None
@@ -69,7 +70,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The number of engine crashes while scoring the chunk of `evaluation` at which engines crashed most often."""
+        """The largest crash count of any chunk in `evaluation`: how often engines crashed while scoring that chunk."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """A unit of work: the samples still to score for one trial at a rung, on the holdout data or on a benchmark.
+    """A unit of work: the samples that one trial still needs for a rung of the search, the holdout data or a benchmark.
 
     The samples are divided into `chunks`. On holdout data `rung` is 0, and on a benchmark its position in
     `Plan.benchmarks`. `crashes` is the largest number of engine crashes with one of the chunks. With `is_again`, the

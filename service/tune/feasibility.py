@@ -20,7 +20,7 @@ __all__ = ["Feasibility"]
 
 
 class Feasibility:
-    """Constraint values of one study's trials, at each rung.
+    """Evaluates a study's constraints for its trials: by how much each trial violates each constraint at a rung.
 
     `trials` has all trials by number; the caller updates it while the search runs.
     """
@@ -33,14 +33,14 @@ class Feasibility:
         self._is_known = False
 
     def know(self, number: int, values: Mapping[int, Values]) -> None:
-        """Record the objective values of a trial at the rungs below the last, at which it is not evaluated separately.
+        """Record the objective values at the lower rungs of a trial that is evaluated only at the last rung.
 
-        This is needed for trials that are evaluated only at the last rung, such as baselines. `values` is by rung.
+        Baselines are such trials. `values` has the objective values for each of these rungs.
         """
         self._at_looks[number] = dict(values)
 
     def is_known(self) -> bool:
-        """Whether all source models on which a constraint's bound depends have been scored.
+        """Whether constraints can be evaluated: all source models to which their bounds are relative have been scored.
 
         Raises StudyFailed if one of these source models has failed.
         """
@@ -82,7 +82,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """For each constraint with a bound relative to a source model, the number of that model's trial.
+        """By constraint, the trial number of the source model to which the constraint's bound is relative.
 
         If the bound is relative to the best expert, this is the trial of the expert with the best value. The mapping
         may be read only once all source models are scored. Constraints with a number as bound are not in it.

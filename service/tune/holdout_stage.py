@@ -33,7 +33,7 @@ class HoldoutStage:
 
     @property
     def left(self) -> tuple[int, ...]:
-        """The numbers of the trials that are still to be scored on holdout data, the next one first."""
+        """The numbers of the trials that still need scores on holdout data, in the order in which they should start."""
         return tuple(self._left)
 
     def start(self) -> None:

@@ -93,7 +93,7 @@ class JudgeClient:
         return None
 
     def close(self) -> None:
-        """Close the connections. A request of another thread that is not answered yet fails."""
+        """Close the connections; requests of other threads that are still unanswered then fail."""
         self._http.close()
 
     def _request(self, prompt: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ Key = tuple[str, int]  # digest of a recipe, position of the benchmark in the pl
 
 @dataclass
 class _Pending:
-    """The requests for judgments of one recipe: how many have no answer yet, and whether they are cancelled."""
+    """The judgment requests for one recipe on a benchmark: how many are unanswered, and if they are cancelled."""
 
     num_left: int
     is_cancelled: threading.Event = field(default_factory=threading.Event)

@@ -33,9 +33,10 @@ It has an origin, a label and the recipe.
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark of a study: its stored facts, its evaluation task, and the trials that are scored on it.
+    """A benchmark of a study: its stored description (`facts`), its evaluation task, and which trials are scored on it.
 
-    `attack` is the attack on its prompts, and `judge` the judge of its completions; None for no attack or judge.
+    `trials` has the rules that choose these trials. `attack` is the attack on its prompts, and `judge` the judge of its
+    completions; None for no attack or judge.
     """
 
     facts: BenchmarkFacts
@@ -55,7 +56,7 @@ class Benchmark:
 
     @property
     def most_samples(self) -> int:
-        """The largest number of samples that are scored for one trial: all of the task, for each prompt template."""
+        """The most samples that are scored for one trial: all of the task's, once with each prompt template."""
         return self.facts.num_samples * (1 + (0 if self.attack is None else self.attack.most_queries))
 
 
@@ -73,7 +74,7 @@ class RefinementPlan:
     vectors: tuple[tuple[float, ...], ...]
 
     def most_samples(self, num_scored: int) -> int:
-        """The most samples that refining all layer paths takes, if a trial is scored on `num_scored` samples."""
+        """The most samples that the whole refinement takes, if each refined trial is scored on `num_scored` samples."""
         batch = max(self.options.batch, len(self.num_samples))
         charged = self.options.steps * GradientRequest.charge + LossesRequest.charge
         return self.options.paths * (batch * charged + num_scored)
@@ -131,7 +132,7 @@ class Plan:
 
     @property
     def most_refined_samples(self) -> int:
-        """The number of samples that the search leaves of `max_samples` for the refinement; 0 without a refinement."""
+        """How many of `max_samples` samples the search reserves for the refinement; 0 without a refinement."""
         return 0 if self.refinement is None else self.refinement.most_samples(sum(self.rung_samples[-1].values()))
 
     @property
@@ -151,14 +152,14 @@ class Plan:
         return {name: size.of(whole, cost) for name, cost in costs.items()}
 
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
-        """The costs of a trial, to be minimised, from its values by objective.
+        """A trial's costs, one for each objective (smaller is better); `values` are its objective values by name.
 
         They are in the order of `objectives`. Raises InvalidStudy for a value outside its objective's range.
         """
         return tuple(objective.cost(values[objective.name]) for objective in self.objectives)
 
     def cost_errors(self, standard_errors: Mapping[str, float | None]) -> tuple[float | None, ...]:
-        """The standard errors of a trial's costs, from the standard errors of its values by objective.
+        """The standard errors of a trial's costs, computed from the standard errors of its objective values.
 
         They are in the order of `objectives`. An error is None if it is not known.
         """
@@ -167,11 +168,11 @@ class Plan:
 
 
 def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, has_begun: bool) -> tuple[Baseline, ...]:
-    """The baselines of a study that has the stored `trials`, in the order of their trial numbers.
+    """The baselines of a study: those among its stored `trials`, then the `known` ones that are not stored yet.
 
-    `known` are the baselines that a new study would have. A study whose search has begun (`has_begun`) keeps the
-    baselines that it began with, because the numbers of all other trials depend on the number of baselines. So a
-    program version with other baselines does not change such a study.
+    The stored baselines are in the order of their trial numbers. `known` are the baselines that a new study would have.
+    A study whose search has begun (`has_begun`) has only the stored ones, because the numbers of all other trials
+    depend on the number of baselines. So a program version with other baselines does not change such a study.
     """
     stored = sorted((t for t in trials if t.origin.is_given), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)

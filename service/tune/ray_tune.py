@@ -322,7 +322,7 @@ def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
 
 
 def _is_late(waited_s: float) -> bool:
-    """Whether the next trial actor cannot be expected soon, after it has been awaited for `waited_s` seconds.
+    """Whether to stop waiting for the next trial actor, after `waited_s` seconds of waiting.
 
     This is the case after ACTOR_START_S seconds, or after CPU_WAIT_S seconds if the cluster has too few free CPUs for
     the actor.

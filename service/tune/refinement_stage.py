@@ -58,7 +58,10 @@ class Gradients(Protocol):
     """The interface of objects that compute losses and gradients while the driver works."""
 
     def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
-        """Begin to compute losses or a gradient in the background, at the request's values of `coefficients`."""
+        """Begin to compute the losses or the gradient of `request` in the background.
+
+        The request's point has a value for each parameter of `coefficients`.
+        """
         ...
 
     def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
@@ -73,14 +76,14 @@ def has_begun(steps: Sequence[Step]) -> bool:
 
 @dataclass(frozen=True)
 class _Path:
-    """A layer path to refine: the number of its trial, and the preference vector as weights by objective."""
+    """A layer path to refine, given by its trial's number, and the preference vector, the weight of each objective."""
 
     trial: int
     preference: Mapping[str, float]
 
 
 def _refined_label(number: int, *, path: int) -> str:
-    """The label of trial `number`, which is the result of refining the layer path of trial `path`."""
+    """The label of trial `number`, which has refined coefficients for the layer path of trial `path`."""
     return f"trial {number}, refined from trial {path}"
 
 
@@ -205,9 +208,9 @@ class RefinementStage:
         return self._descent
 
     def _may_start(self, descent: _Descent) -> bool:
-        """Whether all remaining steps of a layer path's refinement, and its trial, are within the study's limits.
+        """Whether the study's limits allow the rest of a refinement: its remaining steps and the trial after them.
 
-        If they are not, the stage ends. The result is also False while it depends on running evaluations.
+        If they do not, the stage ends. The result is also False while it depends on running evaluations.
         """
         reason = self._is_out_of_budget()
         if reason is None:
@@ -255,10 +258,10 @@ class RefinementStage:
         return None
 
     def _chosen(self, plan: RefinementPlan) -> tuple[_Path, ...]:
-        """The layer paths on the Pareto front of the searched trials, the best first, each with a preference vector.
+        """The paths to refine: the best on the Pareto front of the search, in order, each with a preference vector.
 
-        This is the vector for which the path's weighted value is least below that of the best path; of several, the
-        first.
+        The vector of a path is the one for which the path's weighted value is least below that of the best path; of
+        several, the first.
         """
         trials = tuple(self._trials.values())
         found = best_of_front(trials, self._plan.objectives, most=plan.options.paths, origin=Origin.SEARCH)
@@ -296,7 +299,7 @@ class _Descent:
         self._seed = plan.seed
 
     def point(self, steps: Sequence[Step]) -> tuple[float, ...]:
-        """The coefficients that the descent has reached after its stored steps, which are among `steps`."""
+        """The coefficients that the descent has reached; it finds its own steps in `steps`, all steps of the study."""
         start = np.array([parameter.default_value for parameter in numbers_of(self.coefficients.parameters)])
         options = self._options
         reached = point_after(
@@ -352,7 +355,7 @@ class _Descent:
 
 
 def _label(index: int, trial: int) -> str:
-    """The label of a descent's steps, with the index of its layer path, which `_descent_of` reads, and the trial."""
+    """The label of the steps that refine one layer path: the path's index, which `_descent_of` reads, and its trial."""
     return f"refinement {index} of trial {trial}"
 
 

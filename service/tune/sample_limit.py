@@ -39,7 +39,7 @@ class SampleLimit:
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
-        """Whether the limit allows the trial of `proposal`, or a step for it if `num_charged` is above 0.
+        """Whether the limit allows the trial of `proposal` or, if `num_charged` is above 0, a step that it needs.
 
         The step, such as a gradient, counts as `num_charged` samples. The worst case is the sum of three numbers: the
         samples used so far, the most that the trials in the rung table can still take, and the most that the new trial

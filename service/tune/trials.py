@@ -38,7 +38,7 @@ class Trials(Mapping[int, TrialRecord]):
         return self._trials[self._first[digest]]
 
     def num_duplicates_in_a_row(self) -> int:
-        """The number of newest trials in a row that are proposals with the recipe of an earlier trial."""
+        """How many of the newest trials, without a gap, are proposals that repeat the recipe of an earlier trial."""
         count = 0
         for trial in reversed(self._trials.values()):
             if trial.origin is not Origin.SEARCH or self._first[trial.recipe.digest] == trial.number:
@@ -54,7 +54,7 @@ class Trials(Mapping[int, TrialRecord]):
         self._first.setdefault(trial.recipe.digest, trial.number)
 
     def count_chunk(self, number: int, timings_s: Mapping[str, float], *, num_scored: int | None) -> None:
-        """Add the timings of a stored chunk, and its number of search samples, to a trial's totals.
+        """Add a stored chunk's timings and its number of search samples to the totals of a trial.
 
         `num_scored` is the number of samples of a chunk of search data; for other data it is None.
         """

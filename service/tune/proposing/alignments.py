@@ -45,8 +45,9 @@ def alignments_in(
     before: Mapping[LayerPair, str],
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[LayerPair, str]:
-    """Fit a map of the residual stream (alignment) for each pair of layers, and copy all files to `directory`.
+    """Store an alignment in `directory` for each pair of layers, and return the names; missing ones are fitted first.
 
+    An alignment maps the residual stream after the pair's first layer to the stream before its second layer.
     `before` has the names of alignments that the study already has, by pair; they are not learned again unless their
     file is missing. `note` receives lines of progress. Returns the name of each pair's alignment. Raises StudyFailed if
     the file of such an alignment is missing and the alignment learned in its place is different. It also raises the
@@ -132,13 +133,12 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 
 
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int], device: str) -> list[Any]:
-    """Read the activations before certain layers of one model of the pool, as a Ray task on `device`.
+    """Compute one model's activations before each of certain layers; runs as a Ray task on `device`.
 
-    `alias` names the model, `before` has the indices of the layers. GPUs are visible to tasks that reserved none, so
-    the device is not looked for. Returns a pair of NumPy arrays for each of these
-    layers: the activations of all tokens except the first of each text, and the activations of the first tokens. The
-    last element of the list is a boolean array that is True for the rows of the pairs' first arrays that are held out
-    from fitting.
+    `alias` is the model's name in `inputs.pool`, `before` has the indices of the layers. GPUs are visible to tasks that
+    reserved none, so the device is not looked for. Returns a pair of NumPy arrays for each of these layers: the
+    activations of all tokens except the first of each text, and the activations of the first tokens. The last element
+    of the list is a boolean array that is True for the rows of the pairs' first arrays that are held out from fitting.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)

@@ -40,7 +40,7 @@ class PolicyCheckpoints:
         store_policy(self._artifacts, self._study_id, self._artifact(iteration), content, facts=facts)
 
     def load(self, steps: Sequence[Step]) -> dict[int, bytes]:
-        """The checkpoints that the searcher needs to continue after the stored `steps`, by iteration.
+        """The checkpoints, by training iteration, that the searcher needs to continue a study with the stored `steps`.
 
         A checkpoint that is missing, or whose content differs from the digest in its step, is left out. The searcher
         then computes that iteration's update again.
@@ -77,9 +77,10 @@ def kept_iterations(num_finished: int, num_policies: int) -> range:
 
 
 def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
-    """The sha256 of the policy's checkpoint for each iteration in `steps`, by iteration.
+    """For each finished iteration, in order, the sha256 of the policy checkpoint that its update gave.
 
-    It is "" for an iteration in which nothing was learned.
+    The finished iterations are those whose updates are in `steps`. The digest is "" for an iteration in which nothing
+    was learned.
     """
     return [step.result.checkpoint for step in steps if isinstance(step, UpdateStep)]
 
@@ -87,14 +88,14 @@ def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
 def store_policy(
     artifacts: ArtifactStore, study_id: str, name: str, content: bytes, *, facts: dict[str, int] | None = None
 ) -> None:
-    """Store a policy's checkpoint as the artifact `name` of a study. An earlier artifact of that name is replaced."""
+    """Store a policy's checkpoint as the study's artifact `name`, in place of an earlier artifact of that name."""
     with TemporaryDirectory() as temporary:
         (Path(temporary) / FILE).write_bytes(content)
         artifacts.put(study_id, name, Path(temporary), facts=facts or {})
 
 
 def read_policy(artifacts: ArtifactStore, study_id: str, name: str, *, digest: str) -> bytes:
-    """The checkpoint of a policy that is stored in the artifact `name` of a study; its sha256 must be `digest`.
+    """The policy checkpoint that the study's artifact `name` holds; its sha256 must be `digest`.
 
     Raises NotFound if there is no such artifact, Conflict if it has other content.
     """

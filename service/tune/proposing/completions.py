@@ -37,9 +37,9 @@ class SourceCompletions:
         self._objectives = {objective.name: objective for objective in objectives}
 
     def find(self, request: CompletionsRequest) -> CompletionsResult:
-        """The sample positions that a source model has completed correctly, for each requested objective.
+        """For each requested objective, the positions of the samples that some source model has completed correctly.
 
-        The result also has, for each position, the trial number of the first such source model.
+        The result also has, for each position, the trial number of the first source model that completed it correctly.
         """
         found: dict[str, dict[int, int]] = {name: {} for name in request.completions}
         for source in self._sources():

@@ -24,11 +24,11 @@ __all__ = ["GradientActor", "GradientInputs"]
 
 @dataclass(frozen=True)
 class GradientInputs:
-    """The input of a gradient actor: models, engine options, the objectives' tasks by name, and the coefficients.
+    """What a gradient actor starts with: models, engine options, tasks by objective, and the merge's coefficients.
 
-    `space` has the coefficients of the merges, which requests name by their values; None if `use_coefficients` sets
-    them before each request. `device` is the device on which the actor computes ("cpu" or "cuda"), and `recomputes`
-    says whether it computes activations twice to save their memory.
+    `space` describes the coefficients of merges and the parameters that set them; a request has a value for each
+    parameter. It is None if `use_coefficients` sets it before each request. `device` is the device on which the actor
+    computes ("cpu" or "cuda"), and `recomputes` says whether it computes activations twice to save their memory.
     """
 
     family: Family
@@ -60,7 +60,7 @@ class GradientActor:
         self._completions = completions
 
     def use_coefficients(self, coefficients: Coefficients) -> None:
-        """Set the coefficients for which later requests give values."""
+        """Replace the description of the merges' coefficients; later requests have values for its parameters."""
         self._space = coefficients
 
     def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:
@@ -135,7 +135,7 @@ class GradientActor:
         return self._opened
 
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
-        """The derivatives of a loss with respect to the parameters of the coefficients, by the parameter's name.
+        """Convert a loss's derivatives with respect to a merge's coefficients to derivatives by parameter name.
 
         `result` has the derivatives with respect to the coefficients of the merge. Several coefficients may have the
         value of one parameter. The derivative with respect to this parameter is the sum of the derivatives with respect
@@ -157,7 +157,7 @@ class GradientActor:
 
 
 def _with_stated_coefficients(space: Coefficients, point: tuple[float, ...]) -> tuple[float, ...]:
-    """Change `point` as little as possible so that its recipe contains every coefficient, and return the new point.
+    """Slightly change values of `point` that a recipe would leave out, so that the recipe states every coefficient.
 
     A loss has derivatives only with respect to coefficients that the recipe contains. A point has a value for each
     parameter of `space`. A recipe in canonical form leaves out a source's coefficient that is 0, and a shared

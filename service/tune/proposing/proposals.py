@@ -31,7 +31,7 @@ class Proposer(Protocol):
         ...
 
     def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
-        """The proposed configuration, or an intermediate step, such as a gradient, that is computed or requested.
+        """The configuration once it is proposed; before that, each step that it needs, such as a gradient.
 
         Returns None if there is no result within `timeout_s` seconds. If the result is a computed step, the caller
         stores it and then calls `stored`. A requested step counts against the limit of samples: the caller calls
@@ -44,12 +44,12 @@ class Proposer(Protocol):
         ...
 
     def stored(self, step: Step) -> None:
-        """Continue to compute the proposal, after the caller has stored `step`."""
+        """Continue to compute the proposal after `step`, which the caller has stored before this call."""
         ...
 
 
 class Asking:
-    """Tracks the proposal that is being computed, and stores the steps, such as gradients, that it needs.
+    """Requests one proposal at a time, and stores the steps, such as gradients, that are computed for it.
 
     `may_compute` is called with a proposal and the searcher's request for a step that the proposal needs. If it returns
     False, the step is not started: the method `result` returns None, and calls `may_compute` again the next time.
@@ -121,10 +121,11 @@ class Observations:
         self._failed: dict[int, Observation] = {}
 
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
-        """The observations that a proposal may use: the results that its field `visible` lists, and the failed trials.
+        """The observations that a searcher may use for a proposal: the visible results, and the failed trials.
 
-        `trials` are the study's trials by number. Trials whose recipe has no configuration in the search space are left
-        out. For the same result, every call returns the same `Observation` object.
+        `proposal.visible` and `proposal.failed` list them. `trials` are the study's trials by number. Trials whose
+        recipe has no configuration in the search space are left out. For the same result, every call returns the same
+        `Observation` object.
         """
         for seen in proposal.visible:
             if seen not in self._built:

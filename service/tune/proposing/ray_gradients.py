@@ -71,7 +71,10 @@ class RayGradients:
         self.pending = self.actor.run.remote(request)
 
     def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
-        """The result of the request, or None if there is none within `timeout_s` seconds. Raises as `finish` does."""
+        """The result of the request, or None if there is none within `timeout_s` seconds.
+
+        Raises the errors of the method `finish`.
+        """
         ready, _ = ray.wait([self.pending], timeout=timeout_s)
         return self.finish() if ready else None
 
@@ -117,9 +120,10 @@ class RayGradients:
 
 
 def on_free_device(inputs: GradientInputs, resources: Mapping[str, float]) -> GradientInputs:
-    """Replace the GPU by the CPU in the inputs of a gradient actor if Ray's free `resources` have no GPU.
+    """The inputs of a gradient actor, with the CPU as device if they ask for a GPU and none is free.
 
-    An actor that is planned for a GPU computes on the CPU if no GPU is free, because it would wait for one forever.
+    `resources` are Ray's free resources. An actor that is planned for a GPU computes on the CPU if no GPU is free,
+    because it would wait for one forever.
     """
     if inputs.device != "cuda" or resources.get("GPU", 0) >= 1:
         return inputs

@@ -92,7 +92,7 @@ class RayProposer:
         self._num_deaths = 0
 
     def submit(self, **call: Any) -> None:
-        """Begin to compute a proposal in the background, with the arguments `call` of `Proposer.submit`.
+        """Begin to compute a proposal in the background; `call` has the arguments of `Proposer.submit`.
 
         If the searcher computes no steps (`proposes_at_once`), the actor also computes the other proposals of the
         batch, which are made from the same results. When one of these proposals is submitted later, it is not computed
@@ -107,7 +107,7 @@ class RayProposer:
         self._propose_rest()
 
     def _propose_rest(self) -> None:
-        """Begin to compute the remaining proposals of the batch, if the searcher computes no steps.
+        """Begin to compute the batch's remaining proposals in advance, if the searcher needs no computed steps.
 
         Proposals that were computed ahead earlier, for example before the searcher asked to store a decision, are
         dropped.
@@ -118,7 +118,7 @@ class RayProposer:
             self._next.extend(self._searcher.propose_next.remote() for _ in range(left))
 
     def _follows(self, call: Mapping[str, Any]) -> bool:
-        """Whether `call`, the arguments of `submit`, requests the next proposal that was computed in advance.
+        """Whether the next proposal computed in advance can be used for `call`, the arguments of `submit`.
 
         Three conditions must hold: the number of `call` follows the number of the last proposal, the observations of
         `call` are those of the last proposal, and its pending configurations are those of the last proposal with the
@@ -148,7 +148,7 @@ class RayProposer:
         self._compute(request)
 
     def _finish(self) -> Step | ChargedRequest | dict[str, Any] | None:
-        """Convert the available result of the last call to an actor into the result for the driver.
+        """Process the result of the actor call that has ended.
 
         The actor's result is a proposal of the searcher, an update of a policy, or losses or gradients. Returns the
         value that the method `result` returns to the driver, or None if another call to an actor must end first.
@@ -174,7 +174,7 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _message(self) -> dict[str, Any]:
-        """The arguments of the present call for the searcher's actor, with indices in place of observations.
+        """The arguments for a call to the searcher's actor: those of the present proposal, with observations by index.
 
         Observations that the actor does not have yet are sent to it first.
         """
@@ -234,10 +234,10 @@ class RayProposer:
         self._searcher = self._new_searcher()
 
     def _updated(self, request: UpdateRequest) -> Step | None:
-        """The update of a policy that the searcher's actor has computed, as a step to store.
+        """The finished policy update as a step for the driver to store; its checkpoint is stored here first.
 
-        The method stores the policy's new checkpoint, if the actor returned one. Returns None if the actor died; this
-        method has then started a new actor, which computes the update again.
+        There is no checkpoint if nothing was learned. Returns None if the actor died; this method has then started a
+        new actor, which computes the update again.
         """
         try:
             result, content = _learned(self._pending)
@@ -254,7 +254,7 @@ class RayProposer:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _compute(self, request: ChargedRequest | UpdateRequest) -> None:
-        """Begin to compute the policy update, losses or gradient that the searcher requested by `request`.
+        """Begin to compute what the searcher requested: a policy update, losses or a gradient.
 
         The searcher's actor computes updates of policies. The gradient actor computes losses and gradients.
         """
@@ -277,7 +277,7 @@ class RayProposer:
             self._gradients.use_completions(lambda: found.read(chosen))
 
     def _measured(self, request: LossesRequest | GradientRequest) -> Step | None:
-        """The losses or the gradient that the gradient actor has computed, as a step to store.
+        """The finished losses or gradient as a step for the driver to store.
 
         Returns None if the gradient actor died; another gradient actor then computes the step again. Raises the errors
         of `RayGradients.finish`.

@@ -17,7 +17,7 @@ __all__ = ["SearcherState", "SentObservations"]
 
 
 class SearcherState:
-    """Actor that runs a searcher, with the parameters, setting, steps and policy checkpoints of its study.
+    """Actor that runs a study's searcher and keeps in memory what proposals need: steps, observations and checkpoints.
 
     In its methods, `call` has the fields of `ProposalContext` that differ between proposals: `number`, `seed`,
     `observations` and `pending`. `observations` may have an index in place of an observation: the index of one of the
@@ -75,12 +75,12 @@ class SearcherState:
         return self.propose(**{**call, "number": call["number"] + 1, "pending": pending})
 
     def propose_after(self, step: Step, **call: Any) -> StepRequest | dict[str, Any]:
-        """Add `step`, which the driver has stored, and return the result of the method `propose` for `call`."""
+        """Add `step`, which the driver has stored, to the study's steps; then propose as the method `propose` does."""
         self._steps.append(step)
         return self.propose(**call)
 
     def update(self, request: UpdateRequest, **call: Any) -> tuple[UpdateResult, bytes | None]:
-        """Compute an update of a policy, with the arguments `call` of the proposal that needs it.
+        """Compute the policy update that `request` asks for; `call` has the arguments of the proposal that needs it.
 
         Returns the update's result and the policy's checkpoint, which the caller must store before it stores the step.
         The checkpoint is None if nothing was learned.
@@ -90,7 +90,7 @@ class SearcherState:
         return self._learn(self._searcher, request.iteration, call)
 
     def learn_ahead(self) -> None:
-        """Compute the next update of a policy before it is requested, if all its observations are known already.
+        """Compute the next policy update in advance, if all observations that it learns from are known.
 
         Engines then do not wait for the update when a proposal needs it.
         """
@@ -127,7 +127,7 @@ class SearcherState:
         return result, content
 
     def _restore_checkpoints(self, searcher: LearningSearcher, call: Mapping[str, Any]) -> None:
-        """Compute all updates of policies again, in their order, if a checkpoint that the searcher needs is missing.
+        """If a checkpoint that the searcher needs is missing, compute all stored policy updates again in order.
 
         `call` has the arguments of the present proposal, whose observations the updates learn from.
         """
@@ -150,9 +150,9 @@ class SentObservations:
         self._indices: dict[int, tuple[int, Observation]] = {}  # by id; observations are kept so that ids stay theirs
 
     def add(self, observations: Sequence[Observation]) -> tuple[list[Observation], list[int]]:
-        """Observations that must be sent to the other process before a call, and the indices of all that the call uses.
+        """Register the observations of a call; return the new ones, which must be sent, and the indices of all.
 
-        The observations to send are those that were not sent before, in order.
+        The new ones were not sent to the other process before. Both results are in the order of `observations`.
         """
         new = []
         for observation in observations:
@@ -163,7 +163,7 @@ class SentObservations:
 
 
 def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int) -> tuple[UpdateResult, bytes | None]:
-    """Call `searcher.learn`, and return its result and checkpoint; the result has the seconds that the call took."""
+    """Call `searcher.learn` and measure its time; return its result, with the seconds added, and its checkpoint."""
     started = time.perf_counter()
     result, content = searcher.learn(context, iteration=iteration)
     return replace(result, seconds=time.perf_counter() - started), content

@@ -30,10 +30,11 @@ class ProvenanceCheck:
             self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
-        """Check that a result belongs to the request, and return it with the split in the names of its prompt hashes.
+        """Check that a result belongs to the request, and return it with renamed prompt hashes.
 
-        An engine names a prompt hash by objective and positions. The returned name is "split objective[start:stop]".
-        Raises EvidenceMismatch if the evidence does not agree with the request or with earlier evidence.
+        An engine names a prompt hash by objective and positions. The returned name has the split, too:
+        "split objective[start:stop]". Raises EvidenceMismatch if the evidence does not agree with the request or with
+        earlier evidence.
         """
         evidence, digest = result.evidence, evaluation.recipe.digest
         where = f"trial {evaluation.trial}, replica {evidence.replica}"

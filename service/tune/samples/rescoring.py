@@ -56,15 +56,15 @@ class Rescoring:
 
     @property
     def is_pending(self) -> bool:
-        """Whether samples of engines that failed a check are still to be scored again."""
+        """Whether any samples must still be scored again, because their engine failed a check."""
         return bool(self._void)
 
     def is_void(self, replica: str, canaries: int | None) -> bool:
-        """Whether samples that the engine of `replica` scored after `canaries` passed checks must be scored again.
+        """Whether samples of one engine must be scored again: it failed a check later, and passed none in between.
 
-        A canary is a check of the engine's output on fixed prompts. The samples are void if the engine later failed a
-        check, and had passed no more canaries by then. `replica` is the replica's id. If `canaries` is None, an earlier
-        version stored the samples, and they are not void.
+        `replica` is the id of the engine's replica. `canaries` is the number of canaries that the engine had passed
+        when it scored the samples; a canary is a check of its output on fixed prompts. If `canaries` is None, an
+        earlier version stored the samples, and they are not void.
         """
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries
@@ -73,7 +73,7 @@ class Rescoring:
         return (digest, split) in self._void
 
     def report(self, fault: EngineFault) -> None:
-        """Store that an engine which scores for this study failed a check.
+        """Store the failed check of an engine that scores for this study.
 
         Raises StudyFailed if MAX_FAULTS engines have failed a check.
         """
@@ -165,7 +165,7 @@ class Rescoring:
         return again.keys() - changed, changed
 
     def _settle(self) -> None:
-        """Store the event that all samples of engines that failed a check have been scored again.
+        """Store the event that rescoring is complete: all samples of engines that failed a check were scored again.
 
         Raises StudyFailed instead if some of them have another value than before.
         """

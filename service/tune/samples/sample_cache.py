@@ -67,10 +67,10 @@ class SampleCache:
         self._num_scored[split] -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
-        """The ranges of samples at a rung that are not stored for the recipe with the digest `digest`.
+        """The samples at a rung that are not stored for a recipe, as ranges of adjacent positions.
 
-        Chunks are stored whole, so gaps between stored samples exist only where an attempt was interrupted or void
-        samples were removed.
+        `digest` identifies the recipe. Chunks are stored whole, so gaps between stored samples exist only where an
+        attempt was interrupted or void samples were removed.
         """
         samples, tasks = self._num_samples(digest, rung, split), self._tasks(split)
         known = self._values[split].get(digest, {})
@@ -111,23 +111,22 @@ class SampleCache:
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
-        """Make a function that returns the differences in cost between two trials, from `cost_differences`.
+        """A function that gives the differences in cost between two trials on each sample of a rung.
 
-        The function's arguments are a trial's number, its rival's number and a rung. `trials` has the trials by number;
-        their recipes are looked up when the function is called.
+        It calls `cost_differences`. Its arguments are a trial's number, its rival's number and a rung. `trials` has the
+        trials by number; their recipes are looked up when the function is called.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
     def cost_differences(
         self, recipe: Recipe | StoredRecipe, rival: Recipe | StoredRecipe, *, rung: int
     ) -> tuple[NDArray[np.float64], ...]:
-        """Per-sample differences in cost between a recipe and a `rival` recipe, for each objective, in [-1, 1].
+        """The cost of a recipe minus that of a `rival` recipe on each sample of a rung; one array for each objective.
 
-        There is one array per objective [num_samples]: the cost of the recipe minus the cost of the rival on each
-        sample of the rung, in the order of the samples. Both must have been scored on all of these samples. Costs are
-        clipped to [0, 1]. For an objective that follows from the recipe alone, the array has one number: -1 if the
-        recipe is better, else 1. Void samples, which were removed, count with their old values, because earlier
-        decisions used these values.
+        The arrays [num_samples] are in the order of the objectives, their numbers in the order of the samples and in
+        [-1, 1]. Both recipes must have been scored on all of these samples. Costs are clipped to [0, 1]. For an
+        objective that follows from the recipe alone, the array has one number: -1 if the recipe is better, else 1. Void
+        samples, which were removed, count with their old values, because earlier decisions used these values.
         """
 
         def costs(recipe: Recipe | StoredRecipe, objective: Objective) -> NDArray[np.float64]:
@@ -146,18 +145,19 @@ class SampleCache:
         return tuple(difference(objective) for objective in self._plan.objectives)
 
     def add_attacked_tasks(self, tasks: Mapping[str, TaskSpec]) -> None:
-        """Add tasks with changed prompt templates, by the name under which their samples are stored."""
+        """Add tasks with changed prompt templates; the key of each is the name under which its samples are stored."""
         self._attacked_tasks |= tasks
 
     def set_attacked(self, digest: str, benchmark: int, names: Collection[str]) -> None:
-        """Set the changed prompt templates with which a recipe is scored on the benchmark at position `benchmark`.
+        """Set the changed prompt templates with which a recipe is scored on a benchmark, in place of earlier ones.
 
-        `names` are the names of the templates' samples; their tasks must be known.
+        `digest` identifies the recipe, and `benchmark` is the position in `Plan.benchmarks`. `names` are the names of
+        the templates' samples; their tasks must be known.
         """
         self._attacked[digest, benchmark] = names
 
     def mean(self, digest: str, split: Split, name: str) -> float:
-        """The mean value of a recipe's stored samples of the task `name`, of which at least one must be stored."""
+        """The mean value of a recipe over its stored samples of the task `name`; at least one must be stored."""
         return float(np.nanmean(self._values[split][digest][name]))
 
     def _num_samples(self, digest: str, rung: int, split: Split) -> Mapping[str, int]:
@@ -183,9 +183,10 @@ class SampleCache:
 
 
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
-    """Sample positions, by objective and ascending, as spans of consecutive positions.
+    """Join consecutive sample positions into spans, separately for each objective.
 
-    `tasks` has the task of each objective, which becomes a part of the span.
+    `positions` has ascending sample positions by objective. `tasks` has the task of each objective, which becomes a
+    part of the span.
     """
     spans: list[Span] = []
     for objective, left in positions.items():

@@ -53,7 +53,7 @@ class ScoredChunks:
 
     @property
     def is_rescoring(self) -> bool:
-        """Whether samples of an engine that failed a check are still to be scored again."""
+        """Whether any samples must still be scored again, because their engine failed a check."""
         return self._rescoring.is_pending
 
     def next_rescoring(self, in_flight: Iterable[Evaluation]) -> Evaluation | None:

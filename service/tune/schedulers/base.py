@@ -165,7 +165,7 @@ class RungTable(ABC):
 
     @abstractmethod
     def _num_promoted_early(self, num_decided: int) -> int:
-        """The number of trials that a rung promotes, in total, once its first `num_decided` members are evaluated.
+        """How many of a rung's best trials are promoted once its first `num_decided` members are evaluated.
 
         The members are the trials that arrived at the rung; more may still arrive. The number includes trials that were
         promoted earlier.
@@ -173,11 +173,12 @@ class RungTable(ABC):
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Make the results at higher rungs that proposal `number` of bracket `bracket` must use visible to proposals.
+        """Let proposals use all results at higher rungs that proposal `number` must use; return whether all exist.
 
         A higher rung is any rung after a trial's first. A subclass decides which results these are, and calls the
-        method `_see` for each. Returns False while one of the results is missing; the proposal then waits. A result
-        that proposals may use can be used by all later proposals too.
+        method `_see` for each. `bracket` is the number of the proposal's bracket. Returns False while one of the
+        results is missing; the proposal then waits. A result that proposals may use can be used by all later proposals
+        too.
         """
 
     @abstractmethod
@@ -214,9 +215,9 @@ class RungTable(ABC):
         return self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
-        """Record the costs of a trial at the rungs below the last, at which it is not evaluated separately.
+        """Record the costs at the lower rungs of a trial that is evaluated only at the last rung.
 
-        This is needed for trials that are evaluated only at the last rung, such as baselines. `costs` is by rung.
+        Baselines are such trials. `costs` has the costs for each of these rungs.
         """
         self._at_looks[number] = dict(costs)
 
@@ -257,14 +258,14 @@ class RungTable(ABC):
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples that a new proposal adds to the result of `most_samples_left`: all samples of the last rung.
+        """The number of samples by which a new proposal raises `most_samples_left`: all samples of the last rung.
 
         `totals` has each rung's number of samples, of all objectives together.
         """
         return totals[-1]
 
     def _most_of(self, entry: Entry, totals: Sequence[int]) -> int:
-        """The most samples that a trial can still take: the samples of the last rung on which it has not been scored.
+        """The most samples that a trial can still take: those of the last rung, without those that it was scored on.
 
         `totals` has each rung's number of samples, of all objectives together.
         """
@@ -355,7 +356,7 @@ class RungTable(ABC):
     # -- internal --------------------------------------------------------------------------------------------------
 
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
-        """The number of the next proposal's bracket, and the bracket itself if it must be opened first, else None.
+        """The number of the next proposal's bracket, and the bracket itself if it is a new one, else None.
 
         A new bracket is opened when the newest bracket has all its trials. The new bracket is the next one of the
         repeated `cycle`, and is smaller if fewer configurations are left to propose.
@@ -377,7 +378,7 @@ class RungTable(ABC):
         return () if entry.bracket is None else self.decide(entry.bracket)
 
     def _see_first(self, last: int) -> bool:
-        """Make the first results of all trials up to number `last` visible to proposals.
+        """Make each trial's result at its first rung visible to proposals, for all trials up to number `last`.
 
         Trials that failed without a result are added to the failed trials, which proposals receive. Returns False if a
         trial has no result yet and has not failed.
@@ -460,10 +461,10 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
-        """Promote the best `num_best` of the members of `rung` on which decisions have been made, to the rung `above`.
+        """Promote those of the best `num_best` members of `rung` that were not promoted before, to the rung `above`.
 
-        Returns the trials that were not promoted before. `cause` is the number of the newest trial whose first result
-        was needed for this decision.
+        Only members on which decisions have been made are ranked. Returns the numbers of the promoted trials. `cause`
+        is the number of the newest trial whose first result was needed for this decision.
         """
         promoted = rung.ranking.take(num_best)
         for number in promoted:

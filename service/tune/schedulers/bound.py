@@ -28,11 +28,11 @@ BETS = (np.arange(20) + 0.5) / 20
 
 
 def largest_capital(differences: Differences, *, population: int) -> float:
-    """The evidence that a population has a positive sum, as the largest capital of a gambler who starts with 1.
+    """Evidence, at least 1, that a population has a positive sum: the largest capital of a gambler who bets on it.
 
-    The gambler bets on a positive sum. If the sum is not positive, the capital reaches c with a probability of at most
-    1 / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a random order. The capital is
-    infinite if the sum must be positive for any remaining numbers in [-1, 1].
+    The gambler starts with the capital 1 and bets on a positive sum. If the sum is not positive, the capital reaches c
+    with a probability of at most 1 / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a
+    random order. The capital is infinite if the sum must be positive for any remaining numbers in [-1, 1].
     """
     drawn = np.arange(len(differences))
     sums = np.concatenate(([0.0], np.cumsum(differences)[:-1]))
@@ -48,7 +48,7 @@ def largest_capital(differences: Differences, *, population: int) -> float:
 
 @dataclass(frozen=True)
 class Bound:
-    """A test that stops a trial if it is behind a rival in every objective, with one error rate for a whole study.
+    """A statistical test of whether a trial is behind a rival in every objective, with one error rate for a study.
 
     With a probability of at least 1 - `error_rate`, every trial that is stopped would have been worse than its rival on
     all samples. The k-th trial that may be stopped, called candidate k, has the share 1 / (k (k + 1)) of the error

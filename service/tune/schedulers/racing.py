@@ -20,12 +20,12 @@ __all__ = ["RacingTable"]
 
 
 class RacingTable(RungTable):
-    """Scheduler by racing: each trial moves up the rungs independently, and is stopped when a better trial is ahead.
+    """Scheduler by racing: at each rung, a trial is compared with the best earlier trials, and stopped if it is behind.
 
-    The trials with which it is compared are its rivals. Trial and rival are compared at the trial's rung. A rival is
-    ahead if it has a smaller cost or, with several objectives, if it dominates the trial; with constraints, a rival
-    that violates them less is ahead. With a `bound`, a rival is ahead only if its lead is larger than chance explains
-    (`Bound.is_behind`).
+    The trials with which it is compared are its rivals. A trial that is not stopped moves up to the next rung,
+    independently of other trials. A rival is ahead if it has a smaller cost or, with several objectives, if it
+    dominates the trial; with constraints, a rival that violates them less is ahead. With a `bound`, a rival is ahead
+    only if its lead is larger than chance explains (`Bound.is_behind`).
 
     The rivals of trial n are on the Pareto front of the trials up to n - max_staleness that were scored in full. The
     proposal of trial n waits until all trials up to n - max_staleness have ended, and uses all their results, so a race
@@ -74,9 +74,9 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _are_known(self, number: int) -> bool:
-        """Whether all trials with which trial `number` may be compared (its rivals) have ended.
+        """Whether all possible rivals of trial `number`, the trials with which it may be compared, have ended.
 
-        These are the trials up to `number` - `max_staleness`.
+        Possible rivals are the trials up to `number` - `max_staleness`.
         """
         return self._num_ended > number - self._max_staleness
 

@@ -23,7 +23,7 @@ Points: TypeAlias = NDArray[np.float64]
 
 
 class Ranking:
-    """The order in which the trials at one rung are promoted; the trials are its candidates.
+    """The order of promotion of the trials at one rung, which are added one by one as candidates.
 
     Trials that meet all constraints come first, then those that violate constraints. Trials that failed must not be
     added.
@@ -43,7 +43,7 @@ class Ranking:
         self._feasible.add(candidate.number, candidate.costs)
 
     def take(self, count: int) -> list[int]:
-        """The trial numbers of the best `count` candidates, the best first, except those that were returned before."""
+        """The trial numbers of the best `count` candidates, in order, without those that earlier calls returned."""
         if self._feasible is None:
             return self._infeasible.take(count)
         return self._feasible.take(count) + self._infeasible.take(count - len(self._feasible))
@@ -141,9 +141,9 @@ class _Fronts:
         return [self._numbers[place] for place in new.tolist()]
 
     def _num_fronts(self, rank: int) -> int:
-        """Compute the front with index `rank` if it is the next unknown one, and return the number of known fronts.
+        """The number of known fronts, after the front with index `rank` is computed if it is the next unknown one.
 
-        The front has the candidates in `_rest` that no other candidate there dominates.
+        The computed front has the candidates in `_rest` that no other candidate there dominates.
         """
         if rank == len(self._fronts) and len(self._rest):
             is_first = np.array(non_dominated([tuple(costs) for costs in self._costs[self._rest].tolist()]))
@@ -152,7 +152,7 @@ class _Fronts:
         return len(self._fronts)
 
     def _first_undominated(self, costs: Costs) -> int:
-        """The index of the first known front in which no candidate dominates `costs`.
+        """The index of the first known front in which no candidate dominates a point with these `costs`.
 
         If every known front has a candidate that dominates `costs`, this is the number of known fronts.
         """
@@ -167,7 +167,7 @@ class _Fronts:
 
 
 def _are_dominated(points: Points, *, by: Points) -> NDArray[np.bool_]:
-    """Whether each of `points` [n, num_costs] is dominated by one of the points `by` [m, num_costs]."""
+    """For each of `points` [n, num_costs], whether at least one of the points `by` [m, num_costs] dominates it."""
     others, own = by[np.newaxis], points[:, np.newaxis]
     is_ahead = np.all(others <= own, axis=2) & np.any(others < own, axis=2)
     return np.asarray(np.any(is_ahead, axis=1))

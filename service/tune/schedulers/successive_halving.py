@@ -46,7 +46,7 @@ class HyperbandTable(RungTable):
         return True
 
     def most_samples_left(self, totals: Sequence[int]) -> int:
-        """The most samples that the search can still take for brackets that are open.
+        """The most samples that the search can still take without opening another bracket.
 
         This counts the trials in the table, and the trials that are still to be proposed in open brackets, because a
         bracket is completed once it is open. Brackets of a single rung need not be completed. `totals` has each rung's
@@ -65,7 +65,7 @@ class HyperbandTable(RungTable):
         return left
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The most samples that a new proposal adds to the result of `most_samples_left`.
+        """The number of samples by which a new proposal raises the result of `most_samples_left`.
 
         A proposal that opens a bracket adds the samples of the whole bracket; other proposals add none. In a bracket of
         one rung, where nothing is promoted, each proposal adds its own samples. `totals` has each rung's number of

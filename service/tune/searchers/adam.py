@@ -35,9 +35,10 @@ def numbers_of(parameters: Parameters) -> list[Float]:
 def point_after(
     parameters: Parameters, start: Point, done: Sequence[GradientStep], *, num_steps: int, learning_rate: float
 ) -> Point:
-    """The point that Adam reaches from `start` with the gradients of the steps `done`, out of `num_steps` in all.
+    """The point that Adam reaches from `start` with the gradients of the steps `done`.
 
-    After each step the point is kept within the parameters' ranges.
+    `num_steps` is the number of steps of the whole descent, over which the learning rate falls. After each step the
+    point is kept within the parameters' ranges.
     """
     numbers = numbers_of(parameters)
     low, high = np.array([p.low for p in numbers]), np.array([p.high for p in numbers])
@@ -55,7 +56,10 @@ def point_after(
 
 
 def share_of(batch: int, num_objectives: int) -> int:
-    """The number of samples of each of `num_objectives` objectives in a minibatch of `batch` samples, at least one."""
+    """The number of samples per objective in a minibatch that divides `batch` samples among the objectives.
+
+    It is at least one.
+    """
     return max(1, batch // num_objectives)
 
 
@@ -67,7 +71,7 @@ def minibatch(
     indices: Mapping[str, int],
     seed: int,
 ) -> dict[str, tuple[int, ...]]:
-    """Draw the minibatch of the next gradient: `share` sample positions of each objective, ascending.
+    """Draw the samples for the next gradient: for each objective, `share` sample positions in ascending order.
 
     `positions` are the samples from which those of each objective are drawn. Over all gradients `before`, every sample
     is drawn once before any sample is drawn again. `indices` has the place of each objective in the study.

@@ -57,7 +57,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """The parts of a study that some searchers need in addition to parameters and results.
+    """What some searchers need to know about a study, in addition to its parameters and results.
 
     - `objectives`: the names of the objectives, in order
     - `num_samples`: the number of search samples of each objective
@@ -100,11 +100,11 @@ class SearchSetting:
         return number - (number - self.num_baselines) % self.batch
 
     def num_left_in_batch(self, number: int) -> int:
-        """The number of proposals after that of trial `number` in its batch."""
+        """How many proposals follow that of trial `number` in the same batch."""
         return self.first_in_batch(number) + self.batch - 1 - number
 
     def fitted(self, name: str) -> range:
-        """The positions of an objective's samples that losses and gradients may use."""
+        """The sample positions of the objective `name` that losses and gradients may use."""
         return range(self.first_fitted.get(name, 0), self.num_samples[name])
 
 
@@ -128,11 +128,11 @@ class ProposalContext:
     checkpoints: Mapping[int, bytes] = field(default_factory=dict, kw_only=True)
 
     def generator(self) -> np.random.Generator:
-        """A new random generator, which is a function of the seed and the trial number alone."""
+        """A new random generator that depends only on the seed and the trial number."""
         return proposal_generator(seed=self.seed, number=self.number)
 
     def known_configurations(self) -> list[Mapping[str, Any]]:
-        """Configurations that need not be proposed again: first those of trials with results, then pending ones."""
+        """Configurations that need not be proposed again: those of all observed trials, then the pending ones."""
         return [*{o.number: o.configuration for o in self.observations}.values(), *self.pending]
 
     def sample_unseen(self, rng: np.random.Generator) -> dict[str, Any]:
@@ -170,18 +170,18 @@ class LearningSearcher(Searcher, Protocol):
     """
 
     def learn(self, context: ProposalContext, /, *, iteration: int) -> tuple[UpdateResult, bytes | None]:
-        """Compute the policy's update in `iteration`, and return its result and the policy's checkpoint.
+        """Compute the policy update of iteration `iteration`; return its result and the policy's new checkpoint.
 
         The checkpoint is None if nothing is learned in this iteration.
         """
         ...
 
     def learned_from(self, context: ProposalContext, /, *, iteration: int) -> Sequence[Observation] | None:
-        """The observations on which the update in `iteration` depends, or None while some of them are not known."""
+        """The observations that the policy update of `iteration` learns from, or None while some are not known."""
         ...
 
     def num_policies(self, setting: SearchSetting) -> int:
-        """The number of policies.
+        """The number of policies that a study with this `setting` trains.
 
         They are trained in turn: iteration i trains the policy with number i modulo this number.
         """

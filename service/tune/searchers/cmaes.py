@@ -75,7 +75,7 @@ class CmaEsSearcher:
 
 
 def _padded(row: Rows) -> Rows:
-    """A copy of `row` with at least two numbers, because the package cmaes needs two; the second is then 0.5."""
+    """A copy of `row`; if it has a single number, 0.5 is added as the second, because the package cmaes needs two."""
     return np.append(row, 0.5) if len(row) == 1 else row.copy()
 
 

@@ -51,7 +51,7 @@ class DifferentialEvolution:
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
-        """The current members of the population, by their index in it.
+        """The members of the population after all `trials`, by their index in the population.
 
         Trial n competes for the index n modulo `population_size` and becomes the member there if it is not worse than
         the present one. An index for which no trial has succeeded has no member.

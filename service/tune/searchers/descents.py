@@ -38,7 +38,10 @@ class Descent:
     learning_rate: float
 
     def num_steps_to(self, point: int) -> int:
-        """The number of gradients from the start of the descent to the point with index `point`, counted from 0."""
+        """The number of gradient steps from the start of the descent to its point `point`.
+
+        Only points that become trials are counted, from 0.
+        """
         return -(-self.num_steps * (point + 1) // self.num_points)
 
 
@@ -67,10 +70,10 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
 
 
 def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
-    """The gradient descent, and the index of its point, that give the proposal with index `index`.
+    """Which point of which gradient descent gives the proposal with index `index`.
 
-    Descents are identified by their numbers. Proposals are counted from 0 without baselines. Returns None if the
-    proposal comes after the points of all descents.
+    Returns the number of the descent and the index of the point in it. Proposals are counted from 0 without baselines.
+    Returns None if the proposal comes after the points of all descents.
     """
     for number, descent in enumerate(descents):
         if index < descent.num_points:
@@ -80,7 +83,7 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 
 
 def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
-    """The number of gradients that the first `num_proposals` proposals after the baselines need."""
+    """The number of gradient steps needed for the first `num_proposals` proposals after the baselines."""
     total = 0
     for descent in descents:
         if num_proposals <= 0:
@@ -91,7 +94,7 @@ def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
 
 
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
-    """The order of the gradient descents for the preference vectors [num_vectors, num_objectives].
+    """The order of the gradient descents, one for each of the preference vectors [num_vectors, num_objectives].
 
     The first descent is for the vector nearest to equal weights. Each later descent is for the vector nearest to the
     vectors before it. For each descent, the result has the index of its vector and the numbers of all earlier descents,

@@ -27,7 +27,7 @@ _MOST_CHANGES = 3
 
 
 class KnownPaths:
-    """Set of the configurations of layer paths that need not be proposed again."""
+    """A set of layer paths, given by their configurations, that need not be proposed again."""
 
     def __init__(self, configurations: Iterable[Mapping[str, Any]]) -> None:
         self._known = {frozenset(configuration.items()) for configuration in configurations}
@@ -37,10 +37,11 @@ class KnownPaths:
 
 
 def outcomes_of(values: NDArray[np.float64], preference: tuple[float, ...], scalarisation: str) -> NDArray[np.float64]:
-    """The scalarised values [num_paths] of layer paths with `values` [num_paths, num_objectives].
+    """The outcome of each layer path: its objective values, combined into one number by a preference vector.
 
-    The outcome of a path is the sum of its values, weighted by the preference vector. With the scalarisation
-    "tchebycheff" it is minus the largest weighted distance from the best values. Larger is better.
+    `values` are [num_paths, num_objectives], the result is [num_paths]. An outcome is the sum of a path's values,
+    weighted by the vector. With the scalarisation "tchebycheff" it is minus the largest weighted distance from the best
+    values. Larger is better.
     """
     weights = np.array(preference)
     if scalarisation == "weighted_sum":
@@ -52,7 +53,7 @@ def outcomes_of(values: NDArray[np.float64], preference: tuple[float, ...], scal
 def archive(
     configurations: Sequence[Mapping[str, Any]], outcomes: NDArray[np.float64], *, size: int
 ) -> list[Mapping[str, Any]]:
-    """At most `size` different configurations with the largest outcomes, the best first.
+    """The configurations with the largest outcomes, without duplicates: at most `size`, the best first.
 
     `outcomes` has the outcome of each configuration; of configurations with equal outcomes, the earlier one comes
     first.
@@ -66,7 +67,7 @@ def archive(
 
 
 def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[float, ...]], scalarisation: str) -> int:
-    """The index of the last layer path that was better, for a preference vector, than all paths before it.
+    """The index of the last layer path whose outcome, for some preference vector, is better than all before it.
 
     `values` [num_paths, num_objectives] are those of the paths in their order.
     """
@@ -76,7 +77,7 @@ def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[fl
 def unseen_near(
     paths: LayerPaths, configuration: Mapping[str, Any], known: KnownPaths, rng: np.random.Generator
 ) -> dict[str, Any] | None:
-    """A random mutation of a layer path's configuration that is not in `known`, or None if none was drawn."""
+    """A random mutation of the layer path `configuration` that is not in `known`; None if no draw gives one."""
     for drawn in range(_NUM_MUTANTS):
         found = paths.mutant(configuration, rng, most=_MOST_CHANGES * (1 + 2 * drawn // _NUM_MUTANTS))
         if found not in known:

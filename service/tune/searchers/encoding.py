@@ -61,7 +61,7 @@ class Encoding:
         return self._first_columns(configurations, len(self._parameters))
 
     def _first_columns(self, configurations: Iterable[Mapping[str, Any]], num: int) -> Rows:
-        """The first `num` columns of the encoded `configurations`."""
+        """Encode only the first `num` parameters of the `configurations`: the first `num` columns of the rows."""
         found = itertools.chain.from_iterable(self._numbers(configuration, num) for configuration in configurations)
         rows = np.fromiter(found, dtype=np.float64).reshape(-1, num)
         rows -= self._low[:num]  # in place: a table of thousands of rows does not fit in the processor's cache
@@ -85,7 +85,7 @@ class Encoding:
         return numbers
 
     def _encoded(self, condition: Condition) -> Rows:
-        """The encoded values of a condition's parent parameter for which the condition holds.
+        """The values of the parent parameter for which `condition` holds, in encoded form.
 
         A parameter with a condition is active only if its parent parameter has one of these values.
         """
@@ -108,9 +108,10 @@ class Encoding:
         return self.normalise(rng.random((num_rows, len(self._parameters))))
 
     def sample_tied(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Random rows in which parameters of one role, such as a coefficient of all layers, have the same value.
+        """Random rows in which all parameters with the same role have the same value.
 
-        No rows are returned if no two parameters share a role.
+        A role is a meaning that parameters of different layers share, such as the coefficient of a method. No rows are
+        returned if no two parameters share a role.
         """
         if len(set(self._role)) == len(self._role):
             num_rows = 0
@@ -122,16 +123,16 @@ class Encoding:
         return self._is_categorical
 
     def fill(self, rows: Rows, rng: np.random.Generator) -> Rows:
-        """Copy of the rows with random numbers for inactive parameters, so that rows can be added and subtracted."""
+        """A copy of `rows` with random numbers for inactive parameters, so that rows can be added and subtracted."""
         return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
 
     def first_unknown(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> Rows | None:
-        """The first of `rows` that encodes none of the configurations `known`, or None if all of them do."""
+        """The first of `rows` whose configuration is not in `known`, or None if all are in it."""
         are_known = self.are_known(rows, known)
         return next((row for row, is_known in zip(rows, are_known, strict=True) if not is_known), None)
 
     def are_known(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> list[bool]:
-        """For each of `rows`, whether it encodes one of the configurations `known`."""
+        """For each of `rows`, whether its configuration is in `known`."""
         # Few of many known configurations agree with a row in its first columns; only these are compared in full.
         begins = set(self.keys(rows[:, :_NUM_COMPARED]))
         known_begins = self.keys(self._first_columns(known, min(_NUM_COMPARED, len(self._parameters))))
@@ -140,11 +141,12 @@ class Encoding:
         return [key in seen for key in self.keys(rows)]
 
     def values_by_role(self, num_levels: int) -> list[Rows]:
-        """A few encoded values for each role, the meaning that parameters of different layers share.
+        """A few encoded values to try for the parameters of each role.
 
-        All parameters with the same role share these values. The result for a role of categorical parameters, or of
-        numbers with at most `num_levels` values, is all its values. For any other role it is `num_levels` numbers,
-        evenly spaced over the whole range. Roles are in the order of the columns that the method `tied` takes.
+        A role is a meaning that parameters of different layers share, such as the coefficient of a method. All
+        parameters with the same role share these values. The result for a role of categorical parameters, or of numbers
+        with at most `num_levels` values, is all its values. For any other role it is `num_levels` numbers, evenly
+        spaced over the whole range. Roles are in the order of the columns that the method `tied` takes.
         """
         levels = np.linspace(0.0, 1.0, num_levels)
         first = [column for column, role in enumerate(self._role) if column == role]
@@ -212,7 +214,7 @@ def _num_cells(parameter: Parameter) -> float:
 
 
 def _scale(parameter: Parameter) -> tuple[float, float, float]:
-    """The numbers (low, half, span) by which a parameter's values are encoded.
+    """The numbers (low, half, span) that scale a parameter's values to [0, 1].
 
     A value, or the index of a choice, is encoded as (value - low + half) / span.
     """

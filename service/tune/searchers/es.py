@@ -52,11 +52,11 @@ class EvolutionStrategy:
         return context.sample_unseen(rng)
 
     def _replay(self, trials: Iterable[Observation]) -> tuple[Observation | None, float]:
-        """The best trial, or None if all have failed, and the step size of the next random change.
+        """The best of `trials`, from which the next proposal is made, and the step size of the next random change.
 
-        The step size is computed from `trials` in order. It is multiplied by `success_factor` when a proposed trial is
-        better than all before it. Otherwise it is divided by the fourth root of `success_factor`. It stays between the
-        smallest and the largest step.
+        The best trial is None if all have failed. The step size is computed from `trials` in order. It is multiplied by
+        `success_factor` when a proposed trial is better than all before it. Otherwise it is divided by the fourth root
+        of `success_factor`. It stays between the smallest and the largest step.
         """
         parent: Observation | None = None
         step = self.first_step

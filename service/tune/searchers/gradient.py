@@ -36,7 +36,7 @@ __all__ = ["SEARCHER", "GradientSearcher"]
 
 
 class GradientSearcher:
-    """Searcher by gradient descent with Adam, followed by midpoints of the Pareto front or a local search."""
+    """Searcher by gradient descent with Adam; then by midpoints between trials of the Pareto front, or local search."""
 
     def advance(self, context: ProposalContext) -> StepRequest | dict[str, Any]:
         setting = context.setting
@@ -84,10 +84,10 @@ class GradientSearcher:
         )
 
     def _start(self, context: ProposalContext, number: int) -> Point:
-        """The point at which the gradient descent with number `number` starts: the end of a nearby earlier descent.
+        """The point where gradient descent `number` starts: the end of an earlier descent with a similar vector.
 
-        This descent is the one with the nearest preference vector among those that have not failed. If there is none,
-        the start is at the defaults of the parameters.
+        The earlier descent is the one with the nearest preference vector among those that have not failed. If there is
+        none, the start is at the defaults of the parameters.
         """
         parameters, steps = context.parameters, context.steps
         if done := _steps_of(number, steps):
@@ -112,12 +112,12 @@ def _steps_of(descent: int, steps: Sequence[Step]) -> list[GradientStep]:
 
 
 def _after(parameters: Parameters, start: Point, descent: Descent, done: Sequence[GradientStep]) -> Point:
-    """The point that a descent reaches from `start` with the gradients of the steps `done`."""
+    """The point that `descent` reaches from `start` after the gradient steps `done`."""
     return point_after(parameters, start, done, num_steps=descent.num_steps, learning_rate=descent.learning_rate)
 
 
 def _minibatch(context: ProposalContext, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The sample positions of the next gradient, ascending, with an equal share for each of the objectives `names`."""
+    """The sample positions for the next gradient, in ascending order: equally many for each objective in `names`."""
     setting = context.setting
     completed = reference_completions(context.steps) or {}
     return minibatch(
@@ -130,7 +130,7 @@ def _minibatch(context: ProposalContext, names: Sequence[str]) -> dict[str, tupl
 
 
 def _with_one_cost(context: ProposalContext) -> list[Observation]:
-    """The observations with a single cost each, for a local search.
+    """The observations for the local search, with the costs of all objectives combined into one.
 
     The cost is the mean over the objectives or, in a study with preference vectors, the mean weighted by the vector of
     the proposal (`_turn`). Trials that were proposed for other vectors are then marked as not proposed, because their

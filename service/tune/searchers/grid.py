@@ -28,7 +28,7 @@ _NUM_DRAWN = 64
 
 @dataclass(frozen=True)
 class GridSearcher:
-    """Searcher by a grid, which avoids known configurations and ignores their results."""
+    """Grid search, which avoids known configurations and ignores their results."""
 
     first_levels: int = 5  # values of a number: the ends of its range, and evenly between
     finer: int = 4  # how often the distance between values is halved when a grid is exhausted
@@ -48,7 +48,7 @@ class GridSearcher:
         return context.sample_unseen(rng)
 
     def _points(self, encoding: Encoding, levels: int, number: int, seed: int, rng: np.random.Generator) -> Rows:
-        """Points of a grid with `levels` values for each role of numeric parameters, as rows of the encoding.
+        """Points of a grid, as encoded rows; each numeric parameter has at most `levels` values.
 
         Parameters of one role have the same value. If the grid has at most `max_points` points, all are returned, in a
         random order that `seed` determines, beginning at index `number`. Of a larger grid, random points are returned.

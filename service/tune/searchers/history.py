@@ -30,7 +30,7 @@ def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
 
 
 def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9, group: int = 1) -> ProposalContext:
-    """The context with only so many observations that a searcher's model can be fitted to them quickly.
+    """Reduce the observations of a context to so many that a searcher's model can be fitted to them quickly.
 
     Models are fitted anew for every proposal, which takes too long with many observations of many parameters. The table
     of observations [num_observations, num_parameters] may have `max_numbers` numbers and `max_rows` rows. If it is
@@ -63,7 +63,7 @@ def violation(observation: Observation) -> float:
 
 
 def merit(observation: Observation, cost: float | None = None) -> Merit:
-    """A sort key of observations; a smaller key is better.
+    """A key that sorts observations from the best to the worst.
 
     First come the observations that meet all constraints, sorted by `cost`. Then come those that violate constraints,
     sorted by their violation, and then failures. If `cost` is None, it is the cost of the first objective. Deb, "An

@@ -107,9 +107,10 @@ class Hm3Searcher:
         return UpdateResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
 
     def learned_from(self, context: ProposalContext, *, iteration: int) -> Sequence[Observation] | None:
-        """The results of all episodes up to the end of `iteration`, and the known results of baselines.
+        """The results that the policy update of `iteration` depends on: all episodes up to its end, and baselines.
 
-        Returns None while the result of an episode is not known.
+        An episode is one trial. Only the known results of baselines are used. Returns None while the result of an
+        episode is not known.
         """
         setting = context.setting
         num_episodes = (iteration + 1) * setting.options.hm3.episodes
@@ -151,7 +152,7 @@ class Hm3Searcher:
         return [paths.configuration(path) for path in found]
 
     def _training_of(self, context: ProposalContext) -> PolicyTraining:
-        """The object that trains the study's policies, with the checkpoints of the context.
+        """The object that trains the study's policies; it has the checkpoints of `context`.
 
         The object of the last call is used again if parameters, seed and setting are the same.
         """
@@ -168,7 +169,7 @@ SEARCHER = Hm3Searcher()
 
 
 def paths_of(parameters: Parameters) -> LayerPaths:
-    """The set of layer paths that the parameters of a search space describe; other spaces are not allowed."""
+    """The layer paths that a search space consists of; `parameters` must describe such a space."""
     assert isinstance(parameters.structure, LayerPaths), "hm3 searches layer paths"
     return parameters.structure
 
@@ -235,10 +236,12 @@ def training_of(
 
 
 def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
-    """The kind of action that policies draw for each step of a layer path: "categorical" or "wolpertinger".
+    """How policies draw a step of a layer path: "categorical", from all allowed steps, or "wolpertinger".
 
-    It is the option `action`. With `auto`, it is "categorical" if at most FEW_STEPS steps are allowed at any place.
-    Policies of version 1, and those of paths whose layers have scales, have no other action than "wolpertinger".
+    With "wolpertinger", a policy draws a point in the space of the steps' embeddings, and one of the nearest allowed
+    steps is chosen. The result is the option `action`. With `auto`, it is "categorical" if at most FEW_STEPS steps are
+    allowed at any place. Policies of version 1, and those of paths whose layers have scales, have no other action than
+    "wolpertinger".
     """
     from workers.training.hm3.actions import LegalSteps
 
@@ -250,9 +253,9 @@ def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
 
 
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
-    """Statistics of the weights of all layers from which paths are built, which describe the layers to a policy.
+    """Statistics of the weights of each layer that paths may use; they describe the layers to a policy.
 
-    One of these models may itself be merged from several models, with weights that follow from a preference vector. Its
+    One of the models may itself be merged from several models, with weights that follow from a preference vector. Its
     layers are described by the mean over the other models, because a policy is given the preference vector anyway.
     """
     import torch
@@ -264,11 +267,12 @@ def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
 
 
 def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode, vector: int) -> dict[str, Any]:
-    """The configuration of an episode: a mutation of one of the best layer paths, or the path that the policy built.
+    """The configuration that an episode proposes: the policy's own layer path, or a mutant of it or of a good path.
 
-    A path that was proposed before is replaced by a mutant of it, if one is found that is new. The archive of the
-    episode's preference vector has the results of the iterations that are learned from before the episode is built, so
-    that it is the same with any number of replicas.
+    A share of the episodes propose a mutant of one of the best paths in the archive. A policy's path that was proposed
+    before is replaced by a mutant of it, if one is found that is new. The archive of the episode's preference vector
+    has the results of the iterations that are learned from before the episode is built, so that it is the same with any
+    number of replicas.
     """
     options, paths = context.setting.options.hm3, paths_of(context.parameters)
     rng = np.random.default_rng(training.seed_of("elites", played.number))
@@ -290,7 +294,7 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
 
 
 def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Observation], NDArray[np.float64]]:
-    """The results of baselines and of the first `num_iterations` iterations, by trial number, without failed trials.
+    """The successful results, by trial number, of all baselines and of the first `num_iterations` iterations.
 
     The second result has the values [num_trials, num_objectives] that policies learn from: 1 minus the cost, less the
     price of the path's length.
@@ -304,7 +308,7 @@ def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Obse
 
 
 def _has_stalled(context: ProposalContext, training: PolicyTraining, iteration: int) -> bool:
-    """Whether an iteration's policy is reset, because its last `restart_after` iterations found nothing better.
+    """Whether a policy is reset in `iteration`, because its last `restart_after` iterations found nothing better.
 
     A result is better if no earlier one is as good for one of the policy's preference vectors. The policy is reset
     again after as many iterations more.
@@ -335,7 +339,7 @@ def _request(training: PolicyTraining, iteration: int, setting: SearchSetting) -
 def _results(
     observations: Sequence[Observation], numbers: Sequence[int]
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
-    """The configuration of each trial in `numbers`, with its value in each objective, for a policy to learn from.
+    """The configuration and the objective values of each trial in `numbers`, from which a policy learns.
 
     A value is 1 minus the cost, so larger is better. A failed trial gets, in each objective, the worst value of all
     trials up to the last of `numbers`.

@@ -88,7 +88,7 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 
 
 def most_compared_samples(setting: SearchSetting) -> int:
-    """The most samples that comparing losses with scores can count towards the study's limit.
+    """The largest number of samples that comparing losses with scores can count as, against the study's limit.
 
     It is reached if the losses of all baselines are computed both on reference answers and on completions.
     """
@@ -97,7 +97,7 @@ def most_compared_samples(setting: SearchSetting) -> int:
 
 
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
-    """Positions of the source models' correct completions, for objectives that use them as reference answers.
+    """Positions of samples with correct source completions, for objectives that use these completions as references.
 
     Returns None if the search has not requested completions.
     """
@@ -109,7 +109,7 @@ def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] 
 
 
 def mean_loss(name: str, steps: Sequence[Step]) -> float:
-    """The mean loss of the objective `name` over the baselines, on the reference answers that gradients use.
+    """The mean loss of the baselines on the objective `name`, with the reference answers that gradients use.
 
     The result is computed from the stored `steps`; if they have no loss of a baseline, it is 1.
     """
@@ -137,10 +137,11 @@ def _losses_of(
     *,
     completions: tuple[str, ...] = (),
 ) -> LossesRequest:
-    """A request for the losses of a baseline's merge on the first samples of each objective.
+    """A request for one baseline's losses: the losses of its merge on the first samples of each objective.
 
-    These are the first NUM_COMPARED of the objective's `positions`. The references of the objectives in `completions`
-    are the source models' own correct completions. All other objectives have the tasks' answers as references.
+    The samples are the first NUM_COMPARED of the objective's `positions`. The references of the objectives in
+    `completions` are the source models' own correct completions. All other objectives have the tasks' answers as
+    references.
     """
     return LossesRequest(
         label=f"trial {baseline.number}",

@@ -56,7 +56,7 @@ class MoeadSearcher:
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _replay(self, scored: Sequence[Observation], *, seed: int) -> tuple[list[Observation], NDArray[np.intp]]:
-        """The member at each index of the population after all trials `scored`, and the neighbours of each index.
+        """The population after all trials `scored`: the member at each index, and the neighbours of each index.
 
         Each index belongs to one vector of weights of the objectives. Its neighbours [population_size, num_neighbours]
         are the indices with the most similar weights, the nearest first; each index is its own first neighbour. `seed`
@@ -92,7 +92,7 @@ class MoeadSearcher:
         return np.clip(np.where(mutates, child + self._mutation(rows.shape[1], rng), child), 0.0, 1.0)
 
     def _mutation(self, num: int, rng: np.random.Generator) -> Rows:
-        """`num` random steps of the polynomial mutation, each as a share of a parameter's range.
+        """Random changes of `num` parameters by polynomial mutation, each as a share of the parameter's range.
 
         Li and Zhang (2009), equation 3.
         """

@@ -39,7 +39,7 @@ def propose(
     max_rows: int = 10**9,
     group: int = 1,
 ) -> dict[str, Any]:
-    """The configuration that a sampler of Optuna proposes, or a random configuration if this one is already known.
+    """The configuration that an Optuna sampler proposes, or a random one if the sampler repeats a known one.
 
     `sampler_of` makes a sampler from a seed. `max_numbers`, `max_rows` and `group` limit the observations that the
     sampler receives (`history.thinned`). Until there are `num_initial` trials, configurations are random.
@@ -85,7 +85,7 @@ def _ask(
 
 
 def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
-    """The costs [trial, objective] and the constraint values [trial, constraint] of all trials, for Optuna.
+    """The costs [trial, objective] and constraint values [trial, constraint] of all trials, with failures filled in.
 
     A failed trial gets, for each objective, the worst cost of the trials that did not fail, and for each constraint
     their worst value.
@@ -101,7 +101,7 @@ def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
 
 
 class _ToldTrial(FrozenTrial):
-    """An Optuna trial whose deep copies are shallow.
+    """An Optuna trial whose deep copy shares its contents with the original.
 
     With hundreds of parameters, copying would take most of the time of a proposal.
     """

@@ -31,9 +31,9 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The stored choice of a surrogate model's results, with the number of full-budget results behind it.
+    """The last stored choice of what the surrogate model learns from, and the number of results that it was based on.
 
-    The last of several choices is returned, or None if no choice was made yet.
+    Only results at the full budget are counted. Returns None if no choice was made yet.
     """
     for step in reversed(steps):
         if isinstance(step, NoteStep):
@@ -47,11 +47,11 @@ def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
 def choice_of(
     numbers: Rows, rows: Rows, fidelities: Rows, costs: Rows, *, last: int | None, predict: Predict
 ) -> NoteRequest | None:
-    """A request to store a new choice of the results for a surrogate model, or None if none is due.
+    """Choose anew which results the surrogate model learns from; None if no new choice is due.
 
-    The first choice is due at MIN_RESULTS results at the full budget, the next whenever the number of these results has
-    doubled. The choice whose model predicts results better, by the rank correlation of predictions with results, is
-    made; if both are equal, it is the choice of all rungs.
+    A choice is returned as a request to store it. The first choice is due at MIN_RESULTS results at the full budget,
+    the next whenever the number of these results has doubled. The choice whose model predicts results better, by the
+    rank correlation of predictions with results, is made; if both are equal, it is the choice of all rungs.
 
     - `numbers`, `rows`, `fidelities`, `costs`: trial number, encoded configuration, fidelity and cost of each result
     - `last`: the number of results at the full budget that the last choice was made from; None if there was none
@@ -83,7 +83,7 @@ def choice_of(
 
 
 def highest_rung(fidelities: Rows, is_scored: Rows, *, min_results: int) -> float | None:
-    """The highest fidelity at which at least `min_results` trials have a result, or None if there is none.
+    """The fidelity of the highest rung at which at least `min_results` trials have a result, or None if there is none.
 
     `fidelities` has the fidelity of each result, and `is_scored` is False for a trial that failed.
     """

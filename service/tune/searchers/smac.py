@@ -193,10 +193,11 @@ class SmacSearcher:
     def _maximise(
         self, encoding: Encoding, acquisition: _Acquisition, observed: Rows, rng: np.random.Generator
     ) -> Rows:
-        """Rows from which the next configuration is taken, by their expected improvement, the best first.
+        """Candidates for the next configuration, as encoded rows, sorted by expected improvement, the largest first.
 
-        The rows are random rows, and mutants of those rows of `observed` that the forest predicts to be best. With
-        probability `tied_share`, only rows are returned in which all parameters with the same role have the same value.
+        The candidates are random rows, and mutants of those rows of `observed` that the forest predicts to be best.
+        With probability `tied_share`, only rows are used in which all parameters with the same role have the same
+        value.
         """
         by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
         parents = np.repeat(observed[by_cost[: self.num_parents]], self.num_mutants, axis=0)
@@ -247,9 +248,10 @@ def _at_full_budget(rows: Rows) -> Rows:
 
 @lru_cache(maxsize=4)
 def _columns(num: int) -> Any:
-    """A configuration space of `num` numbers in [0, 1] for SMAC's forest; the last number is the fidelity.
+    """A ConfigSpace space of `num` numbers in [0, 1], one for each input column of SMAC's forest.
 
-    The forest learns from rows that are encoded already, so it only needs the number of columns.
+    The last column is the fidelity. The forest learns from rows that are encoded already, so it only needs the number
+    of columns.
     """
     from ConfigSpace import ConfigurationSpace
 
