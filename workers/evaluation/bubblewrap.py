@@ -102,7 +102,10 @@ class Bubblewrap(Confinement):
         return [*ALWAYS, *namespaces, *places, *READ_ONLY, *variables, "--chdir", "/"]
 
     def exit_code(self, code: int) -> int:
-        """Exit code of the confined process, negative for a signal, which bwrap reports as 128 plus its number."""
+        """Convert bwrap's exit code to that of the confined process: negative for a signal.
+
+        bwrap reports a signal as 128 plus its number.
+        """
         return 128 - code if code - 128 in signal.valid_signals() else code
 
     def of_program(self, number: int) -> Self:
@@ -113,7 +116,10 @@ class Bubblewrap(Confinement):
         return super().apply()
 
     def limits(self) -> dict[int, int]:
-        """Limits of the process by resource, as in `Confinement`; a limit of processor time adds one of threads."""
+        """Resource limits of the process, by the number of the resource (`resource.RLIMIT_*`).
+
+        A process with a limit of processor time also gets a limit of threads.
+        """
         return {**super().limits(), **({} if self.cpu_s is None else {resource.RLIMIT_NPROC: MAX_THREADS})}
 
     def _restrict_files(self) -> str:

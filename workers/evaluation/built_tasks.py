@@ -213,14 +213,20 @@ def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Doc
 
 
 def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
-    """Reason why one of a subtask's first documents has no right answer for computing a loss; None if all have one."""
+    """Why losses cannot be computed on a task, judged by the first `num_documents` documents of each subtask.
+
+    The reason is that one of these documents has no right answer to read. The result is None if all have one.
+    """
     if task.code is not None:
         return task.code.lack_of_references(num_documents)
     return lack_here(task, num_documents)
 
 
 def lack_here(task: BuiltTask, num_documents: int) -> str | None:
-    """Like `lack_of_references`, for a task whose lm-eval objects exist in this process."""
+    """Why losses cannot be computed on a task whose lm-eval objects exist in this process; None if they can.
+
+    The first `num_documents` documents of each subtask are checked for right answers, as in `lack_of_references`.
+    """
     for subtask in task.subtasks:
         for index in range(min(num_documents, subtask.num_samples)):
             if lack := right_answer(subtask.task, subtask.task.eval_docs[index]).lack:

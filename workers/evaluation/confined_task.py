@@ -54,10 +54,10 @@ class _Request:
 
 
 class ConfinedTask(TaskProcess):
-    """The confined process of one task with Python functions of its own (`built_tasks.TaskCode`); `built` is the task.
+    """Client of the confined process that builds one task and runs the task's own Python functions.
 
-    `confinement` is for tests; otherwise the process is always confined. Raises InvalidTask if the task cannot be
-    built, and if this machine cannot confine it.
+    It implements `built_tasks.TaskCode`; `built` is the task. `confinement` is for tests; otherwise the process is
+    always confined. Raises InvalidTask if the task cannot be built, and if this machine cannot confine it.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class ConfinedTask(TaskProcess):
             raise InvalidTask(f"task {self._spec.task!r}: building its prompts {how}") from error
 
     def _how(self, error: Exception) -> str:
-        """The reason why the process did not reply: its end or the time limit."""
+        """Describe, for a message, why the process did not reply: it ended, or the time limit was reached."""
         return str(error) if isinstance(error, TimeoutError) else f"ended its process{self._last_words()}"
 
     def _question(self) -> tuple[object, ...]:

@@ -70,11 +70,17 @@ class Confinement(ABC):
         ...
 
     def exit_code(self, code: int) -> int:
-        """Exit code of the confined process, negative for a signal; `code` is that of the process `command` started."""
+        """Convert the exit code of the process that `command` started to that of the confined process.
+
+        An exit code is negative for a signal.
+        """
         return code
 
     def of_program(self, number: int) -> Self:
-        """The confinement of one program; `number` counts the programs that the calling process has started."""
+        """The confinement for one program; a subclass may give each program another user.
+
+        `number` counts the programs that the calling process has started.
+        """
         return self
 
     def apply(self) -> str:

@@ -125,9 +125,9 @@ class _Programs:
         self._start_some()
 
     def reasons(self) -> list[str | None]:
-        """Return the outcomes of all programs, which must have ended, and forget the programs.
+        """For each submitted program, why it did not run to its end; None if it did.
 
-        An outcome is None if the program ran to its end, else the reason why it did not.
+        All programs must have ended. The record of the programs is emptied.
         """
         found, self._reasons = self._reasons, []
         return found
@@ -191,7 +191,10 @@ class _Programs:
 
 
 def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
-    """Start the process of a program; return its output pipe, its process id, and the token it writes on success."""
+    """Start a process that executes `program`; return a pipe with its output, its process id, and a secret token.
+
+    The process writes the token if the program ran to its end.
+    """
     read, write = os.pipe()
     token = secrets.token_bytes(16)
     if isinstance(confinement, Bubblewrap):

@@ -37,9 +37,10 @@ KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored samples in the order of the requested spans, with a hash of the prompts of each objective.
+    """Scored samples, and for each objective a hash of the prompts with which they were scored.
 
-    `prompts` maps an objective's name to the sha256 (hex) of the tokens of all prompts that were scored.
+    `samples` are in the order of the requested spans. `prompts` maps an objective's name to the sha256 (hex) of the
+    tokens of all prompts that were scored.
     """
 
     samples: tuple[SampleResult, ...]
@@ -61,9 +62,9 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A built task with its documents and their tokenized requests, `requests[subtask][document]`.
+    """A built task with its documents and the tokenized requests that each document needs.
 
-    `subtask` and `document` are indices from 0.
+    `documents[subtask][document]` and `requests[subtask][document]` have indices from 0.
     """
 
     task: BuiltTask
@@ -105,7 +106,10 @@ class _Asked:
 
     @property
     def in_order(self) -> Answers:
-        """The answers grouped by lm-eval's requests; a request that lm-eval repeats has several answers."""
+        """The backend's answers to this sample, one group for each lm-eval request.
+
+        A group has several answers if lm-eval repeats the request.
+        """
         by_instance: dict[int, list[Any]] = {}
         for request, answer in zip(self.requests, self.answers, strict=True):
             by_instance.setdefault(id(request.instance), []).append(
@@ -179,7 +183,10 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return str(text)
 
     def documents(self, task: BuiltTask, *, limit: int | None = None) -> tuple[tuple[Document, ...], ...]:
-        """The documents of each subtask of a task, with prompts rendered for this model; the first `limit`, or all."""
+        """For each subtask of a task, its documents with prompts rendered for this model.
+
+        With `limit`, only the first `limit` documents of each subtask are rendered.
+        """
         options = self.prompts.options
         render = self.apply_chat_template if options.chat_template else None
         return documents_of(task, PromptSettings(options.system_prompt, render, self.tokenizer_name, limit))
@@ -310,21 +317,21 @@ class TaskEvaluator:
         return self._prepare(spec).task
 
     def confined_by(self, spans: Iterable[Span]) -> str:
-        """Names of the mechanisms that confine the code of the tasks of `spans`; "" if no task has code of its own."""
+        """Names of the mechanisms that confine the tasks' own code, for the tasks of `spans`; "" if none has code."""
         found = (self._prepare(span.task).task.info.confined_by for span in spans)
         return "; ".join(sorted({each for each in found if each}))
 
     def document(self, spec: TaskSpec, position: int) -> Document:
-        """The document of the sample at `position` of a task, with lm-eval's requests in the order of `requests`.
+        """The document of a task's sample at `position`, with the lm-eval requests for it.
 
-        The requests must not be modified.
+        The requests are in the same order as those of `requests`, and must not be modified.
         """
         prepared = self._prepare(spec)
         subtask, document = prepared.task.order[position]
         return prepared.documents[subtask][document]
 
     def score(self, spans: Sequence[Span]) -> Scored:
-        """Score every sample of `spans`.
+        """Score all samples of `spans`, each of which is adjacent samples of one task.
 
         The backend gets one batch of completions and one of options for all spans. Raises InvalidTask if a span exceeds
         its task's data, MetricFailed if a metric fails, and the errors of the backend.

@@ -66,7 +66,7 @@ Loading = Callable[[Path | None, FileAccess | None], AbstractContextManager[None
 
 @dataclass(frozen=True)
 class Prepared:
-    """The files, data and task index that a confined process needs, beside the TaskSpec, to build a task.
+    """What a confined process needs to build a task, beside its TaskSpec: files, data and task index.
 
     `directories` hold the task's files, and `files` are those of them that its code may read. `datasets` has its data,
     as `datasets.load_dataset` returned it, by `task_loading.data_key`. `index` has the tasks with a name
@@ -80,7 +80,7 @@ class Prepared:
 
 
 class LoadedTasks(dict[str, Any]):
-    """lm-eval's task objects by name; `categories` has the names of the tasks in each group of a loaded group."""
+    """lm-eval's task objects by name. For a group of tasks, `categories` lists the tasks of each inner group."""
 
     def __init__(self, tasks: Mapping[str, Any]) -> None:
         super().__init__(tasks)
@@ -410,7 +410,10 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
 
 
 def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
-    """Check that the metric is a mean over samples; add the accuracy to a multiple choice that does not list it."""
+    """Raise InvalidTask if the metric of `spec` is unknown to `task`, or is not a mean over samples.
+
+    If `spec` asks for the accuracy, it is added to a multiple choice that does not list it.
+    """
     from lm_eval.api.registry import AGGREGATION_REGISTRY
 
     aggregations: Mapping[str, Any] = task.aggregation()
@@ -436,9 +439,10 @@ def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
 
 
 def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
-    """Check that an lm-eval metric gives a number for one sample, by scoring a placeholder answer to the first one.
+    """Raise InvalidTask if the metric of `spec` gives no number for a sample.
 
-    Some metrics give values that only their own aggregation can use, and that fail with `aggregation: mean`.
+    It is computed once, on a placeholder answer to the first document. Some metrics give values that only their own
+    aggregation can use, and that fail with `aggregation: mean`.
     """
     task = subtask.task
     if task.config.process_results is not None or any(
@@ -500,7 +504,11 @@ def _filter(task: Any, spec: TaskSpec, where: str) -> str:
 def _set_generation(
     task: Any, old: Sequence[str], name: str, value: int | list[str], *, field: str, where: str
 ) -> None:
-    """Set the generation argument `name` of a task, and remove the arguments `old`."""
+    """Set one of a task's generation arguments (`generation_kwargs`) to `value`, in place of the arguments `old`.
+
+    `name` is the argument's name, and `field` the option that sets it. Raises InvalidTask if the task generates no
+    text.
+    """
     if task.OUTPUT_TYPE != "generate_until":
         message = f"{where}: {field} {value}: the task scores options and generates no text; leave it out"
         raise InvalidTask(message, field)

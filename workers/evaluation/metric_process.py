@@ -155,7 +155,7 @@ class TaskProcess(ABC):
             self._channel.send(pickle.dumps(message), limit_s=self._task_limit_s)
 
     def _receive(self, key: str, limit_s: float) -> Any:
-        """Wait for the reply with the field `key`, and return that field; raise the error that the reply has instead.
+        """Wait for the process's reply, and return its field `key`; raise the error that the reply has instead.
 
         Questions of the process that arrive before the reply are answered by `_answer`.
         """

@@ -122,5 +122,5 @@ def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str
 
 
 def _text(answer: Any) -> str:
-    """The text that remains after a filter, or the first of several."""
+    """The completion after lm-eval's filter, as text; the first, if the filter gives several."""
     return str(answer[0]) if isinstance(answer, list) else str(answer)

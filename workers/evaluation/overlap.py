@@ -101,9 +101,10 @@ class SearchItems:
 
 
 def overlapping(search: Mapping[str, TaskSpec], tasks: Mapping[str, TaskSpec]) -> dict[str, OverlappingItems]:
-    """Count, for each of `tasks`, the items that overlap with items of the tasks in `search`; both map names to tasks.
+    """For each of `tasks`, count the items that share text with items of any task in `search`.
 
-    Results are cached by the content of the tasks. Raises InvalidTask if a task cannot be built.
+    Both arguments map names to tasks. Results are cached by the content of the tasks. Raises InvalidTask if a task
+    cannot be built.
     """
     keys = {name: _key(search, task) for name, task in tasks.items()}
     stored = {name: cached(key) for name, key in keys.items()}
@@ -132,7 +133,10 @@ def items_of(spec: TaskSpec) -> Iterator[Item]:
 
 
 def _text(document: Document) -> str:
-    """The text of an item: the document's prompt, its options, and a generating task's right answers, each once."""
+    """Join the texts of a document: prompt, options, and the right answers of a generating task.
+
+    A text that occurs twice is included once.
+    """
     parts: list[str] = []
     for instance in document.instances:
         parts += [part for part in instance.args if isinstance(part, str)]
@@ -140,9 +144,10 @@ def _text(document: Document) -> str:
 
 
 def _key(search: Mapping[str, TaskSpec], task: TaskSpec) -> str:
-    """Cache key of a result: the tasks without the settings that do not change their items.
+    """Cache key for the overlap of `task` with the tasks in `search`.
 
-    A task of the hub or of lm-eval enters the key by its name only, so its data count as unchanged.
+    Settings that do not change the items of a task are left out. A task of the hub or of lm-eval enters the key by its
+    name only, so its data count as unchanged.
     """
 
     def of(spec: TaskSpec) -> Any:

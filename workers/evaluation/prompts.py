@@ -42,7 +42,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A request for the log-likelihood of a text's tokens after the first `num_context` (>= 1)."""
+    """A request for the log-likelihood of a text's end, given the text before it.
+
+    `tokens` is the whole text. The first `num_context` tokens (at least 1) are given; the others are scored.
+    """
 
     tokens: tuple[int, ...]
     num_context: int

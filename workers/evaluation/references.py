@@ -42,7 +42,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Target:
-    """The texts from which the loss of one sample is computed, and which of them are right.
+    """The texts whose log-likelihoods give the loss of one sample.
 
     If `scales` is None, `readings` are alternative right completions; the loss is the negative log-likelihood (natural
     log) of the most likely one. Otherwise `readings` are the options of a multiple choice, and `right` has the indices
@@ -56,7 +56,7 @@ class Target:
 
     @property
     def size(self) -> float:
-        """The number by which the loss of this sample is divided to make tasks comparable.
+        """The divisor that makes the loss of this sample comparable with losses of other tasks.
 
         For a completion it is the number of scored tokens (the mean over alternative right completions), for a multiple
         choice the natural logarithm of the number of options.
@@ -78,7 +78,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """The loss targets of a task's samples, by position.
+        """For each sample of a task, the texts from which its loss is computed, in scoring order.
 
         Raises InvalidTask if a sample has no right answer that a model could read.
         """
@@ -101,9 +101,9 @@ class References:
         return known
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
-        """The loss target of a sample with a model's own completion in place of the right answer.
+        """The texts from which a sample's loss is computed if a model's completion counts as the right answer.
 
-        `tokens` include the token that ended the completion. Raises InvalidTask if the sample is a multiple choice.
+        `tokens` is the completion, with the token that ended it. Raises InvalidTask if the sample is a multiple choice.
         """
         (request, *_) = self._evaluator.requests(spec, position)
         if not isinstance(request, Generation):
@@ -163,7 +163,7 @@ def lack_of_references(spec: TaskSpec) -> str | None:
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """The factors that multiply the log-likelihoods of a multiple choice's options when `metric` compares them.
+    """Factors on the log-likelihoods of a multiple choice's options, by which `metric` corrects for their lengths.
 
     For a metric that divides by lengths (acc_norm, acc_bytes) it is the mean length of the options divided by the
     option's length; for any other metric it is 1.

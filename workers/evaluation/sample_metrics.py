@@ -48,7 +48,7 @@ PER_SAMPLE_FORMS: Mapping[str, str] = MappingProxyType(
 
 
 def names_for(output_type: str) -> tuple[str, ...]:
-    """The names of the metrics that every task of an output type has beside its own metrics."""
+    """Names of the metrics that every task of lm-eval's `output_type` has, beside those that it lists itself."""
     return {"generate_until": tuple(METRICS), "multiple_choice": (ACCURACY,)}.get(output_type, ())
 
 
@@ -113,7 +113,7 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """The precision of kept or deleted n-grams, averaged over distinct n-grams; 1 if there are none.
+    """Mean precision over the distinct n-grams that a text kept or deleted, for SARI; 1 if there are none.
 
     `made` has the count of each kept or deleted n-gram, `right` how many of them the references agree with.
     """

@@ -289,10 +289,10 @@ def _program(machine: str) -> Iterator[bytes]:
 def _on_argument(
     number: int, offset: int, test: int, value: int, if_true: int | None, otherwise: int | None
 ) -> Iterator[bytes]:
-    """Yield filter instructions that decide about the system call `number` by one half of an argument, at `offset`.
+    """Yield filter instructions that allow or refuse the system call `number` according to one of its arguments.
 
-    If the test of the half with `value` is true, the decision is `if_true`, else `otherwise`. If a decision is None,
-    the instructions that follow decide about the system call.
+    Of the argument, 32 bits at `offset` are compared with `value` by `test`. If the comparison is true, the decision is
+    `if_true`, else `otherwise`. If a decision is None, the instructions that follow decide about the system call.
     """
     decisions = [_instruction(RETURN, decision) for decision in (if_true, otherwise) if decision is not None]
     to_false = 0 if if_true is None else 1

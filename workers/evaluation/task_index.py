@@ -70,9 +70,9 @@ def index_if_loaded() -> Mapping[str, Any] | None:
 
 
 def index_at_hand() -> Mapping[str, Any]:
-    """The index of named tasks, for callers that have patched how lm-eval reads files.
+    """Return the index of named tasks if it is loaded; raise IndexNeeded if it is not.
 
-    Raises IndexNeeded if the index is not loaded yet.
+    The callers have patched how lm-eval reads files, and so cannot load the index themselves.
     """
     found = index_if_loaded()
     if found is None:

@@ -85,9 +85,10 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
 
 @contextlib.contextmanager
 def recorded_loading(recording: Recording, directory: Path | None, access: FileAccess | None) -> Iterator[None]:
-    """Context manager in which lm-eval loads the data of tasks into `recording`, and builds placeholders for the tasks.
+    """Context manager in which lm-eval only loads the data of tasks, and builds no real tasks.
 
-    The limits are those of `guarded_loading`. Python functions are not imported.
+    The data are stored in `recording`; for each task lm-eval gets a placeholder. The limits are those of
+    `guarded_loading`. Python functions are not imported.
     """
     from lm_eval.tasks import _factory, _yaml_loader
 
@@ -224,10 +225,10 @@ def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _yaml_guard(access: FileAccess) -> Wrapper:
-    """Make a wrapper of lm-eval's `_make_loader(directory)` that refuses YAML files outside `access` (InvalidTask).
+    """Make a wrapper of lm-eval's `_make_loader` that refuses YAML files which the study may not read.
 
-    lm-eval calls `_make_loader` for every YAML file, with the file's directory. The files of shipped tasks are
-    allowed.
+    `access` has the directories that it may read; a refusal is an InvalidTask. lm-eval calls `_make_loader(directory)`
+    for every YAML file, with the file's directory. The files of shipped tasks are allowed.
     """
 
     def wrapper(make_loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,10 +262,11 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
 
 
 def _data_guard(access: FileAccess | None) -> Wrapper:
-    """Make a wrapper of `datasets.load_dataset` that refuses data files outside `access` (InvalidTask).
+    """Make a wrapper of `datasets.load_dataset` that refuses data files which the study may not read.
 
-    If `access` is None, any file is allowed. A call with a file format such as "json" and without files is always
-    refused, because `datasets` would search every directory below the current one.
+    `access` has the directories that it may read; if it is None, any file is allowed. A refusal is an InvalidTask. A
+    call with a file format such as "json" and without files is always refused, because `datasets` would search every
+    directory below the current one.
     """
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
@@ -310,10 +312,11 @@ def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 
 
 def _pattern_guard(access: FileAccess) -> Wrapper:
-    """Make a wrapper of `resolve_pattern(pattern, base_path)` of `datasets` that refuses files outside `access`.
+    """Make a wrapper of `resolve_pattern` of `datasets` that refuses data files which the study may not read.
 
-    `datasets` calls it for all data files, those of `dataset_kwargs` and those that the README.md of a data set names,
-    on this machine or the hub. The refusal is an InvalidTask.
+    `access` has the directories that it may read; a refusal is an InvalidTask. `datasets` calls
+    `resolve_pattern(pattern, base_path)` for all data files, those of `dataset_kwargs` and those that the README.md of
+    a data set names, on this machine or the hub.
     """
 
     def wrapper(resolve_pattern: Callable[..., list[str]]) -> Callable[..., list[str]]:

@@ -150,7 +150,11 @@ class _Server:
         self.reply(lack=lack_of_references(self._built, num_documents))
 
     def values(self, digest: str, answers: Sequence[Answers], one_by_one: bool) -> None:
-        """Compute the metric of samples; a first reply says that the task is built, later ones have the values."""
+        """Compute a task's metric for each of several samples, and send the values in one or more replies.
+
+        A first reply says that the task is built. With `one_by_one`, each value is a reply of its own. `digest` names
+        the task; a process with only the confined task ignores it.
+        """
         if self._task is not None:
             digest = self._task.spec.digest
         if digest in self._refused:
@@ -197,7 +201,7 @@ class _Server:
     def _code_eval(
         self, *, predictions: Sequence[Sequence[str]], references: Sequence[str], k: Sequence[int] = (1,), **_: Any
     ) -> tuple[dict[str, float], dict[int, list[str | None]]]:
-        """The metric "code_eval": execute programs, each a prediction followed by the tests of its reference.
+        """Compute the metric "code_eval" (pass@k) by executing each prediction with the tests of its reference.
 
         Returns the mean of pass@k over the references, by name, and the outcome of each program.
         """

@@ -47,10 +47,10 @@ class Reference:
     def generate(
         self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
     ) -> list[Completion]:
-        """Generate greedy completions; `finished` gets each completion with its index when its batch is done.
+        """Generate greedy completions in batches, and return them in the order of `requests`.
 
-        Raises InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be
-        repeated.
+        After each batch, `finished` is called with the index and the completion of each of its requests. Raises
+        InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be repeated.
         """
         if any(request.temperature > 0 for request in requests):
             raise InvalidTask("the task samples at a temperature above 0; only greedy completions can be verified")
@@ -104,10 +104,11 @@ class Reference:
     def _step(
         self, request: Generation, chosen: list[int], steps: list[tuple[str, float]], token: int, gap: float
     ) -> str | None:
-        """Append the next token of a completion to `chosen`, and the pair (text so far, `gap`) to `steps`.
+        """Append one generated token to a completion, and return the final text if the completion ends with it.
 
-        Returns the completion's final text if it ends with this token: an end-of-text token, a stop string, or the last
-        of `max_tokens`. Otherwise returns None.
+        The token is appended to `chosen`, the tokens so far, and the pair (text so far, `gap`) to `steps`. `gap` is by
+        how much the token's log-probability is larger than that of the second likeliest. A completion ends with an
+        end-of-text token, a stop string, or the last of `max_tokens`. If it does not end yet, the result is None.
         """
         chosen.append(token)
         is_end = token in self.prompts.stop_token_ids
@@ -129,14 +130,17 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """The largest log-probability at the position of each token of `completion`, minus the token's own."""
+    """For each token of `completion`, how much smaller its log-probability is than the likeliest token's.
+
+    The likeliest token is that at the same position, given `prompt` and the preceding tokens of `completion`.
+    """
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
     return [float(gap) for gap in scores.amax(-1) - chosen]
 
 
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
-    """The difference of two lists of log-probabilities: root mean square or maximum; NaN if one contains NaN.
+    """One number for how much two lists of log-probabilities of the same tokens differ; NaN if one contains NaN.
 
     `dtype` is the engine's dtype. For "float32" the result is the largest difference. For dtypes of 16 bits it is the
     root mean square of the differences, because the rounding errors of a whole model, small on average, change single

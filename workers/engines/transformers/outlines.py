@@ -31,8 +31,9 @@ DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF1
 
 
 def outline(model: str) -> str:
-    """Make a directory with a model's small files and the safetensors header that its weights would have.
+    """Make a directory that describes a model without its weights: small files, and names and shapes of tensors.
 
+    The names and shapes follow from the model's configuration, and are stored as the header of a safetensors file.
     `model` is a directory or a hub id. Of a hub model only small files are downloaded, or taken from the hub client's
     cache. For models whose weights are on this machine, adapters and models in object stores, `model` itself is
     returned. Raises InvalidModel if the configuration is missing, or is not one of a causal language model that
@@ -77,7 +78,7 @@ def _small_files_of(model: str) -> Path:
 
 
 def _tensors(directory: Path, model: str) -> dict[str, Any]:
-    """The safetensors header that follows from the model's configuration."""
+    """Build a safetensors header (dtype, shape and offsets of each tensor) from a model's configuration alone."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

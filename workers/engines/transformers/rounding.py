@@ -33,10 +33,10 @@ MOST_SHARE = 0.02
 
 
 def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
-    """The largest difference of each token's log-probability that float32 rounding explains, at most `MOST`.
+    """For each token except the first, the largest change of its log-probability that float32 rounding explains.
 
-    The result has a bound for each token except the first. `model` is a transformers model in float32. The random
-    errors are the same at every call.
+    No bound is larger than `MOST`. `model` is a transformers model in float32. The random errors are the same at every
+    call.
     """
     plain = torch.tensor(logprobs(model, tokens))
     squares = torch.zeros_like(plain)
@@ -50,11 +50,11 @@ def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
 def explained(
     ours: Sequence[float], theirs: Sequence[float], bounds: Sequence[float], *, tolerance: float
 ) -> tuple[float, int]:
-    """The largest difference that rounding does not explain, and the number of differences that it does explain.
+    """Separate differences of log-probabilities that rounding explains from those that it does not.
 
-    `ours` and `theirs` are the log-probabilities of the same tokens by the engine and by transformers, and `bounds` are
-    those of `rounding_bounds`. Only differences above `tolerance` need an explanation. If more than a few do, none is
-    explained.
+    Returns the largest unexplained difference, and the number of explained differences above `tolerance`. `ours` and
+    `theirs` are the log-probabilities of the same tokens by the engine and by transformers, and `bounds` are those of
+    `rounding_bounds`. Only differences above `tolerance` need an explanation. If more than a few do, none is explained.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     beyond = [not each <= tolerance for each in apart]
@@ -66,7 +66,10 @@ def explained(
 
 @contextmanager
 def _with_errors(model: Any, seed: int) -> Iterator[None]:
-    """Context manager that adds random errors to the output of every module without submodules."""
+    """Context manager that adds random errors of the size of float32 rounding to the outputs of a model's modules.
+
+    Only modules without submodules are changed.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def add(module: Any, given: Any, output: Any) -> Any:

@@ -50,13 +50,14 @@ def verify(
     evaluator: TaskEvaluator | None = None,
     model: Any = None,
 ) -> VerificationReport:
-    """Score `spans` with transformers on the exported checkpoint in `directory`, and compare with the stored `samples`.
+    """Score samples of an exported merge with transformers, and compare them with the engine's stored `samples`.
 
-    A merge that cannot be stored as a checkpoint is given as `model`; then `directory` contains its tokenizer and
-    configuration. `evaluator` provides the tokenized requests; without it, they are built with the exported tokenizer.
-    `engine_logprobs` maps texts (`texts_to_read`) to the engine's log-probabilities of the text's tokens except the
-    first. Spans of tasks that sample at a temperature above 0 are left out. Raises InvalidTask if `samples` lacks a
-    sample of a span, or a text does not begin with the request of any sample.
+    The samples are those of `spans`; the exported checkpoint is in `directory`. A merge that cannot be stored as a
+    checkpoint is given as `model`; then `directory` contains its tokenizer and configuration. `evaluator` provides the
+    tokenized requests; without it, they are built with the exported tokenizer. `engine_logprobs` maps texts
+    (`texts_to_read`) to the engine's log-probabilities of the text's tokens except the first. Spans of tasks that
+    sample at a temperature above 0 are left out. Raises InvalidTask if `samples` lacks a sample of a span, or a text
+    does not begin with the request of any sample.
     """
     reference = Reference(directory, options, model=model)
     if evaluator is None:
@@ -193,7 +194,11 @@ class _Comparison:
                 )
 
     def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
-        """Record how much the log-probabilities of a sample differ: of its options, or of the tokens of `text`."""
+        """Compare two lists of log-probabilities for one sample, and record how much they differ.
+
+        `ours` and `theirs` are those by the engine and by transformers, for the options of a multiple choice or for the
+        tokens of `text`. For tokens in float32, differences that rounding explains are left out.
+        """
         apart = _finite(typical_difference(ours, theirs, dtype=self._dtype))
         if self._dtype == "float32" and self.tolerance < apart < FAR and text:
             bounds = rounding_bounds(self.reference.model, text)
@@ -233,11 +238,11 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """How two completions of a sample differ: ("tokens" or "text", log-probability gap); None if they are equal.
+        """How the engine's completions of a sample differ from those by transformers; None if they are equal.
 
-        A gap is a difference of log-probabilities by transformers. For "tokens" it is the largest amount by which a
-        token of the engine's completion is less likely than the likeliest token in its place. For "text" it is the gap
-        between the two likeliest tokens where the texts begin to differ.
+        The result is "tokens" or "text", with a gap: a difference of log-probabilities by transformers. For "tokens" it
+        is the largest amount by which a token of the engine's completion is less likely than the likeliest token in its
+        place. For "text" it is the gap between the two likeliest tokens where the texts begin to differ.
         """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:
@@ -248,9 +253,9 @@ class _Comparison:
         return None
 
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
-        """The largest gap between a token of `completion` and the likeliest token at its position.
+        """The largest amount by which a token of `completion` is less likely than the likeliest token in its place.
 
-        The gap is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
+        The amount is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
         token that the exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
@@ -258,9 +263,10 @@ class _Comparison:
         return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
 
     def _gap_of_text(self, pair: _Pair) -> float:
-        """The gap between transformers' two likeliest tokens at the position where two texts begin to differ.
+        """How sure transformers was of its token at the position where its text and the engine's begin to differ.
 
-        The texts are the completion by transformers and the stored completion by the engine.
+        The result is the log-probability of the likeliest token minus that of the second. The texts are the completion
+        by transformers and the stored completion by the engine.
         """
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))
@@ -279,7 +285,7 @@ def _finite(difference: float) -> float:
 
 
 def _legible(text: str) -> str:
-    """The text without replacement characters (U+FFFD), whose number depends on how the text was decoded."""
+    """Remove replacement characters (U+FFFD) from `text`: equal tokens may be decoded with more or fewer of them."""
     return text.replace("\ufffd", "")
 
 

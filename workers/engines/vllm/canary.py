@@ -71,13 +71,14 @@ class Calibration:
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """Estimate how much of the base model remains in an engine's log-probabilities, and how much rounding explains.
+        """The base model's share in an engine's log-probabilities, and the largest share that rounding explains.
 
-        `ours` are the engine's log-probabilities, `theirs` those of the merge by transformers. The share is 0 if `ours`
-        equals `theirs`, and 1 if `ours` equals the base model's. It is a least squares estimate, which averages the
-        rounding of all tokens. The share detects weights that a swap did not write much earlier than the typical
-        difference does. The second result is the largest magnitude of the share that rounding explains. The result is
-        (0, infinity) if rounding was not measured or the merge equals the base model.
+        The share says whether a swap left weights of the base model in the engine. `ours` are the engine's
+        log-probabilities, `theirs` those of the merge by transformers. The share is 0 if `ours` equals `theirs`, and 1
+        if `ours` equals the base model's. It is a least squares estimate, which averages the rounding of all tokens.
+        The share detects weights that a swap did not write much earlier than the typical difference does. The second
+        result is the largest magnitude of the share that rounding explains. The result is (0, infinity) if rounding was
+        not measured or the merge equals the base model.
         """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))
@@ -95,13 +96,13 @@ class Calibration:
         of: str,
         bounds: Callable[[], Sequence[float]] | None = None,
     ) -> float:
-        """Compare an engine's log-probabilities with those of transformers, and return their typical difference.
+        """Raise EvidenceMismatch if log-probabilities of engine and transformers differ by more than rounding.
 
-        `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens; the typical
-        difference is a root mean square, in float32 the largest difference (`typical_difference`). `of` names the
+        `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens. Returns how much
+        they differ: a root mean square, in float32 the largest difference (`typical_difference`). `of` names the
         compared texts in the message. `bounds` is called for the bounds of single tokens (`rounding_bounds`) if a
-        difference in float32 is larger than the tolerance. Raises EvidenceMismatch if the difference, or the share of
-        the base model in `ours` (`base_share`), is larger than rounding explains.
+        difference in float32 is larger than the tolerance. The error is also raised if the share of the base model in
+        `ours` (`base_share`) is larger than rounding explains.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:
@@ -185,7 +186,7 @@ class Canary:
         *,
         free_bytes: int,
     ) -> float | None:
-        """The typical difference between the engine's log-probabilities of fixed prompts and those of transformers.
+        """Return how much the log-probabilities of fixed prompts differ between the engine and transformers.
 
         `recipe` is the recipe that the engine should hold. `engine_logprobs` returns the engine's log-probabilities of
         the tokens of each prompt except the first. Returns None if a second model does not fit into `free_bytes` of

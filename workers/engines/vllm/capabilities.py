@@ -26,10 +26,10 @@ SENTENCE_END = re.compile(r"\.(?:\s|$)")
 
 
 def main(questions: str, answers: str) -> None:
-    """Answer the questions in a file; the command line has the paths of the questions and of the answers.
+    """Write to the file `answers` how vLLM would run each of the models in the file `questions`.
 
-    The questions are a list of models' configurations (as in config.json). For each configuration, the answers have the
-    results of `describe` by dtype, for all dtypes that engines can have.
+    The command line has the two paths. `questions` is a list of models' configurations (as in config.json). For each
+    configuration, the answers have the results of `describe` by dtype, for all dtypes that engines can have.
     """
     # vLLM imports a model's code in a subprocess, which takes as long as importing vLLM; this process is one already.
     registry._run_in_subprocess = lambda function: function()

@@ -16,7 +16,7 @@ WEIGHT = 0x9E3779B97F4A7C15
 
 
 def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
-    """Checksum of a model's parameters: sha256 (hex) over the names, dtypes, shapes and one 64-bit sum of each.
+    """Checksum of a model's parameters: sha256 (hex) over each parameter's name, dtype, shape and 64-bit sum.
 
     In each sum, every 64-bit word is multiplied by an odd number that depends on the word's position, modulo 2^64. Odd
     numbers are invertible modulo 2^64, so a change of a single word always changes the sum; exchanging words changes it
@@ -26,7 +26,7 @@ def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> str:
-    """The same checksum of a model's parameters as `checksum`, from 64-bit sums that are already known.
+    """Compute the checksum that `checksum` returns from 64-bit sums of the parameters that are already known.
 
     `sums` has the `word_sum` of each parameter by name.
     """

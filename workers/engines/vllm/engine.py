@@ -83,7 +83,7 @@ class _SourcesChanged(EvidenceMismatch):
 
 
 class Engine:
-    """One vLLM engine with the source models of a family, which holds the weights of one merge at a time.
+    """One vLLM engine beside a base model and its experts, which holds the weights of one merge at a time.
 
     The engine implements `workers.evaluation.prompts.Backend` for the recipe that it holds, which is at first the
     recipe of the base model. `name` is the name of the engine's replica. Raises EngineUnavailable, with the reason, if
@@ -168,7 +168,7 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
-        """The directory from which vLLM loads the tokenizer, which must be the same tokenizer as that of `prompts`.
+        """A directory from which vLLM loads the tokenizer that this engine's prompts are built with.
 
         It is the model's directory, if vLLM loads the same tokenizer from there. Otherwise it is a temporary directory
         with a copy of the tokenizer, whose files name the tokenizer's class.
@@ -378,7 +378,10 @@ class Engine:
         return [[logprob for logprob, _ in tokens] for tokens in scored]
 
     def _scored(self, continuations: Sequence[Continuation]) -> list[list[Scored]]:
-        """The scored tokens of each continuation. Raises TrialFailed if the model's logits were NaN or infinite."""
+        """For each continuation, each scored token's log-probability, and whether the token is the likeliest.
+
+        Raises TrialFailed if the model's logits were NaN or infinite.
+        """
         plan = ReadingPlan(continuations, block=self._cache_block)
         outputs = self._read(plan.readings)
         # vLLM computes no rows of logits for cached tokens. A reading that lacks rows is repeated without the cache.
@@ -400,9 +403,10 @@ class Engine:
         return int(cache.block_size) if cache.enable_prefix_caching else 0
 
     def _read(self, readings: Sequence[Reading], *, uses_cache: bool = True) -> list[Any]:
-        """Run vLLM on the prompts of `readings`, and return its outputs.
+        """Compute with vLLM the log-probabilities that each of `readings` asks for, and return vLLM's outputs.
 
-        Prompts without rows always use the prefix cache.
+        A reading is one prompt. A reading that asks for no log-probabilities of its own tokens always uses the prefix
+        cache.
         """
         from vllm import SamplingParams
 
@@ -501,7 +505,7 @@ class Engine:
 
 
 def _result(reading: Reading, output: Any) -> Read:
-    """Convert vLLM's `output` for a prompt to the result of its reading.
+    """Extract the log-probabilities that `reading`, a prompt, asks for from vLLM's `output` for it.
 
     A token is the likeliest if no other is as likely (rank 1).
     """

@@ -39,7 +39,7 @@ class NotPacked(Exception):
 
 @dataclass(frozen=True)
 class Writing:
-    """Result of writing a merge: the number of tensors written, and two durations in seconds.
+    """How many tensors the writing of a merge wrote, and how long computing and packing took (seconds).
 
     `materialise_s` is the time for computing the merge, `repack_s` the time for packing weights for vLLM's CPU kernels.
     """
@@ -116,7 +116,7 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """The names in `parameters` without which the model is incomplete; in this class, all of them.
+        """Select from `parameters` the names of those without which the model is incomplete; here, all of them.
 
         Writing a merge fails if one of these parameters has never been written, by this swap or an earlier one.
         """
@@ -161,7 +161,7 @@ class HeldWeights:
         bank: Bank,
         into: Into,
     ) -> tuple[set[str], float]:
-        """Compute the tensors named in `changed`, and write them into the model's parameters.
+        """Compute the merged tensors with the names `changed`, and write them into the model's parameters.
 
         A tensor whose place in a parameter is known is written there directly; vLLM's weight loader writes the others.
         Returns the names of the written parameters, and the seconds for computing the tensors.
@@ -242,7 +242,7 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """The method of an attention module that updates the copies of its weights in another dtype, in place.
+    """Get the function by which an attention module updates copies of its weights in another dtype, in place.
 
     Some attention kernels keep copies of this kind. Returns None for modules without such a function.
     """

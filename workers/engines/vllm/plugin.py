@@ -63,7 +63,7 @@ def _keep_linear_weights(utils: Any) -> None:
 
 
 def _gives_its_columns(layer: Any) -> bool:
-    """Whether the packed copy of a linear layer's weights equals its plain weights [rows, columns].
+    """Check, on some columns, that a linear layer's packed weights equal its plain weights [rows, columns].
 
     Packed weights are a copy in the layout of vLLM's CPU kernels. The packed weights are multiplied with some rows of
     the identity matrix, and the results are compared with columns of the plain weights. Each result is one weight plus

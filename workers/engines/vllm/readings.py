@@ -36,10 +36,10 @@ Tail: TypeAlias = tuple[int, Tokens]
 
 @dataclass(frozen=True)
 class Reading:
-    """A prompt, and which log-probabilities the engine returns for it.
+    """A prompt for the engine, and the tokens whose log-probabilities it returns.
 
-    `tokens` is the prompt. The log-probabilities are those of its tokens from index `start` on, given the tokens before
-    each, and those of `choices`, given the whole prompt.
+    `tokens` is the prompt. The engine returns the log-probabilities of its tokens from index `start` on, given the
+    tokens before each. It also returns those of `choices`, given the whole prompt.
     """
 
     tokens: Tokens
@@ -48,20 +48,24 @@ class Reading:
 
     @property
     def num_rows(self) -> int:
-        """The number of the prompt's own tokens whose log-probabilities are returned."""
+        """How many of the prompt's last tokens get a log-probability, each from one row of logits."""
         return len(self.tokens) - self.start
 
 
 @dataclass(frozen=True)
 class Read:
-    """The log-probabilities for one `Reading`: of its tokens from `start` on (`rows`), and of `choices` by token."""
+    """The log-probabilities that the engine returned for one prompt (`Reading`).
+
+    `rows` has those of the prompt's tokens from `start` on. `choices` has those of tokens that may follow the prompt,
+    by token.
+    """
 
     rows: tuple[Scored, ...]
     choices: Mapping[int, Scored]
 
 
 class ReadingPlan:
-    """The prompts that give the log-probability of every scored token of `continuations`.
+    """A set of prompts that together give the log-probability of every scored token of `continuations`.
 
     `readings` are in the order in which an engine should read them. `block` is the number of tokens in a block of the
     engine's prefix cache, which keeps whole blocks only; 0 means that there is no prefix cache.
@@ -90,7 +94,10 @@ class ReadingPlan:
         self.readings = tuple(self._readings[index] for index in self._order)
 
     def scores(self, results: Sequence[Read]) -> list[list[Scored]]:
-        """The scored tokens of each continuation, from `results` in the order of `readings`."""
+        """Collect the log-probabilities of each continuation's scored tokens from the engine's `results`.
+
+        `results` are in the order of `readings`.
+        """
         found = dict(zip(self._order, results, strict=True))
 
         def tokens(parts: Sequence[tuple[int, int | None]]) -> Iterator[Scored]:
@@ -100,7 +107,10 @@ class ReadingPlan:
         return [list(tokens(parts)) for parts in self._parts]
 
     def _read_whole(self, context: Tokens, tails: Sequence[Tail]) -> None:
-        """Plan one prompt for each continuation; those that differ only in their last token share one."""
+        """Plan a whole prompt for each continuation of `context`, up to the continuation's last token.
+
+        Continuations that differ only in this token share a prompt.
+        """
         by_stem: dict[Tokens, list[Tail]] = {}
         for index, tail in tails:
             by_stem.setdefault(tail[:-1], []).append((index, tail[-1:]))
@@ -108,10 +118,11 @@ class ReadingPlan:
             self._branch(context + stem, len(context), ends)
 
     def _branch(self, prompt: Tokens, start: int, tails: Sequence[Tail]) -> None:
-        """Plan the reading of `prompt` and of all continuations (`tails`) that follow it.
+        """Plan prompts for the log-probabilities of the tokens in `tails`, all of which follow `prompt`.
 
-        `prompt` is read from `start` on, with the first token of each tail as a choice. Prompts for the other tokens of
-        the tails begin with `prompt`. Each ends where tails differ, before their last token, or after MAX_ROWS tokens.
+        A tail is what remains of one continuation. `prompt` is read from `start` on, with the first token of each tail
+        as a choice. Prompts for the other tokens of the tails begin with `prompt`. Each ends where tails differ, before
+        their last token, or after MAX_ROWS tokens.
         """
         rests: dict[int, list[Tail]] = {}
         for index, tail in tails:
@@ -132,7 +143,7 @@ class ReadingPlan:
 
 
 def _num_shared(tails: Sequence[Tokens]) -> int:
-    """The length of the longest common prefix of all `tails`."""
+    """The length of the longest common prefix of several token sequences (`tails`)."""
     places = enumerate(zip(*tails, strict=False))
     return next((place for place, tokens in places if len(set(tokens)) > 1), min(map(len, tails)))
 

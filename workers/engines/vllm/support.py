@@ -140,7 +140,10 @@ class CapabilityProbe:
 
 
 def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
-    """Whether and how vLLM of version `vllm` can run a model, from the model's result of `capabilities.describe`."""
+    """Decide whether vLLM can run a model, and write the message about it for users.
+
+    `answer` is the result of `capabilities.describe` for the model, and `vllm` the version of vLLM.
+    """
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"
     merges = "merging it by a recipe (`mergesearch merge`) needs no vLLM"

@@ -96,10 +96,11 @@ class MergeExtension:
         return str(self._mergesearch_bank.fingerprint)
 
     def _mergesearch_merged(self, write: Callable[[Bank, Into], T]) -> T:
-        """Call `write` with the source weights (bank) and with memory for merging, and return its result.
+        """Call `write(bank, into)` on a device with enough memory for merging, and return its result.
 
-        The bank merges on the engine's device, or on the CPU if a GPU has too little memory for merging. After a GPU
-        had too little memory, it merges again once it has as much free as was planned for merging.
+        `bank` are the source weights, `into` returns memory for computing a tensor. The bank merges on the engine's
+        device, or on the CPU if a GPU has too little memory for merging. After a GPU had too little memory, it merges
+        again once it has as much free as was planned for merging.
         """
         bank = self._mergesearch_bank
         if self._mergesearch_lack and _room(bank.device) >= self._mergesearch_scratch_bytes:

@@ -13,10 +13,10 @@ __all__ = ["prepared_attack"]
 
 
 def prepared_attack(option: AttackSpec, info: TaskInfo) -> PromptAttack:
-    """Build the attack that the study's option describes for one task, after checking that it can run.
+    """Check that the attack on prompts that a study file describes can run on one task, and build it.
 
-    Raises InvalidTask, with the field of the option that is wrong, if the task has no template that can be attacked, if
-    no label is protected, and if a fill-mask model or encoder is not there.
+    `option` is the file's description. Raises InvalidTask, with the field of the option that is wrong, if the task has
+    no template that can be attacked, if no label is protected, and if a fill-mask model or encoder is not there.
     """
     if not info.template:
         raise InvalidTask(

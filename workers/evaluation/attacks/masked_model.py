@@ -70,10 +70,11 @@ class MaskedModel:
         self._encoder_name = encoder or model
 
     def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> tuple[str, ...]:
-        """Words that may replace piece `index` of the template `current`, which earlier changes made from `original`.
+        """Words that may replace one word of the prompt template `current`, the most probable first.
 
-        At most `option.candidates`, the most probable first. A word is left out if with it the template's similarity to
-        the original one is less than `option.min_similarity`.
+        The word is the template's piece `index`. `current` was made from `original` by earlier changes. The result has
+        at most `option.candidates` words. A word is left out if with it the template's similarity to the original one
+        is less than `option.min_similarity`.
         """
         words = self.proposals(current.read(), current.span(index), limit=option.candidates)
         if not words:
@@ -82,10 +83,11 @@ class MaskedModel:
         return tuple(word for word, found in zip(words, similar, strict=True) if found >= option.min_similarity)
 
     def proposals(self, text: str, span: tuple[int, int], *, limit: int) -> tuple[str, ...]:
-        """Words that may replace the characters [start, stop) of `text`, from the `limit` likeliest token sequences.
+        """Words that the fill-mask model finds likely in place of the characters `span` of `text`.
 
-        The most probable word is the first. Only whole words are proposed, and not the word that is there. There are
-        none for a word that is cut off.
+        `span` is (first, one after the last). The words come from the `limit` most probable token sequences, the most
+        probable first. Only whole words are proposed, and not the word that is there. There are none for a word that is
+        cut off.
         """
         import torch
 
@@ -178,9 +180,9 @@ def _loaded(kind: Any, directory: Path) -> Any:
 
 
 def _most_probable(log_probabilities: torch.Tensor, *, limit: int) -> list[tuple[int, ...]]:
-    """The at most `limit` token sequences with the largest sums of log-probabilities, the largest first.
+    """The most probable sequences of one token for each place, at most `limit`, by the sum of log-probabilities.
 
-    `log_probabilities` are [num_places, vocabulary]; a sequence has one token for each place. The best sequences of the
+    `log_probabilities` are [num_places, vocabulary]; the most probable sequence is the first. The best sequences of the
     first places are the beginnings of the best of all.
     """
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]

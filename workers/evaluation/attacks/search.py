@@ -29,7 +29,11 @@ UNKNOWN = "[UNK]"
 
 @dataclass(frozen=True)
 class PromptAttack:
-    """An attack on a task's prompts: the study file's option `attack`, and the template with its labels fixed."""
+    """An attack on the prompts of one task: its options, and the prompt template that it changes.
+
+    `option` is from the study file. In `original`, the template, the words of labels are fixed: no attack may change
+    them.
+    """
 
     option: AttackSpec
     original: Template
@@ -64,7 +68,10 @@ class Replacements(Protocol):
     """Interface of a model that proposes words, such as `masked_model.MaskedModel`."""
 
     def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> Sequence[str]:
-        """Words that may replace piece `index` of the template `current`, which earlier edits made from `original`."""
+        """Words that may replace one word of the prompt template `current`.
+
+        The word is the template's piece `index`. `current` was made from `original` by earlier changes.
+        """
         ...
 
 
@@ -137,7 +144,11 @@ class _Queries:
     def ask(
         self, candidates: Sequence[Template]
     ) -> Generator[tuple[str, ...], Sequence[float], list[tuple[Template, float]]]:
-        """Yield the texts of the candidates that the limit allows, and return those candidates with their metrics."""
+        """Ask for the metric of each candidate, up to the limit of scored templates.
+
+        The generator yields the texts of these candidates, and receives their metrics. Returns the pairs (candidate,
+        metric).
+        """
         allowed = candidates if self.most is None else candidates[: self.most - self.count]
         self.is_cut |= len(allowed) < len(candidates)
         self.count += len(allowed)
@@ -152,7 +163,10 @@ def _worst(found: Sequence[tuple[Template, float]]) -> tuple[Template, float]:
 def _changes(
     original: Template, option: DeepWordBugAttack | BertAttack, seed: int, replacements: Replacements | None
 ) -> _Changes:
-    """Make the function that proposes words for piece `index` of a template, for the attack's kind."""
+    """Make a function that proposes replacements for one word, as the kind of the attack does.
+
+    The function takes a template and the index of the word's piece.
+    """
     if isinstance(option, BertAttack):
         assert replacements is not None
         return lambda current, index: replacements.words(current, index, original=original, option=option)

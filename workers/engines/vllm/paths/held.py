@@ -34,9 +34,10 @@ LAYERS = "model.layers."
 
 
 class HeldPath(HeldWeights):
-    """The weights of an engine for layer paths: the pool of layers, the path through it, and the other parameters.
+    """The weights in an engine for layer paths: a pool of layers, and the order in which a merge uses them.
 
-    The path names a layer of the pool for each layer of the merge, with its factors and optionally an alignment.
+    The path names a layer of the pool for each layer of the merge, with factors on its outputs and optionally an
+    alignment before it. The parameters outside layers (embedding, final norm and output head) are held once.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -81,9 +82,10 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write layers of the source models into the engine's pool in advance, those of the base last.
+        """Write the layers of the base, and of as many experts as there is memory for, before the first merge is known.
 
-        Only as many sources are written as fit beside the layers of the longest merge, but at least the base.
+        They are written into the engine's pool of layers, those of the base last. Only as many sources are written as
+        fit beside the layers of the longest merge, but at least the base.
         """
         spare = self._pool.size - len(self.model.model.slots)
         aliases = [model.alias for model in (*bank.family.experts, bank.family.base)]
@@ -127,10 +129,10 @@ class HeldPath(HeldWeights):
         return done
 
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
-        """Write the tensors of `plan`, computed from `recipe`, into the engine, and set the path.
+        """Compute the tensors of `plan`, and write them into the engine.
 
-        The tensors include the parameters outside layers (embedding, final norm and output head). After a failure the
-        content of all layers of the pool counts as unknown.
+        `plan` was made for `recipe`, and includes the parameters outside layers (embedding, final norm and output
+        head). Returns what was written. After a failure the content of all layers of the pool counts as unknown.
         """
         try:
             done = self._write(plan, bank, into)
@@ -174,10 +176,10 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """Cache of the contents of layers in earlier recipes, so that a recipe of known layers need not be planned again.
+    """Cache of what the layers of earlier recipes contain, by which known layers are recognised without planning.
 
-    Recipes with merges of single tensors, or with another vocabulary than the base's, are not cached. The cache is
-    emptied when it has more than about `most` layers.
+    A layer's content is a hashable value (see `_by_layer`). Recipes with merges of single tensors, or with another
+    vocabulary than the base's, are not cached. The cache is emptied when it has more than about `most` layers.
     """
 
     def __init__(self, most: int) -> None:
@@ -190,7 +192,7 @@ class _Checked:
         self._contents: dict[tuple[Merge, ...], Hashable] = {}
 
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
-        """The description of each layer of `recipe` as `_by_layer` returns it, if it is known from earlier recipes.
+        """Look up the content of each layer of `recipe`: a hashable value; equal values mean equal weights.
 
         Returns None if a layer is unknown, or the recipe has other models or settings than the recorded ones.
         """
@@ -214,10 +216,10 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Between:
-    """The parts of a layer path besides its layers: the factors of each layer's branches, the alignment before it.
+    """What is computed between the layers of a layer path: factors on their outputs, and alignments before them.
 
-    `before` has for each layer the digest of the alignment before it, or None if it has no alignment; `alignments` maps
-    digests to alignments.
+    `factors` has an entry for each layer. `before` has for each layer the digest of the alignment before it, or None if
+    it has no alignment; `alignments` maps digests to alignments.
     """
 
     factors: Sequence[BranchFactors]
@@ -226,9 +228,10 @@ class _Between:
 
 
 class _Aligned:
-    """Cache of the alignments of layer paths, on the device and in the dtype of the tensor `like`.
+    """Cache of alignments: maps of the residual stream between layers that do not follow each other in one model.
 
-    At most `most` are kept, as many as the longest path has layers; the least recently used are dropped.
+    The alignments are on the device and in the dtype of the tensor `like`. At most `most` are kept, as many as the
+    longest path has layers; the least recently used are dropped.
     """
 
     def __init__(self, like: torch.Tensor, *, most: int) -> None:
@@ -241,7 +244,7 @@ class _Aligned:
         self.digests: dict[str, str] = {}  # of the values in memory
 
     def read(self, before: Sequence[str | None], bank: Bank) -> dict[str, Alignment]:
-        """The alignments of a layer path by digest, from memory or from their files.
+        """Return the alignments that a layer path needs, by digest; those that are not cached are read from files.
 
         `before` has the digest of the alignment before each layer, or None. Raises InvalidRecipe if a file cannot be
         used.
@@ -264,23 +267,26 @@ class _Aligned:
 
 
 def _digest_of(alignment: Alignment) -> str:
-    """Checksum of an alignment (sha256, hex), over the names, types, shapes and sums of its tensors."""
+    """Checksum of an alignment: sha256 (hex) over the name, type, shape and 64-bit sum of each of its tensors."""
     return checksum(alignment.tensors())
 
 
 def _outside(recipe: Recipe) -> Hashable:
-    """A value that is equal for two recipes if they give the same merged tensors outside layers (embedding, head)."""
+    """Key of a recipe's merged tensors outside layers: embedding, final norm and output head.
+
+    Two recipes for the same sources and without merges of single tensors give the same tensors if their keys are equal.
+    """
     recipe = recipe.canonical()
     return _of(recipe), recipe.embedding, recipe.head
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """The settings of a recipe that affect all of its merged tensors: base, `keeps_equal` and `trim`."""
+    """The settings of a recipe that affect every merged tensor: the base, and the options `keeps_equal` and `trim`."""
     return recipe.base, recipe.keeps_equal, recipe.trim
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:
-    """Whether the merged tensors of each layer depend only on this layer's entry in the recipe.
+    """Whether each merged layer depends on its own entry in the recipe only, besides settings for all tensors.
 
     This holds for recipes without merges of single tensors that use the vocabulary of the base.
     """
@@ -292,12 +298,12 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
 
 
 def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
-    """Checksum of a layer path: sha256 (hex) over the digests of all its parts.
+    """Checksum of a layer path: sha256 (hex) over the digests of its layers, their factors and their alignments.
 
-    `outside` is the digest of the parameters outside layers. Each hop of the path then adds three parts: the digest of
-    its layer (in `digests`, by the layer's index in the pool), its factors (a single number if they are equal), and the
-    digest of its alignment (in `aligned`, by the name of the alignment). The checksum does not depend on which layers
-    of the pool hold the path, or in which order they were written.
+    `outside` is the digest of the parameters outside layers, which comes first. Each hop of the path then adds three
+    parts: the digest of its layer (in `digests`, by the layer's index in the pool), its factors (a single number if
+    they are equal), and the digest of its alignment (in `aligned`, by the name of the alignment). The checksum does not
+    depend on which layers of the pool hold the path, or in which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):
@@ -315,9 +321,9 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 
 
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
-    """Split a plan into the tensors outside layers and the tensors of each layer, without the layers' scales.
+    """Split a plan's tensors into those of each layer and those outside layers (embedding, norm, head).
 
-    Returns three values:
+    The tensors are without the layers' scales, which the path applies. Returns three values:
 
     - the tensors outside layers
     - for each layer, a description of what it contains: a value that is equal for layers whose tensors are computed in

@@ -124,7 +124,7 @@ class PathModel(nn.Module):
 def _walk(
     layer: Any, factors: BranchFactors, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one of vLLM's decoder layers, with the outputs of attention and MLP multiplied by `factors`.
+    """Compute one of vLLM's decoder layers, with the outputs of its attention and its MLP each scaled by a factor.
 
     Returns the output of the MLP and the residual stream before the MLP, which the next layer adds up. `residual` is
     None at the first layer.

@@ -15,10 +15,10 @@ __all__ = ["Hop", "LayerPool"]
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a layer path in an engine: a layer of the pool, its factors, and the alignment before the layer.
+    """One step of a layer path in an engine: which of the engine's layers is computed, with which scales.
 
-    `factors` multiply the outputs of the layer's branches (attention, MLP). `alignment` is a digest, or None if there
-    is no alignment.
+    `layer` is an index in the engine's pool of layers. `factors` multiply the outputs of the layer's attention and MLP.
+    `alignment` is the digest of the map of the residual stream before the layer, or None if there is no alignment.
     """
 
     layer: int
@@ -27,9 +27,10 @@ class Hop:
 
 
 class LayerPool:
-    """Record of the contents of the `size` layers in an engine's pool.
+    """Record of which weights each of an engine's `size` layers holds.
 
-    The content of a layer is described by any hashable value; equal values mean equal weights.
+    Together these layers are the engine's pool, of which a merge uses some. The content of a layer is described by any
+    hashable value; equal values mean equal weights.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,7 +44,7 @@ class LayerPool:
         return content in self._layers
 
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
-        """Choose a layer of the pool for each of `contents`; equal contents share a layer.
+        """For each of `contents`, choose one of the pool's layers to hold it; equal contents share a layer.
 
         A layer that already has the content is used. Without one, an empty layer is used, or else the least recently
         used of the layers that have none of `contents`. Returns the layer of each content, and the set of layers that

@@ -15,7 +15,7 @@ GB = 1e9
 
 
 def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int, of: str) -> int:
-    """The number of layers in the pool of an engine for layer paths.
+    """How many layers an engine for layer paths keeps in memory (its pool of layers).
 
     The engine holds all `num_sources` layers of the source models and one whole merge, if they fit into `room` bytes at
     `layer_bytes` each. Otherwise it holds as many layers as fit, and a layer of a source is written again when it is
@@ -48,7 +48,7 @@ def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
 
 
 def alignment_bytes(config: Mapping[str, Any], max_layers: int, value_bytes: int) -> int:
-    """Bytes of the alignments before all layers of the longest merge, each a projection [hidden, hidden]."""
+    """Bytes of the alignments of the longest merge: one matrix [hidden, hidden] for each of `max_layers` layers."""
     return max_layers * int(config["hidden_size"]) ** 2 * value_bytes
 
 

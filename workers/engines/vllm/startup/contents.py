@@ -56,7 +56,10 @@ class WeightContents:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration of the engine's longest possible merge, with the same key names for every model type."""
+        """The model configuration of the longest merge that this engine can hold.
+
+        The key names are the same for every model type.
+        """
         return self.prompts.config
 
     def model_options(self) -> dict[str, Any]:
