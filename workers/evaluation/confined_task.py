@@ -34,6 +34,7 @@ from workers.types import TaskSpec
 __all__ = ["ConfinedTask"]
 
 MAX_PROGRAMS = 10_000  # that are executed for one sample
+MAX_CPU_S = 60  # processor time that a task may ask for a program
 MAX_SAMPLES = 10_000_000  # of a task: what this process orders
 MAX_WRITTEN = 2 << 30  # bytes below the temporary directory and to the standard error
 BLOCK = 512  # bytes, of stat's st_blocks
@@ -85,7 +86,7 @@ class ConfinedTask(TaskProcess):
             listable=self._prepared.directories,
         )
         self._settings: PromptSettings | None = None
-        self._executor: Executor | None = None
+        self._executors: dict[int | None, Executor] = {}  # by the processor time of a program
         self.enforced = ""
         try:
             self.built = self._task(self._begin())
@@ -130,8 +131,8 @@ class ConfinedTask(TaskProcess):
 
     def close(self) -> None:
         self.stop()
-        if self._executor is not None:
-            self._executor.close()
+        for executor in self._executors.values():
+            executor.close()
         for streams in self._data.values():
             for handle in streams.values():
                 os.close(handle)
@@ -204,7 +205,7 @@ class ConfinedTask(TaskProcess):
     def _answer(self, question: Mapping[str, Any]) -> object:
         """Answer a question of the process, which has no tokenizer: render chat messages, or execute programs."""
         if "execute" in question:
-            return self._execute([_text(program) for program in question["execute"]])
+            return self._execute([_text(program) for program in question["execute"]], question.get("cpu_s"))
         if "render" not in question:
             return super()._answer(question)
         messages, add_generation_prompt = question["render"]
@@ -212,13 +213,16 @@ class ConfinedTask(TaskProcess):
         assert self._settings.render is not None
         return self._settings.render(messages, add_generation_prompt=bool(add_generation_prompt))
 
-    def _execute(self, programs: Sequence[str]) -> list[str | None]:
-        """Execute programs, each in a confined process of its own."""
+    def _execute(self, programs: Sequence[str], cpu_s: float | None) -> list[str | None]:
+        """Execute programs, each in a confined process of its own with `cpu_s` seconds of processor time."""
         if len(programs) > MAX_PROGRAMS:
             raise ValueError(f"{len(programs):,} programs at once")
-        if self._executor is None:
-            self._executor = Executor()
-        return self._executor.run(programs)
+        if cpu_s is not None and not 0 < float(cpu_s) <= MAX_CPU_S:
+            raise ValueError(f"a limit of {cpu_s} s for a program; at most {MAX_CPU_S} s are accepted")
+        key = None if cpu_s is None else math.ceil(float(cpu_s))
+        if key not in self._executors:
+            self._executors[key] = Executor(cpu_s=key)
+        return self._executors[key].run(programs)
 
     def _check(self) -> None:
         written = os.fstat(self._errors.fileno()).st_size

@@ -26,7 +26,7 @@ from workers.evaluation.system_calls import ConfinementUnavailable
 
 __all__ = ["CPU_S", "Executor", "pass_at_k"]
 
-CPU_S = 3  # processor time of a program; tests of published benchmarks take milliseconds
+CPU_S = 3  # processor time of a program by default; tests of most published benchmarks take milliseconds
 MEMORY = 2048 * MIB  # address space of a program
 START_S = 120.0
 PROGRAM = f"from {serve.__module__} import serve; serve()"
@@ -36,18 +36,19 @@ class Executor:
     """Client of a separate process that executes Python programs, several at a time, each confined.
 
     A program reads the packages that are installed and the libraries of the system, and writes no file. `enforced` says
-    what confines it. `confinement` is for tests; by default it is what this machine offers. Only one thread may use the
-    object at a time; Linux kills the process when the thread that started it ends. Raises InvalidTask if this machine
-    cannot confine a program.
+    what confines it. A program has `cpu_s` seconds of processor time (default CPU_S). `confinement` is for tests; by
+    default it is what this machine offers. Only one thread may use the object at a time; Linux kills the process when
+    the thread that started it ends. Raises InvalidTask if this machine cannot confine a program.
     """
 
-    def __init__(self, *, confinement: Callable[..., Confinement] | None = None) -> None:
+    def __init__(self, *, cpu_s: int | None = None, confinement: Callable[..., Confinement] | None = None) -> None:
+        self._cpu_s = CPU_S if cpu_s is None else cpu_s
         try:
             means = confinement or available_confinement()
         except ConfinementUnavailable as error:
             raise _unavailable(str(error)) from error
         self._start = ExecutionStart(
-            means(memory_bytes=MEMORY, file_bytes=0, cpu_s=CPU_S), num_parallel=len(os.sched_getaffinity(0))
+            means(memory_bytes=MEMORY, file_bytes=0, cpu_s=self._cpu_s), num_parallel=len(os.sched_getaffinity(0))
         )
         self._submitted: list[str] = []
         self._begin()
@@ -69,7 +70,7 @@ class Executor:
         submission. Raises EngineUnavailable if the process that starts them ends twice.
         """
         programs, self._submitted = self._submitted, []
-        limit_s = START_S + WALL_FACTOR * CPU_S * len(programs)
+        limit_s = START_S + WALL_FACTOR * self._cpu_s * len(programs)
         for is_last in (False, True):
             try:
                 self._channel.send(pickle.dumps(None), limit_s=limit_s)

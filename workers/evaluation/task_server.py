@@ -199,14 +199,21 @@ class _Server:
         return module
 
     def _code_eval(
-        self, *, predictions: Sequence[Sequence[str]], references: Sequence[str], k: Sequence[int] = (1,), **_: Any
+        self,
+        *,
+        predictions: Sequence[Sequence[str]],
+        references: Sequence[str],
+        k: Sequence[int] = (1,),
+        timeout: float | None = None,
+        **_: Any,
     ) -> tuple[dict[str, float], dict[int, list[str | None]]]:
         """Compute the metric "code_eval" (pass@k) by executing each prediction with the tests of its reference.
 
-        Returns the mean of pass@k over the references, by name, and the outcome of each program.
+        `timeout` is the processor time of a program, in seconds (default `execution.CPU_S`). Returns the mean of pass@k
+        over the references, by name, and the outcome of each program.
         """
         programs = [f"{each}\n{test}" for tries, test in zip(predictions, references, strict=True) for each in tries]
-        self.reply(execute=programs)
+        self.reply(execute=programs, cpu_s=timeout)
         reasons = iter(pickle.loads(self._channel.receive()))
         outcomes = {index: [next(reasons) for _ in tries] for index, tries in enumerate(predictions)}
         return {

@@ -476,3 +476,29 @@ def test_process_that_was_killed_is_replaced(directory: Path) -> None:
         wait_until(lambda: not any(each.is_running() for each in inner), 10)
         assert value(task, "x = 0.5") == 0.5
         assert task.code.pid != before
+
+
+# The metric executes the answer in the sandbox for programs, with a limit that the answer names.
+EXECUTES_IN_TIME = """
+def process_docs(dataset):
+    return dataset
+
+def process_results(doc, results):
+    import evaluate
+
+    limit, _, program = results[0].partition(":")
+    metric = evaluate.load("code_eval")
+    found, _ = metric.compute(predictions=[[program]], references=[""], timeout=float(limit))
+    return {"exact_match": found["pass@1"]}
+"""
+
+
+def test_task_may_ask_for_processor_time_of_programs(directory: Path) -> None:
+    spec = write_task(directory, "py_limits", EXECUTES_IN_TIME, [{"problem": "one", "solution": "two"}])
+    loop = "import time\nwhile time.process_time() < 1.5: pass"
+    with opened(spec) as task:
+        assert [value(task, f"{limit}:{loop}") for limit in (0.5, 4)] == [0, 1]
+        for limit in ("61", "0", "nan"):
+            with pytest.raises(InvalidTask, match=r"a limit of .* s for a program; at most 60 s are accepted"):
+                value(task, f"{limit}:pass")
+        assert value(task, "60:pass") == 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROWS", "Row", "in_memory", "shipped_index", "write_data"]
+__all__ = ["ROWS", "Row", "compressed", "in_memory", "shipped_index", "write_data"]
 
 Row = Mapping[str, Any]
 
@@ -44,6 +47,38 @@ def _humaneval(i: int) -> Row:
 
 def _translation(i: int) -> Row:
     return {"translation": {"de": f"Das ist der Satz {i}.", "en": f"This is sentence {i}."}}
+
+
+def compressed(content: object) -> str:
+    """Private test cases as LiveBench's data have them."""
+    return base64.b64encode(zlib.compress(pickle.dumps(content))).decode()
+
+
+def _coding(i: int) -> Row:
+    """Rows 0 and 1 have a function, rows 2 and 3 a program; rows 1 and 3 have the beginning of a solution."""
+    is_call, is_begun = i % 4 < 2, i % 2 == 1
+
+    def case(a: int, b: int) -> Row:
+        if is_call:
+            return {"input": f"[{a}, {b}]\n{i}", "output": str(a + b + i), "testtype": "functional"}
+        return {"input": f"2\n{a} {b}\n", "output": f"{a + b}\n{i}\n", "testtype": "stdin"}
+
+    begun = "class Solution:\n    def total(self, pair, more):" if is_call else "count = int(input())"
+    rest = "        return sum(pair) + more" if is_call else f"print(sum(map(int, input().split())))\nprint({i})"
+    private = json.dumps([case(5, -7), case(10**6, 1)])
+    return {
+        "question_id": str(i),
+        "category": "coding",
+        "task": "coding_completion" if is_begun else "LCB_generation",
+        "turns": [f"Add the numbers and {i}."],
+        "question_title": f"sum {i}",
+        "public_test_cases": json.dumps([case(1, 2)]),
+        "private_test_cases": private if i == 0 else compressed(private),
+        "original_json": {"metadata": json.dumps({"func_name": "total"} if is_call else {})},
+        "partial_solution": begun if is_begun else None,
+        "remainder": rest if is_begun else None,
+        "solution": f"{begun}\n{rest}",
+    }
 
 
 ROWS: Mapping[str, Callable[[int], Row]] = {
@@ -120,6 +155,7 @@ ROWS: Mapping[str, Callable[[int], Row]] = {
         "turns": [f"Please fix the errors.\n\nThis is an eror {i}.\n\nAnd anothr."],
         "ground_truth": f"This is an error {i}. And another.",
     },
+    "livebench/coding": _coding,
     "livebench/instruction_following": lambda i: {
         "question_id": str(i),
         "turns": [f"Write {i} words without commas."],

@@ -164,6 +164,7 @@ GSM8K, MATH = ROWS["openai/gsm8k"], ROWS["EleutherAI/hendrycks_math"]
                 f"Question:Sentence {i} is good.\nAnswer:"
             ),
         ),
+        ("m3_livebench_coding", lambda i: f"Add the numbers and {2 * i}."),
         (
             "m3_livebench_typos",
             lambda i: (

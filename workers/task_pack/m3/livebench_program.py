@@ -1,0 +1,100 @@
+"""Program that runs one test case of LiveBench's coding category on a solution. It is executed in the sandbox only.
+
+`livebench_coding` appends a call of `check_call` or `check_output` to the text of this file. The program runs to its
+end if the solution passes. What a solution finds around it is what LiveBench's published code (April 2025 and later)
+gives it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import sys
+from decimal import Decimal, InvalidOperation
+from types import ModuleType
+from typing import Any
+
+__all__ = ["check_call", "check_output"]
+
+# Modules whose names a solution has without importing them. Names of later modules hide those of earlier ones.
+OPEN = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
+)
+PRELUDE = "\n".join(
+    [f"from {name} import *" for name in OPEN]
+    + [f"import {name}" for name in OPEN if name not in ("builtins", "typing")]
+    + ["sys.setrecursionlimit(50_000)\n"]
+)
+MAX_DIGITS = 50_000  # of a number that is written or read as text
+MAIN = "__name__ == '__main__'"
+
+
+def check_call(code: str, name: str, given: str, wanted: str) -> None:
+    """Raise an error unless a function of a solution returns the right value.
+
+    `name` is the function, or the method of the class `Solution`. Each line of `given` is one of its arguments, and
+    `wanted` is what it must return, in JSON.
+    """
+    sys.set_int_max_str_digits(MAX_DIGITS)
+    module = _executed(PRELUDE + code)
+    owner = module.Solution() if "class Solution" in code else module
+    found = getattr(owner, name)(*map(json.loads, given.split("\n")))
+    if isinstance(found, tuple):
+        found = list(found)
+    if not found == json.loads(wanted):
+        raise AssertionError("wrong value")
+
+
+def check_output(code: str, given: str, wanted: str) -> None:
+    """Raise an error unless a solution that reads `given` from its standard input prints `wanted`.
+
+    Lines are compared without the white space around them, and as numbers if both are numbers.
+    """
+    sys.set_int_max_str_digits(MAX_DIGITS)
+    module = _executed(_in_function(code))
+    _give(given)
+    sys.stdout = io.StringIO()
+    with contextlib.suppress(SystemExit):
+        module.main()
+    found, right = ([line.strip() for line in text.strip().split("\n")] for text in (sys.stdout.getvalue(), wanted))
+    if len(found) != len(right) or not all(map(_are_equal, found, right)):
+        raise AssertionError("wrong output")
+
+
+def _executed(code: str | ast.Module) -> Any:
+    module = ModuleType("solution")
+    exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def _in_function(code: str) -> ast.Module:
+    """A module that imports what the code imports, with the rest of the code as its function `main`.
+
+    A last block that is run in the main module alone belongs to the function.
+    """
+    body = ast.parse(code).body
+    if body and isinstance(last := body[-1], ast.If) and ast.unparse(last.test) == MAIN:
+        body[-1:] = last.body
+    module = ast.parse(PRELUDE)
+    (main,) = ast.parse("def main(): pass").body
+    assert isinstance(main, ast.FunctionDef)
+    main.body = [each for each in body if not isinstance(each, ast.Import | ast.ImportFrom)]
+    module.body += [*(each for each in body if isinstance(each, ast.Import | ast.ImportFrom)), main]
+    return module
+
+
+def _give(text: str) -> None:
+    """Make `text` the standard input: as `sys.stdin`, without bytes, and for what was imported as `stdin` before."""
+    lines = iter(text.split("\n"))
+    vars(sys.stdin).update(read=lambda *_: text, readline=lambda *_: next(lines), readlines=lambda *_: text.split("\n"))
+    sys.stdin = io.StringIO(text)
+
+
+def _are_equal(found: str, right: str) -> bool:
+    try:
+        return found == right or [*map(Decimal, found.split())] == [*map(Decimal, right.split())]
+    except InvalidOperation:
+        return False
