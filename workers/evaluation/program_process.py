@@ -80,7 +80,7 @@ def run(program: str, confine: Callable[[], object], pipe: int, token: bytes) ->
         for name in ("exit", "quit"):
             setattr(builtins, name, sys.exit)  # without site packages there are none
         os.write(3, BEGUN)
-        exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
+        exec(compile(program, "program.py", "exec", dont_inherit=True), {"__name__": "__main__"})
     except BaseException as error:  # a program may raise anything
         outcome = f"{type(error).__name__}: {error}"[:REASON].encode(errors="replace")
     os.write(3, outcome)

@@ -257,6 +257,13 @@ def test_programs_may_exit(means: type[Confinement]) -> None:
         assert executor.run([program.format("exit"), program.format("quit")]) == [None, None]
 
 
+def test_programs_have_no_future_imports_of_others(executor: Executor) -> None:
+    """A program's annotations are evaluated, as where it runs by itself."""
+    (reason,) = executor.run(["def f(x: Missing): pass"])
+    assert reason is not None
+    assert reason.startswith("NameError: name 'Missing' is not defined")
+
+
 def test_programs_that_were_dropped_are_ended(executor: Executor) -> None:
     """Programs whose outcomes are not wanted are not waited for, and the next ones have their own outcomes."""
     executor.submit(["import time; time.sleep(1000)", "pass"])
