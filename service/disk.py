@@ -48,7 +48,7 @@ DRAINED = "the server is drained: jobs wait until `mergesearch drain --end`"
 
 
 def job_dir(data_dir: Path, job_id: str) -> Path:
-    """Directory, within a server's data directory, for the files of a job's drivers."""
+    """Directory where the drivers of a job keep their files; it is inside the server's data directory."""
     return data_dir / "studies" / job_id
 
 
@@ -108,7 +108,7 @@ def _try_lock(file: IO[str], operation: int) -> bool:
 
 
 def sign_lock(directory: Path) -> None:
-    """Write this process's id to the lock file of a directory that it has locked."""
+    """Write the id of this process to the lock file of `directory`, whose lock this process holds."""
     with (directory / LOCK_FILE).open("r+") as file:
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -43,7 +43,7 @@ class ServiceError(Exception):
 
 
 class NotFound(ServiceError, KeyError):
-    """Raised if a job, trial or file, which the message names, does not exist."""
+    """Raised if a job, trial or file does not exist; the message names it."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -54,11 +54,11 @@ class Conflict(ServiceError, RuntimeError):
 
 
 class InUse(Conflict):
-    """Raised if another process uses a directory or a database, which the message names."""
+    """Raised if another process uses a directory or a database; the message names it."""
 
 
 class DatabaseUnavailable(ServiceError, ConnectionError):
-    """Raised if the database, which the message names, does not answer."""
+    """Raised if the database does not answer; the message names it."""
 
 
 class StaleAttempt(ServiceError, RuntimeError):

@@ -33,7 +33,7 @@ class ChainedSource:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """The models, tasks, rungs and objectives that a study file meant when the study was created.
+    """What a study file resolved to when the study was created: models, tasks, rungs and objectives.
 
     A study that is resumed must resolve to the same models, tasks, rungs and objectives. This record is stored as JSON
     in the field `accepted` of the study's job.
@@ -73,7 +73,10 @@ class ResolvedStudy:
     recipes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert this record to the JSON document that is stored; `max_staleness` is stored as `lag`."""
+        """Convert this record to the JSON document that is stored.
+
+        The document has the key `lag` for the field `max_staleness`.
+        """
         return {
             "fingerprints": dict(self.fingerprints),
             "commits": dict(self.commits),

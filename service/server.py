@@ -142,7 +142,7 @@ def serve(
 
 @contextmanager
 def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Iterator[None]:
-    """Context that reserves the data directory and the database for this server, or for servers that may share them.
+    """Context that keeps other servers from the data directory and the database, unless they may share both.
 
     Several servers may use the same data directory and the same PostgreSQL database, whose URL is `address`, at the
     same time, unless `is_shared` is False.
@@ -164,9 +164,10 @@ def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Ite
 
 
 def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
-    """Absolute paths of `directories`, the values of the command's option `option`.
+    """Check that `directories` exist, and return their absolute paths.
 
-    Raises Conflict, with the option's name, if one is not a directory.
+    They are the values of the command's option `option`. Raises Conflict, with the option's name, if one is not a
+    directory.
     """
     for directory in directories:
         if not directory.is_dir():

@@ -186,9 +186,10 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether merges keep all elements whose magnitude equals the threshold (`Recipe.keeps_equal`).
+        """Whether merges keep all elements that tie at the threshold, even if these exceed the density.
 
-        The recipe is parsed only if its text may have this setting (`may_keep_equal`).
+        `Recipe.keeps_equal` is the same property of a parsed recipe. The recipe is parsed only if its text may have
+        this setting (`may_keep_equal`).
         """
         return may_keep_equal(self.text) and self.read().keeps_equal
 
@@ -203,14 +204,14 @@ class StoredRecipe:
 
 @dataclass(frozen=True, slots=True)
 class RecipeDigest:
-    """Digest of a recipe that itself was not read from the database."""
+    """Only the digest of a trial's recipe, in place of a recipe that was not read from the database."""
 
     digest: str
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Result of a study's trial, without recipe and configuration, which are most of a trial's data.
+    """Result of a trial. It has no configuration, and need not have the recipe: these two are most of a trial's data.
 
     - `number`: unique in the study and never reused.
     - `recipe`: at least the recipe's digest.
@@ -246,7 +247,10 @@ class TrialRecord(TrialResult):
     configuration: Mapping[str, Any] | None = None
 
     def read_recipe(self) -> Recipe:
-        """Return the trial's recipe; if its text comes from the database, every call parses it again."""
+        """Return the trial's recipe.
+
+        If the trial has the recipe's JSON text from the database, every call parses the text again.
+        """
         return self.recipe if isinstance(self.recipe, Recipe) else self.recipe.read()
 
     def after_chunk(self, timings_s: Mapping[str, float], num_scored: int | None) -> Self:
@@ -311,11 +315,11 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class ArtifactRecord:
-    """Directory of files that a job made and the server stores by content hash, such as a trained expert.
+    """A stored directory of files that a job made, such as a trained expert.
 
-    `study` is the id of the job, which may be of any kind. `digest` is the sha256 of the list of the artifact's files
-    and their hashes. `num_bytes` is the total size of its files. `facts` are properties that the job stored with the
-    artifact.
+    The server stores each file under the hash of its content. `study` is the id of the job, which may be of any kind.
+    `digest` is the sha256 of the list of the artifact's files and their hashes. `num_bytes` is the total size of its
+    files. `facts` are properties that the job stored with the artifact.
     """
 
     study: str

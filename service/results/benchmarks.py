@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BenchmarkColumn:
-    """A benchmark of a study: facts about its samples, its group, and an identifier of its data.
+    """A benchmark as a column of the results table: facts about its samples, its group, and the id of its data.
 
     Benchmarks with equal `data` are scored on the same documents, position by position.
     """
@@ -49,7 +49,7 @@ class BenchmarkColumn:
 
 @dataclass(frozen=True)
 class AttackedValue:
-    """Value of one trial on a benchmark with the adversarial prompt template on which the trial is worst.
+    """Value of one trial on an attacked benchmark, with the prompt template that lowers this trial's value most.
 
     Attributes:
         value: Estimate with this template.
@@ -64,7 +64,7 @@ class AttackedValue:
 
 @dataclass(frozen=True)
 class JudgedValue:
-    """What a judge said about the completions of one trial on a benchmark.
+    """Preferences of a judge (a language model) for one trial's completions on a benchmark, and their mean length.
 
     Attributes:
         judged: The judgments.
@@ -77,7 +77,7 @@ class JudgedValue:
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """Values of one trial on the benchmarks of which every sample was scored for it.
+    """Values of one trial on benchmarks. Benchmarks that still lack samples of this trial are left out.
 
     Attributes:
         trial: Number of the trial.
@@ -107,7 +107,9 @@ class BenchmarkRow:
 
 @dataclass(frozen=True)
 class BenchmarkTest:
-    """Comparison of merges with the best baseline of one kind, on a benchmark or on the average of a group.
+    """Comparison of all merges with one rival, on one benchmark or on the average of a group of benchmarks.
+
+    The rival is the best source model or the best published recipe.
 
     Attributes:
         name: Name of the benchmark or group.
@@ -129,7 +131,7 @@ class BenchmarkTest:
 
     @property
     def better(self) -> tuple[int, ...]:
-        """Trial numbers of the merges that are better than the best baseline."""
+        """Trial numbers of the merges that are better than the rival."""
         return tuple(number for number, difference in self.differences.items() if difference.ci95[0] > 0)
 
 
@@ -217,7 +219,7 @@ def benchmark_table(
 def _judged(
     facts: Iterable[BenchmarkFacts], samples: Mapping[str, Samples], judgments: Iterable[JudgmentRecord]
 ) -> dict[str, dict[str, JudgedValue]]:
-    """The recipes of which a judge has judged all completions, by recipe digest and benchmark."""
+    """Collect judged values as recipe digest -> benchmark -> value, for recipes whose completions are all judged."""
     by_benchmark: dict[str, list[JudgmentRecord]] = {}
     for judgment in judgments:
         by_benchmark.setdefault(judgment.benchmark, []).append(judgment)
@@ -232,9 +234,10 @@ def _judged(
 
 
 def _with_judged(of_recipe: Samples, facts: Mapping[str, BenchmarkFacts], judged: Mapping[str, JudgedValue]) -> Samples:
-    """The samples of one recipe, with a judge's preferences in the place of the lengths of completions.
+    """Return the samples of one recipe, with a judge's preferences as the values of each judged benchmark.
 
-    The samples of a benchmark are left out as long as judgments are missing, or have too few verdicts.
+    Before this, a judged benchmark has the lengths of completions as its values. The samples of a benchmark are left
+    out as long as judgments are missing, or have too few verdicts.
     """
     values = {n: array for n, array in of_recipe.items() if n not in facts or facts[n].judge is None}
     return values | {name: each.judged.values for name, each in judged.items() if each.judged.problem is None}
@@ -355,7 +358,10 @@ def _tests(
     columns: Sequence[BenchmarkColumn],
     bounds: Mapping[str, Bounds],
 ) -> tuple[BenchmarkTest, ...]:
-    """Compare merges with the best baseline of each kind, on each benchmark and on each average."""
+    """Compare all merges with the best source model and the best published recipe.
+
+    There is a test for each benchmark and for each average of a group.
+    """
     merges = [number for number in scored if _is_merge(trials[number].origin)]
     objectives = {column.facts.name: column.facts.objective for column in columns}
     data = {column.facts.name: column.data or column.facts.name for column in columns}
@@ -380,7 +386,10 @@ def _tests(
 
 
 def _is_merge(origin: Origin) -> bool:
-    """Whether a trial is compared with the best baselines: the search found its merge, or the user gave it."""
+    """Whether a trial of this origin is tested against the best baselines.
+
+    It is if the search found its merge, or the user gave it.
+    """
     return origin.is_searched or origin is Origin.USER
 
 

@@ -54,9 +54,9 @@ class ChunkTimes:
                 self._holdout_s[row.recipe_digest] += row.timings_s.get("score", 0.0)
 
     def engine_figures(self, *, num_replicas: int, canaries: Canaries) -> EngineFigures:
-        """Numbers about the study's engines, of which `num_replicas` work at the same time.
+        """Return counts and times of the study's engines.
 
-        `canaries` are the results of the last canary of each engine.
+        `num_replicas` engines work at the same time. `canaries` are the results of the last canary of each engine.
         """
         span = self._span_s()
         return EngineFigures(
@@ -70,7 +70,10 @@ class ChunkTimes:
         )
 
     def stored_bytes(self) -> StoredBytes:
-        """Bytes that the chunks of samples take in the database; chunks of earlier versions do not count."""
+        """Bytes that the chunks take in the database.
+
+        Chunks that earlier versions of the program stored do not count.
+        """
         return StoredBytes(*self._bytes)
 
     def samples_per_second(self) -> float | None:

@@ -109,13 +109,19 @@ def trial_documents(run: RunRecord) -> list[TrialDocument]:
 
 
 def has_directions(study: JobRecord) -> bool:
-    """Whether every merge of a study gives each expert one share for the whole model, as the space m3 does."""
+    """Whether the study's search space gives each expert a single share for the whole model.
+
+    The space m3 does; its merges then have a direction, the shares of all experts.
+    """
     kind = study.document.get("search_space", {}).get("kind", "")
     return kind in SPACES and SPACES[kind](kind=kind).has_directions
 
 
 def samples_document(run: RunRecord) -> SamplesDocument:
-    """Describe how many samples the trials took, and how many it would take to score every distinct recipe in full."""
+    """Describe as JSON how many samples the trials took, and how many a full score of every recipe would take.
+
+    Equal recipes count once.
+    """
     recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
     scored = sum(trial.samples_scored for trial in run.trials)
     full_budget = len(recipes) * sum(run.full_budget.values())
@@ -137,7 +143,7 @@ def samples_document(run: RunRecord) -> SamplesDocument:
 
 
 def removed_document(removed: RemovedResponses) -> RemovedResponsesDocument:
-    """Describe as JSON which responses of a study were removed: time, number of samples, and bytes."""
+    """Describe as JSON a removal of a study's responses: its time, and how many samples and bytes it removed."""
     return {"time": removed.removed_at, "samples": removed.num_samples, "bytes": removed.num_bytes}
 
 

@@ -87,7 +87,7 @@ def violations(
     *,
     values_of: Callable[[TrialResult], Values] = lambda trial: trial.values,
 ) -> dict[str, float]:
-    """List the constraints that `values` violate, by their text, each with its excess in the metric's unit.
+    """List the violated constraints as constraint text -> excess in the metric's unit.
 
     Args:
         values: Values by objective.

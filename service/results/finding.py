@@ -156,7 +156,7 @@ def _ordered(one: float, other: float) -> Bounds:
 
 
 def _factor(objective: Objective, *, is_share: bool) -> float:
-    """Compute the factor by which values of the objective are multiplied, so that larger products are better.
+    """Compute a factor for an objective's values; larger products are better.
 
     It is 1 for an objective that is maximised, -1 for one that is minimised. With `is_share`, the product is also
     divided by the width of the objective's range.

@@ -55,11 +55,10 @@ def duration(seconds: float) -> str:
 
 
 def preferred_text(document: PreferredDocument) -> str:
-    """Format, in one line, the trial that is best by the importance that a user gives to each objective.
+    """Format one line about the trial that is best under a user's weights of the objectives.
 
-    The importance of an objective is a number, its preference weight. The line has these preference weights, the
-    trial's number and label, and its value on each objective. It also says whether the values are from held-out data or
-    search data.
+    The line has these preference weights, the trial's number and label, and its value on each objective. It also says
+    whether the values are from held-out data or search data.
     """
     number = document["trial"]
     name = document["label"] if document["label"] == f"trial {number}" else f"trial {number}, {document['label']}"
@@ -76,7 +75,7 @@ def sample_count(samples: Mapping[str, int]) -> str:
 
 
 def search_sentences(search: SearchDocument) -> list[str]:
-    """Describe the search in sentences.
+    """Return sentences that say which searcher a study used, how the search started, and what it cost.
 
     The first sentence names the searcher and the reason why it was chosen. Sentences about the start of the search and
     the searcher's notes (its stored decisions) follow. The last sentence says how many samples the search has cost.

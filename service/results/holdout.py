@@ -31,7 +31,7 @@ Samples = Mapping[str, NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Scored:
-    """Values of all samples on one split, the search data or the holdout data.
+    """Values of the samples of all recipes on one split: the search data or the holdout data.
 
     `samples` are the values of samples by recipe digest. `documents` has the name of each objective's data: objectives
     with equal names were scored on the same documents, position by position.
@@ -148,9 +148,9 @@ def held_out_results(
 
 
 def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
-    """Values of objectives that are properties of the recipe, by trial number and objective.
+    """Values of the objectives that count layers or parameters, as trial number -> objective -> value.
 
-    They are the merged model's numbers of layers or parameters, which follow from the recipe and are exact.
+    These numbers of the merged model follow from the recipe and are exact.
     """
     costs = [objective.name for objective in objectives if objective.cost_of_recipe is not None]
     return {trial.number: {name: trial.values[name] for name in costs if name in trial.values} for trial in trials}
@@ -179,7 +179,7 @@ def _exactly(value: float) -> Estimate:
 def _complete(
     trials: Iterable[TrialResult], samples: Mapping[str, Samples], names: Sequence[str]
 ) -> dict[int, Samples]:
-    """Values of the samples of each completely scored trial, by trial number.
+    """Collect sample values of the trials that are scored in full, as trial number -> objective -> values.
 
     `samples` has the values by recipe digest and objective, `names` are the objectives. A trial with fewer samples than
     another trial in some objective is not scored yet, or has failed; it is left out.
@@ -200,7 +200,7 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 
 
 def sample_bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
-    """The lowest and highest possible value of the samples of each objective; intervals are computed from them.
+    """Find the lowest and highest possible sample value of each objective, for confidence intervals.
 
     If all `samples` of an objective are in its range, the bounds are this range. Otherwise the objective is usually
     left out, because only the interval of a single value needs bounds. If a trial has a single value of such an
@@ -228,7 +228,7 @@ def _selection_bias(
     search: Scored,
     holdout: Scored,
 ) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
-    """Estimate the best trial's selection bias and the baselines' mean difference between the splits.
+    """Estimate the best trial's selection bias, and how much the baselines differ between the two splits.
 
     The selection bias is the best trial's lead over the mean of the baselines on search data minus its lead on holdout
     data. The difference between the splits is the mean of the baselines on search data minus that on holdout data.

@@ -28,7 +28,9 @@ QUOTED = 200
 
 @dataclass(frozen=True)
 class Judged:
-    """The judgments of one recipe's completions, each judged in both orders.
+    """A judge's preferences for one recipe's completions.
+
+    Each completion was judged twice: as the first and as the second of two answers.
 
     Attributes:
         values: Preference for the completion of each sample, in [0, 1], as an array [num_samples].
@@ -48,7 +50,7 @@ class Judged:
 
 
 def judged_recipes(judgments: Iterable[JudgmentRecord], *, num_samples: int) -> Mapping[str, Judged]:
-    """Compute the values of recipes from the judgments of one benchmark, by recipe digest.
+    """Compute each recipe's preferences from the judgments of one benchmark, by recipe digest.
 
     Recipes of which a judgment is missing are left out. The benchmark has `num_samples` samples.
     """

@@ -180,10 +180,10 @@ class RunReader:
     def _with_recipes(
         self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut, *, has_directions: bool
     ) -> tuple[TrialResult, ...]:
-        """Return `trials`, with recipes and configurations for those that the results describe.
+        """Return all `trials`, and add recipe and configuration to those that need them in the results.
 
-        The results describe the best trial, the trials of the held-out table and, if merges have directions, all trials
-        at full budget. Each recipe is read only once. All other trials are returned as they are.
+        They are the best trial, the trials of the held-out table and, if merges have directions, all trials at full
+        budget. Each recipe is read only once. All other trials are returned as they are.
         """
         if self._is_whole:
             return trials
@@ -329,12 +329,12 @@ def _benchmark_table(
 
 
 def _results(trial: TrialResult) -> dict[str, Any]:
-    """All fields of a trial's result except the recipe, as a dict by field name."""
+    """Return the fields of a trial as a dict by field name, without the recipe and the configuration."""
     return {field.name: getattr(trial, field.name) for field in fields(TrialResult) if field.name != "recipe"}
 
 
 def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Identifier of each entry's data (task and split), by the entry's name.
+    """Return an identifier of the data (task and split) of each entry of the study file, by the entry's name.
 
     Entries with equal identifiers are scored on the same documents.
     """
@@ -358,7 +358,7 @@ def _arrays(values: Mapping[str, Samples]) -> dict[str, Samples]:
 def _warnings(
     stored: Iterable[EventRecord], trials: Sequence[TrialResult], objectives: Sequence[Objective], stage: _HeldOut
 ) -> tuple[OutOfRange, ...]:
-    """Warnings about samples outside the range of their objective, by trial, objective and split.
+    """Collect warnings about samples outside their objective's range, sorted by trial, objective and split.
 
     Drivers store such warnings as events. Earlier versions stored none; so warnings are also made from the loaded
     samples of the held-out stage. There is at most one for each trial, objective and split.

@@ -78,7 +78,7 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples as which all gradients and policy updates of the searcher count."""
+        """How many samples all gradients and policy updates of the searcher cost against the study's sample limit."""
         return sum(self.charges.values())
 
 
@@ -135,7 +135,10 @@ class RunRecord:
 
     @property
     def whole_trials(self) -> tuple[TrialRecord, ...]:
-        """All trials with recipe and configuration, if the record was read with all of them."""
+        """All trials with recipe and configuration.
+
+        The record must have been read with the recipes of all trials.
+        """
         return tuple(map(_whole, self.trials))
 
     @cached_property
@@ -162,12 +165,12 @@ class RunRecord:
 
     @cached_property
     def candidates(self) -> tuple[tuple[TrialResult, Candidate], ...]:
-        """The candidates for the Pareto front, in the order of their numbers."""
+        """The trials at full budget with their costs, from which the Pareto front is selected, in order of number."""
         return candidates(self.trials, self.objectives)
 
     @cached_property
     def rung_sizes(self) -> Mapping[int, Mapping[str, int]]:
-        """The number of samples of each objective at each rung that a trial has finished, by rung."""
+        """Number of samples as rung -> objective -> number, for every rung that some trial has finished."""
         return {rung.rung: rung.num_samples for trial in self.trials for rung in trial.rungs}
 
     @cached_property

@@ -24,7 +24,7 @@ BLOCK = 1 << 22
 
 
 def performance_drop(clean: ArrayLike, attacked: ArrayLike, *, seed: int = 0) -> Estimate | None:
-    """Estimate the performance drop rate, (clean - attacked) / clean, of the means of a metric.
+    """Estimate the performance drop rate, (clean mean - attacked mean) / clean mean.
 
     A smaller rate is a more robust model: 0 is no drop, 1 the loss of everything; it is negative if the model is better
     with the attacked prompts. Documents are drawn with replacement, the same ones for both means. Resamples whose clean

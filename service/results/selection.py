@@ -123,7 +123,7 @@ def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple
 def best_of_front(
     trials: Iterable[Trial], objectives: Sequence[Objective], *, most: int, origin: Origin | None = None
 ) -> tuple[Trial, ...]:
-    """Select at most `most` trials of the Pareto front of `trials`, the best first (`best_trial`).
+    """Select at most `most` trials of the Pareto front, in the order that `best_trial` describes.
 
     With `origin`, it is the front of the trials of this origin. The other trials are still the references of
     constraints.
@@ -200,14 +200,18 @@ def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[flo
 
 
 def costs_of(trial: TrialResult, objectives: Sequence[Objective]) -> Costs:
-    """Normalised costs of a trial at full budget, one per objective (0 is the better end of its range, 1 the worse)."""
+    """Normalised costs of a trial at full budget, one for each objective.
+
+    A cost is 0 at the better end of the objective's range and 1 at the worse end.
+    """
     return costs_of_values(trial.values, objectives)
 
 
 def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]) -> Costs:
-    """Normalised cost of each of `values` (0 is the better end of the objective's range, 1 the worse).
+    """Normalised costs of `values`, one for each objective.
 
-    The costs are in the order of `objectives`. The cost of a value outside the range is below 0 or above 1.
+    A cost is 0 at the better end of the objective's range and 1 at the worse end. The cost of a value outside the range
+    is below 0 or above 1. The costs are in the order of `objectives`.
     """
     return tuple(objective.cost_of_stored(values[objective.name]) for objective in objectives)
 
@@ -247,9 +251,9 @@ def chosen_trials(
 
 
 def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Select the trials with held-out results (finalists, baselines, given recipes), in order of number.
+    """Select the finalists and the given trials that they are compared with, in order of number.
 
-    They are the finalists, and every baseline and given recipe among `trials`.
+    The given trials are every baseline, and every merge that the user gave, among those of `trials` at full budget.
     """
     baselines = (t for t in full_budget_trials(trials) if t.origin.is_given)
     by_number = {trial.number: trial for trial in (*finalists, *baselines)}

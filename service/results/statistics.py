@@ -173,7 +173,7 @@ def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = No
 
 
 def correlations(samples: Sequence[ArrayLike], documents: Sequence[str]) -> Samples:
-    """Correlation matrix of the means of several lists of samples.
+    """Matrix of the correlations between several sample means.
 
     Means over the same documents have correlated errors; means over different data are independent. The correlation of
     two means is Pearson's correlation of their values on the shared documents, times a factor. The factor is the number
@@ -216,11 +216,11 @@ def bootstrap(
     *,
     seed: int = 0,
 ) -> Estimate:
-    """Estimate a statistic of means, with its basic bootstrap interval.
+    """Estimate a statistic that is computed from the means of several merges, with its basic bootstrap interval.
 
-    The statistic is computed from the means of several merges. Whole documents are drawn with replacement: the same
-    documents for all merges, and for all objectives with equal `documents` and equal numbers of samples. The basic
-    interval, 2 * value - quantile, also corrects the upward bias of statistics such as the maximum of several values.
+    Whole documents are drawn with replacement: the same documents for all merges, and for all objectives with equal
+    `documents` and equal numbers of samples. The basic interval, 2 * value - quantile, also corrects the upward bias of
+    statistics such as the maximum of several values.
 
     Args:
         statistic: Computes the statistic from the merges' means by objective [num_merges].

@@ -157,7 +157,7 @@ class Cleaner:
                 file.unlink(missing_ok=True)
 
     def _files(self, job: JobRecord) -> Iterator[Path]:
-        """Files of a job's drivers, without alignments, which exports of the job's trials need."""
+        """Files that a job's drivers wrote, except alignments: exports of the job's trials still need those."""
         root = job_dir(self._data_dir, job.id)
         kept = alignments_dir(root)
         return (file for file in root.rglob("*") if file.is_file() and not file.is_relative_to(kept))

@@ -263,7 +263,7 @@ class FleetAnalysisDocument(TypedDict):
 
 
 class MixedDocument(TypedDict):
-    """Losses of merges of two experts, one from each of two trainings of the same experts; means over pairs."""
+    """Losses of merges of two experts, averaged over pairs; the two come from two trainings of the same experts."""
 
     fleets: Annotated[list[str], Field(description="Names of the two trainings.")]
     merges: list[MergeLossDocument]
@@ -363,7 +363,7 @@ class ProblemDocument(TypedDict):
 
 
 def list_document(collection: str, document: type) -> type:
-    """TypedDict of the response that lists all jobs of one kind.
+    """Make the TypedDict of the response that lists all jobs of one kind.
 
     The response has one key, `collection`, such as "studies", with a list of `document`, the TypedDict of a job.
     """

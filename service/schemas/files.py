@@ -290,7 +290,7 @@ class BenchmarkColumnDocument(TypedDict):
 
 
 class AttackDocument(TypedDict):
-    """Result of one trial with the adversarial prompt template on which it is worst."""
+    """Result of one trial on an attacked benchmark, with the prompt template that lowers this trial's value most."""
 
     value: Annotated[EstimateDocument, Field(description="Value with this template.")]
     drop: Annotated[
@@ -306,7 +306,7 @@ class AttackDocument(TypedDict):
 
 
 class JudgedDocument(TypedDict):
-    """Judgments of one trial's completions, each judged as the first answer and as the second one."""
+    """A judge's verdicts on one trial's completions; each was judged as the first of two answers and as the second."""
 
     models: Annotated[list[str], Field(description="Models that judged, as the endpoint named them.")]
     length: Annotated[float, Field(description="Mean number of characters of the completions.")]
@@ -321,7 +321,7 @@ class JudgedDocument(TypedDict):
 
 
 class BenchmarkRowDocument(TypedDict):
-    """Values of one trial on the benchmarks on which all its samples were scored."""
+    """Values of one trial on benchmarks. Benchmarks that still lack samples of this trial are left out."""
 
     trial: Number
     label: str
@@ -344,7 +344,7 @@ class BenchmarkRowDocument(TypedDict):
 
 
 class BenchmarkTestDocument(TypedDict):
-    """Comparison of merges with the best baseline of one kind, on one benchmark or a group's average."""
+    """Comparison of all merges with one baseline, on one benchmark or on the average of a group of benchmarks."""
 
     name: Annotated[str, Field(description="Name of the benchmark or group.")]
     is_average: bool

@@ -42,7 +42,7 @@ class LayerDocument(TypedDict):
 
 
 class TokenDocument(TypedDict):
-    """Source of a token's embedding row in the merged model: a model, and the token of that row."""
+    """Where the merged model's embedding of a token comes from: a model, and the token in that model."""
 
     model: NotRequired[str]
     token: NotRequired[str]

@@ -35,10 +35,10 @@ DIGEST_DIGITS = 16
 
 @repeated
 class ArtifactStore:
-    """Store of artifacts, the directories of files that jobs in `store` made, such as trained experts.
+    """Store of artifacts. An artifact is a directory of files that a job made, such as a trained expert.
 
-    The files are at `location`: a directory or the URL of an object store. Every process may use it. Methods that read
-    or write files raise OSError if the location cannot be used.
+    The jobs are those in `store`. The files are at `location`: a directory or the URL of an object store. Every process
+    may use it. Methods that read or write files raise OSError if the location cannot be used.
     """
 
     def __init__(self, store: Store, location: str | Path) -> None:
@@ -80,9 +80,10 @@ class ArtifactStore:
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
     def kept_names(self, models: Iterable[str]) -> dict[str, str]:
-        """Names under which a job keeps source models that are artifacts of this store, with their digests.
+        """Find which of `models` are artifacts of this store; return them as name -> digest.
 
-        `models` are directories, hub ids and URLs. The result is for `keep` and `Store.create_job`.
+        A job that keeps the artifact as a source model gives it this name. `models` are directories, hub ids and URLs.
+        The result is for `keep` and `Store.create_job`.
         """
         found = (blob_at(model.rstrip("/")) for model in models)
         return {
@@ -92,7 +93,7 @@ class ArtifactStore:
     def _record(
         self, job_id: str, name: str, digest: str, manifest: Mapping[str, Mapping[str, Any]], facts: dict[str, Any]
     ) -> ArtifactRecord:
-        """Store the record of an artifact whose files and manifest are stored already, and return the record."""
+        """Add a database row for an artifact whose files and manifest are stored already, and return it as a record."""
         num_bytes = sum(entry["bytes"] for entry in manifest.values())
         record = ArtifactRecord(job_id, name, digest, num_bytes, time.time(), facts)
         table = schema.artifacts

@@ -125,7 +125,7 @@ class JobWriter:
             self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any], *, reopened: str | None = None) -> None:
-        """Replace the stored study file by `document`, which has other limits, more trials or more benchmarks.
+        """Replace the stored study file by `document`, for example one with other limits or more benchmarks.
 
         With `reopened`, which is the reason, the job becomes STOPPED in the same transaction, so that it continues.
         """
@@ -299,7 +299,7 @@ class JobWriter:
             connection.execute(insert(connection, schema.search_steps).values(row).on_conflict_do_nothing())
 
     def add_prompt_templates(self, benchmark: str, templates: Mapping[str, str]) -> None:
-        """Store adversarial prompt templates of a benchmark, by sample name; stored ones are kept."""
+        """Store adversarial prompt templates of a benchmark, by sample name; skip names that are stored already."""
         rows = [
             {"study": self.job_id, "name": name, "benchmark": benchmark, "template": template}
             for name, template in templates.items()
@@ -308,7 +308,7 @@ class JobWriter:
             connection.execute(insert(connection, schema.prompt_templates).on_conflict_do_nothing(), rows)
 
     def add_judgments(self, judgments: Iterable[JudgmentRecord]) -> None:
-        """Store judgments of completions; stored ones are kept."""
+        """Store judgments of completions. Those that are stored already stay unchanged."""
         rows = [{"study": self.job_id, **asdict(judgment)} for judgment in judgments]
         with self._transaction() as connection:
             connection.execute(insert(connection, schema.judgments).on_conflict_do_nothing(), rows)
@@ -351,10 +351,10 @@ class JobWriter:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.job_id).values(**changes))
 
     def _notify_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
-        """Add to each COMPLETE study how many of its samples a failed engine check invalidates.
+        """Report a replica's failed check to each COMPLETE study that now has void samples.
 
-        Each study with such samples receives an event, and the number and `reason` are added to the reason of its
-        state.
+        Void samples were scored by the replica after its last passed canary. Each study with such samples receives an
+        event, and their number and `reason` are added to the reason of its state.
         """
         studies, held = schema.studies, holdings()
         study = held.c.study

@@ -121,7 +121,7 @@ def availability_of(engine: sa.Engine) -> Availability:
 
 
 def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
-    """Return the SQLAlchemy engine `engine` with the option that decides whether store calls wait for the database.
+    """Return a copy of `engine` whose store calls wait, or do not wait, for a database that does not answer.
 
     If `waits` is True, a call waits while the database does not answer, and is then repeated. Otherwise it raises the
     error.
@@ -162,7 +162,7 @@ def _code(error: BaseException | None) -> str:
 
 
 def repeated(cls: Class) -> Class:
-    """Class decorator that repeats public methods while the database does not answer, if the object waits for it.
+    """Class decorator: public methods are repeated while the database does not answer, if the object waits.
 
     The object waits if `is_waiting` is True for its `_engine`. A method is called again, with growing pauses, as long
     as its transaction fails for one of two reasons: the database does not answer, or it rolled the transaction back

@@ -84,13 +84,13 @@ class BlobStore(Protocol):
         """Check that files can be stored, listed, read and deleted. Raises OSError if not."""
 
     def storing(self) -> AbstractContextManager[None]:
-        """Context in which a process stores files and then the database rows that name them.
+        """Context for storing files and then the database rows that name them.
 
         The method `collect` deletes none of these files meanwhile.
         """
 
     def collect(self, used: Callable[[], Collection[str]], *, deletes: bool = True) -> int:
-        """Delete the files that are not used, and return the number of bytes freed.
+        """Delete the files whose digests are not in `used()`, and return the number of bytes freed.
 
         `used` returns the digests of the files in use. Files that another process may be about to name in the database
         are kept. A later call deletes them if they are not used. If `deletes` is False, nothing is deleted, and the

@@ -114,7 +114,7 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
 
 
 def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
-    """Find the URL of an existing server's database, in the same places as `database_url`.
+    """Find the URL of a server's database, as `database_url` does, but refuse an SQLite file that does not exist.
 
     Raises:
         Conflict: There is no such database: neither `given` nor this machine's environment names one, and `data_dir`
@@ -130,9 +130,10 @@ def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
 
 
 def remembered(data_dir: Path) -> sa.URL:
-    """URL of the database that the last server with this data directory used, as stored there by `remember`.
+    """URL of the database that the last server with this data directory used.
 
-    If no URL is stored, the result is the URL of an SQLite file in the data directory.
+    The function `remember` stored it there. If no URL is stored, the result is the URL of an SQLite file in the data
+    directory.
 
     Raises:
         Conflict: The server took the URL from MERGESEARCH_DATABASE, so the URL is not stored.

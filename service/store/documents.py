@@ -86,7 +86,7 @@ class BenchmarkFacts:
     reference_length: float = 0.0
 
     def change_since(self, stored: BenchmarkFacts) -> str:
-        """Describe how the task differs from that of stored samples; "" if samples are comparable."""
+        """Describe how this task differs from the task of the stored samples; "" if they are the same task."""
         if self.task_digest == stored.task_digest:
             return ""
         then, now = (
@@ -126,7 +126,7 @@ class AttackResult:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Overlap of the items of a holdout task or benchmark with the search data of all objectives.
+    """How many items of a holdout task or benchmark also occur in the search data of any objective.
 
     Attributes:
         section: "holdout" or "benchmarks".
@@ -190,7 +190,7 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """Trained policies of another study from which a study's own policies start, in the same order.
+    """Trained policies of another study: the new study's i-th policy starts from the i-th of them.
 
     `study` and `name` are the id and name of the study that trained them.
     """
@@ -218,7 +218,7 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RemovedResponses:
-    """Removal of a study's model responses and tokens: its time, and the number and bytes of samples."""
+    """A removal of a study's model responses and tokens: when it was, and how many samples and bytes it removed."""
 
     removed_at: float
     num_samples: int
@@ -268,7 +268,7 @@ _WARM_START = TypeAdapter(WarmStart)
 
 
 def read_alignment_cost(document: Mapping[str, Any] | None) -> AlignmentCost:
-    """The stored `AlignmentCost` of a study, from its JSON document; of 0 seconds if `document` is None."""
+    """Read the stored `AlignmentCost` of a study from its JSON document; `document` None gives 0 seconds."""
     return _ALIGNMENT_COST.validate_python(document or {})
 
 

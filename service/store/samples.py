@@ -114,7 +114,7 @@ def pack_texts(samples: Sequence[SampleResult]) -> bytes:
 
 
 def _unpack_texts(packed: bytes | None, count: int) -> list[tuple[str, tuple[tuple[int, ...], ...] | None]]:
-    """Response, and token ids of the completions, of each of the `count` samples in `packed`.
+    """Unpack `count` samples to pairs: the sample's response, and the token ids of each of its completions.
 
     The token ids are None if they were not stored. If `packed` is None, the texts were deleted: each response is "",
     and the token ids are None.
@@ -168,7 +168,7 @@ def read_chunks(
 
 
 def with_room(known: Values | None, stop: int) -> Values:
-    """Extend an array of sample values by position to at least `stop` positions.
+    """Lengthen an array of sample values, indexed by position, to at least `stop` positions.
 
     The array begins with the values `known`; None means that no value is known. Positions without a value contain NaN.
     """
@@ -185,7 +185,10 @@ def read_samples(connection: sa.Connection, study: str, digest: str, split: Spli
 
 
 def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split) -> Iterator[tuple[int, SampleResult]]:
-    """Yield each sample of a recipe with the id of its evidence; samples of earlier versions are left out."""
+    """Yield the stored samples of a recipe, each as (id of its evidence, result).
+
+    Samples in the table of earlier program versions are left out.
+    """
     table, texts, documents = schema.sample_chunks, schema.sample_texts, schema.sample_documents
     same = [texts.c[column.name] == column for column in table.primary_key]
     query = (
@@ -225,10 +228,10 @@ def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str,
 
 
 def holdings() -> sa.Subquery:
-    """Subquery that counts the samples of each chunk's evidence: rows (study, evidence, num_samples).
+    """Subquery that counts stored samples, in rows (study, evidence, num_samples).
 
-    `evidence` is the id of a row in the table `evidence`. The same study and evidence may have several rows, whose
-    numbers add up.
+    The evidence of a chunk says which weights the engine held when it scored the chunk's samples. `evidence` is the id
+    of a row in the table `evidence`. The same study and evidence may have several rows, whose numbers add up.
     """
     chunks, old = schema.sample_chunks, schema.samples
     return sa.union_all(
@@ -238,7 +241,7 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """Select `columns` of the counts `held` (from `holdings`) that count samples of engines that failed a check.
+    """Select `columns` of those rows of `held` (made by `holdings`) that count void samples.
 
     A sample is void if its engine failed a check after the last canary that it passed. `columns` may also be columns of
     the tables `evidence` and `engine_faults`, to which the rows are joined.
@@ -336,7 +339,7 @@ def delete_texts(connection: sa.Connection, study: str, *, keep: Collection[str]
 def remove_samples(
     connection: sa.Connection, study: str, digest: str, split: Split, keys: Collection[tuple[str, int]]
 ) -> None:
-    """Remove the stored samples of a recipe at the pairs (objective, position) in `keys`; its other samples stay."""
+    """Remove some stored samples of a recipe: those whose (objective, position) is in `keys`."""
     if not keys:
         return
     kept: dict[int, list[SampleResult]] = defaultdict(list)
@@ -385,7 +388,7 @@ def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
 
 
 def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -> int:
-    """Id of the stored list of document names `names`; if the study lacks the list, it is stored first."""
+    """Return the database id of the list of document names `names`; store the list first if the study lacks it."""
     table = schema.sample_documents
     packed = pack_documents(names)
     digest = hashlib.sha256(packed).hexdigest()
@@ -415,7 +418,10 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 
 
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
-    """Convert a recipe's samples of an earlier version to the present tables; return their number."""
+    """Move a recipe's samples from the table of earlier program versions to the present tables.
+
+    Returns the number of samples that were moved.
+    """
     by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
     for split, evidence, sample in _old_samples(connection, study, digest):
         by_chunk[split, evidence].append(sample)
@@ -429,9 +435,10 @@ def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
 def _old_samples(
     connection: sa.Connection, study: str, digest: str, split: Split | None = None
 ) -> Iterator[tuple[Split, int, SampleResult]]:
-    """Yield the split, the evidence's id and the result of each sample of a recipe that an earlier version stored.
+    """Yield samples of a recipe from the old table, each as (split, id of its evidence, result).
 
-    If `split` is None, the samples of both splits are read.
+    Earlier versions of the program stored samples in this table, one per row. If `split` is None, the samples of both
+    splits are read.
     """
     table = schema.samples
     where = (table.c.study == study) & (table.c.recipe_digest == digest)

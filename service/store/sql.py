@@ -143,7 +143,7 @@ class Store:
             time.sleep(RETRY_S)
 
     def _is_open(self) -> bool:
-        """Create or migrate the database, and return True.
+        """Open the database, with its tables created or migrated, and return whether it answered.
 
         Returns False if the database does not answer and the store waits for it. Raises DatabaseUnavailable if the
         store does not wait, and Conflict if the database cannot be used.
@@ -321,7 +321,7 @@ class Store:
             return _is_drained(connection)
 
     def set_drained(self, *, drained: bool) -> None:
-        """Start or end draining the servers of this database, during which they accept and start no jobs.
+        """Start or end draining. While they drain, the servers of this database accept no jobs and start no drivers.
 
         Once the drain has begun, no further driver begins, and `JobRecord.has_driver` is True for every job that a
         driver works on.
@@ -491,7 +491,7 @@ class Store:
         return max(len(failures), job.submissions - job.attempt)
 
     def consecutive_waits(self, job_id: str) -> int:
-        """Number of a job's drivers, since its last result, that ended because something was missing.
+        """Number of drivers that ended because something was missing, since the job's last result.
 
         The method `consecutive_failures` defines results. The number is 0 if the last driver ended for another reason.
         """
@@ -499,7 +499,7 @@ class Store:
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, job_id: str) -> list[str]:
-        """Kinds of events since a job's last result that report an ended driver or a failed start.
+        """Kinds of the events that report an ended driver or a failed start, since the job's last result.
 
         The kinds are in the order of the events, oldest first. SETBACK_EVENTS lists these kinds. A result is an event
         of a kind in RESULT_EVENTS, a stored chunk or a stored step.
@@ -770,7 +770,7 @@ class Store:
             return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
     def prompt_templates(self, study_id: str) -> dict[str, tuple[str, str]]:
-        """Prompt templates that attacks on benchmarks scored, by sample name, as (benchmark, template)."""
+        """Prompt templates that attacks on a study's benchmarks scored, as sample name -> (benchmark, template)."""
         table = schema.prompt_templates
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.name))
@@ -794,7 +794,7 @@ class Store:
             return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples that a searcher's steps, such as gradients, count as towards the sample limit."""
+        """How many samples all steps of a study's searcher (such as gradients) cost against the sample limit."""
         table = schema.search_steps
         with self._reads.connect() as connection:
             charged = sa.select(sa.func.coalesce(sa.func.sum(table.c.charged), 0)).where(table.c.study == study_id)
@@ -884,10 +884,10 @@ class Store:
 
 
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
-    """Make the artifact with the given digest, which may belong to another job, an artifact of this job too.
+    """Register an artifact, possibly of another job, as an artifact of the job `job_id` too.
 
-    Its name there is `name`. The other job cannot be deleted until the transaction ends. Raises Conflict if no job has
-    the artifact.
+    The artifact has the given digest. Its name in this job is `name`. The other job cannot be deleted until the
+    transaction ends. Raises Conflict if no job has the artifact.
     """
     table = schema.artifacts
     query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)

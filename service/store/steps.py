@@ -53,13 +53,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Request of a searcher for a computation (step); `label` describes it to users."""
+    """Base class of a searcher's requests for a step, such as a gradient; `label` describes the step to users."""
 
     label: str
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the step counts as in the study's limit of samples.
+        """How many samples the step costs against the study's limit of samples.
 
         The number is 0 for most kinds of steps.
         """
@@ -68,11 +68,11 @@ class _Request:
 
 @dataclass(frozen=True, kw_only=True)
 class _Measurement(_Request):
-    """Request for losses of the merge at `point` on the reference answers of the samples at `positions`.
+    """Base class of requests for losses: of one merge, on reference answers of chosen samples.
 
-    `point` has the values of all parameters of the search space, in the order of the space. `positions` has the
-    positions of the samples, by objective. `completions` names the objectives for which the reference answers are
-    correct completions by the source models.
+    The merge is the one at `point` in the search space. `point` has the values of all parameters of the search space,
+    in the order of the space. `positions` has the positions of the samples, by objective. `completions` names the
+    objectives for which the reference answers are correct completions by the source models.
     """
 
     point: tuple[float, ...]
@@ -89,7 +89,7 @@ class _Measurement(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class LossesRequest(_Measurement):
-    """Request for the mean loss of each objective at a point of the search space: one forward pass."""
+    """Request for one forward pass: the mean loss of each objective for the merge at `point`."""
 
     kind: Literal["losses"] = "losses"
     charge: ClassVar[int] = 1
@@ -97,11 +97,11 @@ class LossesRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRequest(_Measurement):
-    """Request for the losses at a point, and for the gradient of their sum weighted by `weights`.
+    """Request for the losses of the merge at `point`, and for the gradient of their weighted sum.
 
-    The derivatives are with respect to all parameters of the search space. `descent` is the number, from 0, of the
-    gradient descent to which the step belongs. `preference` is the preference vector of this descent, by objective; it
-    is empty if the study has no preference vectors.
+    `weights` has the weight of each objective's loss in the sum. The derivatives are with respect to all parameters of
+    the search space. `descent` is the number, from 0, of the gradient descent to which the step belongs. `preference`
+    is the preference vector of this descent, by objective; it is empty if the study has no preference vectors.
     """
 
     descent: int
@@ -113,7 +113,7 @@ class GradientRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsRequest(_Request):
-    """Request for the completions that source models answered correctly, as references for losses.
+    """Request for the source models' own correct completions, on which losses are then computed.
 
     `completions` names the objectives.
     """
@@ -124,7 +124,7 @@ class CompletionsRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class NoteRequest(_Request):
-    """Request to store a decision of the searcher (a note) without a computation.
+    """Request to store a note, which is a decision of the searcher. Nothing is computed.
 
     `label` describes the decision to users. `decision` is the decision in the form in which the searcher reads it again
     from the stored step.
@@ -136,7 +136,7 @@ class NoteRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest(_Request):
-    """Request to update a policy on the trials of the searcher's iteration `iteration`.
+    """Request to train a policy on the trials of iteration number `iteration`.
 
     `preference` is the preference vector of the policy that learns, by objective; it is empty if there is only one
     policy.
@@ -195,7 +195,7 @@ class CompletionsResult:
 
 @dataclass(frozen=True, kw_only=True)
 class NoteResult:
-    """Empty result of a step that only stores a decision (note) of the searcher.
+    """Empty result of a step that only stores a note (a decision of the searcher).
 
     Nothing is computed for such a step.
     """
@@ -273,7 +273,10 @@ _STEP_OF_REQUEST: Mapping[type[StepRequest], type[Step]] = {
 
 
 def step_of(number: int, proposal: int, request: StepRequest, result: StepResult) -> Step:
-    """Make a step (number `number`, before the trial `proposal`) from its request and its result."""
+    """Make a step from its request and its result.
+
+    `number` is the step's number. The step comes before the trial with the number `proposal`.
+    """
     kind: Any = _STEP_OF_REQUEST[type(request)]
     step: Step = kind(number, proposal, request, result)
     return step

@@ -27,7 +27,7 @@ ADVISORY_LOCK = 0x6D657267
 
 @dataclass(frozen=True)
 class _Marks:
-    """Schema version numbers stored in a database; each is None if it is not stored.
+    """The two schema version numbers that a database may have stored; each is None if it is not stored.
 
     `revision` is Alembic's revision. `version` is a number in the table `schema_version`, which earlier versions of the
     program wrote before they used Alembic.

@@ -61,22 +61,23 @@ Raises NotFound if there is no such study, and Conflict if a study cannot be nam
 
 @dataclass(frozen=True)
 class _Places:
-    """Storage of exported sources (merges of other studies), in an object store or a local directory.
+    """Where exported sources are stored: in an object store or in a local directory.
 
-    If `artifacts_in` is an object store, exported sources are stored with the artifacts. Otherwise they are stored
-    below `directory`.
+    Exported sources are merges of other studies, written as checkpoints. If `artifacts_in` is an object store, exported
+    sources are stored with the artifacts. Otherwise they are stored below `directory`.
     """
 
     directory: Path
     artifacts_in: str | Path
 
     def written(self, store: Store, job_id: str, name: str, write: Callable[[Path], object]) -> str:
-        """Write a checkpoint with the function `write` unless it exists, and return its directory or URL.
+        """Write a checkpoint by calling `write`, and return its directory or URL.
 
-        The checkpoint comes from the study `job_id` of `store`. `name` is the same for the same content. Before a
-        checkpoint is sent to an object store, it is written to a hidden directory below `directory`, so that an
-        interrupted write can continue. The directory `name` itself is not used for this, because studies that were
-        created before there was an object store may use it.
+        A checkpoint that is in the object store already is not written again. The checkpoint comes from the study
+        `job_id` of `store`. `name` is the same for the same content. Before a checkpoint is sent to an object store, it
+        is written to a hidden directory below `directory`, so that an interrupted write can continue. The directory
+        `name` itself is not used for this, because studies that were created before there was an object store may use
+        it.
         """
         root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):
@@ -140,7 +141,7 @@ def with_exported_sources(
 
 
 def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:
-    """Register the artifacts of other jobs from which a study takes its source models as artifacts of the study, too.
+    """Register source models of a study that are artifacts of other jobs as the study's own artifacts, too.
 
     The artifacts are then kept when the other jobs are deleted. `job_id` is the id of the study. `models` are
     directories, hub ids and URLs of the study's models; models that are not artifacts in the object store are skipped.
@@ -182,7 +183,7 @@ def _name(recipe: Recipe, dtype: str) -> str:
 
 
 def _dtype_in(place: str) -> str:
-    """Dtype of an exported source, read from the name that `_name` gave the source's directory.
+    """Read the dtype of an exported source from its directory's name, which `_name` made.
 
     This dtype may differ from the dtype of this machine's engines.
     """
@@ -190,11 +191,11 @@ def _dtype_in(place: str) -> str:
 
 
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
-    """Number and recipe of the trial whose merged model is the source `source`; `record` is the study of the trial.
+    """Find the trial that the source `source` of a study names; return the trial's number and recipe.
 
-    `known` is the record of the source from the time when the study that uses the source was created; it has the number
-    of the trial. `known` is None for a new study. Raises NotFound if there is no such trial, and Conflict if the
-    trial's recipe has changed.
+    `record` is the job of the study that has the trial. `known` is the record of the source from the time when the
+    study that uses the source was created; it has the number of the trial. `known` is None for a new study. Raises
+    NotFound if there is no such trial, and Conflict if the trial's recipe has changed.
     """
     trials = store.trials(record.id)
     if known is not None:
@@ -222,7 +223,7 @@ def _along_path(
     before: ResolvedStudy | None,
     note: Callable[[str], None],
 ) -> dict[str, ChainedSource]:
-    """Export the base and the experts with their layers in the order of a trial's layer path.
+    """Export the base and the experts, each with its own layers rearranged in the order of a trial's layer path.
 
     A layer path is the sequence of the layers of the source models that a merge consists of. `source` names the trial,
     and `open_study` opens the trial's study. The models are written to `places`. `before` has the stored records of the
@@ -260,7 +261,7 @@ def _along_path(
 
 
 def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
-    """Layer path of a merge: for each of its layers, the number of the source layer from which each component comes.
+    """Layer path of a merge: for each layer and each component, the number of the source layer it comes from.
 
     The components of a layer are its attention, its MLP and its norms. `where` names the trial in error messages.
     Raises Conflict if a layer of the merge has a scale or an alignment, or if a component is merged from source layers
@@ -308,7 +309,7 @@ def _dtype_of(config: Mapping[str, Any]) -> str:
 
 
 def on_server(store: Store) -> OpenStudy:
-    """Make a function that opens a study in the server's store; a study file names the study by its id."""
+    """Make a function that opens other studies that a study file names by id, in the server's store."""
 
     @contextmanager
     def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:

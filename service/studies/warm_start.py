@@ -178,7 +178,7 @@ def _results(
 
 
 def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, record: JobRecord) -> Feasibility:
-    """Constraint values of the earlier study's trials, by the constraints of the new study.
+    """Apply the new study's constraints to the values of an earlier study's trials.
 
     `trials` are the earlier study's trials by number. `plan` is the new study's plan with the rungs of the earlier
     study. Bounds relative to a source model are compared with its value on the samples of the rung. Raises Conflict if
@@ -234,10 +234,10 @@ def _check_same(preflight: PreflightResult, record: JobRecord) -> None:
 
 
 def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Names of the entries in which an earlier study (`theirs`) differs from the new study (`ours`).
+    """Names of the entries that differ between an earlier study (`theirs`) and the new study (`ours`).
 
-    Each name follows the word `what`, as in "model math". A name that only the earlier study has is followed by
-    "(only there)", and a name that only the new study has by "(only here)".
+    Each name follows the word `what`, as in "model math". A name that only the earlier study has is followed by "(only
+    there)", and a name that only the new study has by "(only here)".
     """
     lacks = dict.fromkeys(theirs.keys() - ours, " (only there)") | dict.fromkeys(ours.keys() - theirs, " (only here)")
     names = sorted(name for name in theirs.keys() | ours if name in lacks or theirs[name] != ours[name])

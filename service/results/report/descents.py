@@ -54,7 +54,7 @@ def descents_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _unit(run: RunRecord) -> str:
-    """Description of the loss by which each objective's losses are divided; "" if they are not divided."""
+    """Name the loss by which an objective's losses are divided in the chart; "" if they are not divided."""
     if run.has_refined:
         return "the objective's loss before the first gradient"
     is_relative = any(trial.origin in (Origin.SOURCE, Origin.PUBLISHED) for trial in run.trials)

@@ -20,9 +20,10 @@ __all__ = ["directions_section"]
 
 
 def directions_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data of the report's section on directions and scales of merges.
+    """Build the data of the report's section on how merges share and scale the experts' task vectors.
 
-    Returns None in spaces without directions, and before a merge has reached the full budget.
+    The direction of a merge is the experts' shares of its task vectors. Returns None in spaces without directions, and
+    before a merge has reached the full budget.
     """
     plot = directions(run)
     if not plot.points:
@@ -54,9 +55,10 @@ def directions_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _chart(name: str, found: Sequence[tuple[float, DirectionPoint]], colours: Mapping[str, str]) -> Markup:
-    """Scatter plot of each objective's value over the quantity `name`; `found` has pairs (quantity, merge).
+    """Scatter plot of each objective's value (y) over the quantity `name` (x).
 
-    Where several merges have the same number, a line passes through the mean of their values.
+    `found` has pairs (value of the quantity, merge). Where several merges have the same number, a line passes through
+    the mean of their values.
     """
     plot = Plot(
         nice_scale([at for at, _ in found]),

@@ -132,9 +132,9 @@ def _thinned(points: Sequence[FrontPoint]) -> list[FrontPoint]:
 
 
 def _pair_front(points: Sequence[FrontPoint], x: Objective, y: Objective) -> list[tuple[float, float]]:
-    """Pairs of values on the Pareto front of the objectives `x` and `y` alone, sorted along x from its better end.
+    """Points (value of `x`, value of `y`) of the Pareto front for these two objectives alone.
 
-    The report draws them as a staircase.
+    They are sorted by `x`, the best value first. The report draws them as a staircase.
     """
     costs: dict[Costs, tuple[float, float]] = {}
     for point in points:

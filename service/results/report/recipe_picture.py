@@ -89,7 +89,7 @@ def _symbol(name: str) -> str:
 
 
 def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
-    """Yield each source of a merge with a text of the coefficients that belong to this source alone.
+    """Yield the alias of each source of a merge, and a text with this source's own coefficients.
 
     The text is "" if all sources share the coefficients. For SLERP it is the weight of the source, 1 - t or t.
     """
@@ -103,7 +103,7 @@ def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
 
 
 def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield each part of a recipe with the mean share of each model in it, by alias.
+    """Yield each part of a recipe, and the mean share of each model in this part, by alias.
 
     The parts are all layers together, each component, the embedding, the head, and the single tensors that differ from
     their component. The shares of a part sum to 1; they follow from the coefficients (`model_shares`).

@@ -25,7 +25,7 @@ class BudgetRung:
 
 @dataclass(frozen=True)
 class BudgetPlot:
-    """Cost of the search: `scored` samples, compared with `full_budget`, the samples of scoring every recipe."""
+    """Cost of the search: `scored` samples, and `full_budget`, the number for scoring every recipe in full."""
 
     plot: Literal["budget"]
     scored: Number

@@ -60,7 +60,7 @@ def coefficients(run: RunRecord) -> CoefficientsPlot:
 
 
 def _searched(configuration: Mapping[str, Any], experts: list[str]) -> Iterator[Coefficient]:
-    """Yield the experts' coefficients that are parameters of a configuration, with their layers and components.
+    """Yield the parameters of a configuration as experts' coefficients, each with its layer and component.
 
     A parameter is a coefficient of an expert if its value is a number and its name ends with "." and the expert's
     alias. Nothing is yielded if the configuration has any other parameter, or if no coefficient belongs to a layer.
@@ -93,7 +93,7 @@ def _of_recipe(recipe: Recipe, experts: list[str]) -> Iterator[Coefficient]:
 
 
 def _coefficients(merge: Merge) -> Mapping[str, float] | None:
-    """Coefficient of each model in a merge: the product of its weight and lambda.
+    """Coefficient of each model in a merge, by alias: its weight times its lambda (the factor on task vectors).
 
     A weight or lambda that the merge does not have counts as 1. In a merge that is one unchanged model, the model has
     the coefficient 1. Returns None if a merge of several models has neither weights nor lambdas.

@@ -34,7 +34,10 @@ class DirectionPoint:
 
 @dataclass(frozen=True)
 class DirectionsPlot:
-    """Directions and scales of merges at full budget; empty in other spaces than `m3`."""
+    """Each expert's share and the scale of the task vectors, for each merge at full budget.
+
+    It is empty in other spaces than `m3`.
+    """
 
     plot: Literal["directions"]
     experts: list[str]

@@ -118,9 +118,10 @@ def _mixed(
     progressed: Callable[[], None],
     access: FileAccess | None,
 ) -> MixedDocument:
-    """Measure merges of one expert from the fleet `first` with one from the fleet in `places`.
+    """Measure merges of two experts from two fleets (the experts of one fine-tuning each): one expert from each.
 
-    `names` are those of the two fleets.
+    `first` has the specifications and directories of the first fleet, `places` the directories of the second. `names`
+    are the names of the two fleets.
     """
     from workers.training.finetuning.merge_losses import losses_of_experts, mixed_table
 
@@ -143,7 +144,10 @@ def _mixed(
 def _measures(
     losses: MergeLosses, progressed: Callable[[], None]
 ) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], Report]]:
-    """Functions that measure a merge, to choose coefficients and to report; each calls `progressed` first."""
+    """Make two functions that measure a merge: one to choose coefficients by, one for the reported values.
+
+    Each calls `progressed` first.
+    """
 
     def measure(merge: Merge) -> Mapping[str, float]:
         progressed()
@@ -159,7 +163,11 @@ def _measures(
 def _measured(
     losses: MergeLosses, aliases: Sequence[str], *, wudi: bool, draws: bool, progressed: Callable[[], None]
 ) -> dict[str, Any]:
-    """Losses of merges of the experts `aliases` by method, and with `draws` the losses over pairs of coefficients."""
+    """Measure merges of the experts `aliases`: a row for each merge method and number of experts.
+
+    With `draws`, the loss of merging two experts is also measured over a grid of their two coefficients, for some
+    pairs.
+    """
     from workers.training.finetuning.merge_losses import landscapes, merge_table
 
     measure, report = _measures(losses, progressed)

@@ -124,12 +124,12 @@ def vectors_of(fleet: FleetAnalysisDocument) -> list[TaskVectorDocument]:
 
 
 def _landscapes(fleet: FleetAnalysisDocument) -> list[LandscapeDocument]:
-    """Losses of merges over the coefficients of two experts, one entry per pair of experts of a fleet."""
+    """Loss landscapes of a fleet: for each measured pair of experts, the loss over their two coefficients."""
     return fleet.get("landscapes", [fleet["landscape"]] if fleet["landscape"] else [])
 
 
 def _curves(fleets: Sequence[FleetAnalysisDocument]) -> list[dict[str, Any]]:
-    """Draw the mean loss of merges of all experts over the coefficient, one chart per method.
+    """Draw, for each merge method, a chart of the mean loss over the coefficient, for merges of all experts.
 
     A chart has a line for each fleet. Losses are those by which coefficients are chosen.
     """

@@ -52,11 +52,11 @@ def with_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """Add the trained policies that a study is initialised with (`search.hm3.start`) to its preflight result.
+    """Add to a study's preflight result the trained policies of another study from which its policies start.
 
-    The policies are copied to the study's own artifacts when it first runs. If the study names no policies, the
-    preflight result is returned unchanged. Raises StudyFailed if the policies cannot be used; the study's state is then
-    FAILED, with the reason.
+    `search.hm3.start` in the study file names the other study. The policies are copied to the study's own artifacts
+    when it first runs. If the study names no policies, the preflight result is returned unchanged. Raises StudyFailed
+    if the policies cannot be used; the study's state is then FAILED, with the reason.
     """
     if preflight.study.search.hm3.start is None:
         return preflight
@@ -86,11 +86,11 @@ def _artifact(number: int) -> str:
 def _found(
     preflight: PreflightResult, open_study: OpenStudy, artifacts_in: str | Path
 ) -> tuple[PolicyStart, tuple[bytes, ...]]:
-    """Find the policies of the study that `search.hm3.start` in the study file names, and their checkpoints.
+    """Find the other study's policies from which a new study's policies start, and their checkpoints.
 
-    The result has one policy for each policy of the study in `preflight`. `artifacts_in` is the location of the
-    server's artifacts; a study of `mergesearch run` has artifacts in its own directory. Raises NotFound if there is no
-    such study, Conflict if its policies do not fit.
+    `search.hm3.start` in the study file names the other study. The result has one policy for each policy of the study
+    in `preflight`. `artifacts_in` is the location of the server's artifacts; a study of `mergesearch run` has artifacts
+    in its own directory. Raises NotFound if there is no such study, Conflict if its policies do not fit.
     """
     start = preflight.study.search.hm3.start
     assert start is not None
@@ -112,7 +112,7 @@ def _found(
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """The iteration of the other study whose checkpoint initialises each policy of the new study.
+    """For each policy of the new study, the iteration of the other study from whose checkpoint it starts.
 
     A policy for one preference vector takes the latest checkpoint of the other study's policy for this vector. A single
     policy for all vectors takes the latest checkpoint. `other` is the other study's setting, and `checkpoints` has the

@@ -85,7 +85,10 @@ def _warning_of_draws(study: Study) -> str:
 
 
 def _draws_of(study: Study) -> tuple[float, float]:
-    """Expected number of trials drawn at random, and expected number chosen by policies; mutants are not counted."""
+    """Expected numbers of trials: those with random paths, and those with paths chosen by policies.
+
+    Mutants (random changes of good paths) are not counted.
+    """
     options, policies = study.search.hm3, num_policies_of(study)
     if options.start is not None:
         return 0.0, float(study.search.max_trials)
@@ -163,7 +166,7 @@ def num_policies_of(study: Study) -> int:
 
 
 def iterations_ahead(num_policies: int) -> int:
-    """The largest number of iterations by which proposals may run ahead of results, for `num_policies` policies.
+    """Largest number of iterations that proposals may run ahead of results, with `num_policies` policies.
 
     The policies train in turn. The result is at least 1, and below the number of policies if there are several.
     """

@@ -108,7 +108,7 @@ def operations_per_s(threads: int) -> float:
 
 
 def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
-    """Mean length of a sample of each task, in tokens, by section of the study file and name."""
+    """Mean lengths of samples in tokens, as section of the study file -> name of the entry -> lengths."""
     prompts = Prompts(open_sources(preflight.models.family).result_dir, preflight.engine_options)
     specs = {
         "objectives": preflight.tasks.search,

@@ -37,10 +37,10 @@ class FilesRefused(InvalidStudy):
 
 
 def check_files(study: Study, access: FileAccess | None, *, section: str = "") -> None:
-    """Check that a study, or one `section` of its file, names only files, models and judges that `access` allows.
+    """Check that `access` allows all files, models and judges that a study file, or one `section` of it, names.
 
-    If `access` is None, all files are allowed. Raises FilesRefused with each file, directory, hub model and judge
-    that is not allowed. Files that task files refer to, such as included files, are checked when they are read
+    If `access` is None, all files are allowed. Raises FilesRefused with each file, directory, hub model and judge that
+    is not allowed. Files that task files refer to, such as included files, are checked when they are read
     (`workers.evaluation`).
     """
     found = () if access is None else _problems(study, access)
@@ -98,7 +98,10 @@ def _recipe_files(study: Study) -> Iterator[tuple[str, str]]:
 
 
 def attack_models(study: Study) -> Iterator[tuple[str, str]]:
-    """The models that attacks of benchmarks use, each as (place in the study file, directory, hub id or URL)."""
+    """Yield the models that attacks on benchmarks use, as pairs (place in the study file, model).
+
+    A model is a directory, hub id or URL.
+    """
     for index, spec in enumerate(study.benchmarks):
         if isinstance(spec.attack, BertAttack):
             yield f"benchmarks.{index}.attack.model", spec.attack.model

@@ -77,7 +77,7 @@ def gradient_place(
 def _on_gpu(
     sources: ResolvedFamily, machines: Sequence[EngineMachines], value_bytes: int, max_layers: int
 ) -> tuple[GradientPlace | None, str]:
-    """A GPU without an engine as the place for gradients, or None and the reason why they exceed the GPU's memory."""
+    """Plan gradients on a GPU that has no engine; return (place, ""), or (None, reason) if they do not fit there."""
     known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
     if not known:
         reason = "a GPU without an engine computes them; its memory is not known, so activations are computed twice"
@@ -113,11 +113,11 @@ def reduction_bytes(sources: ResolvedFamily) -> int:
 
 
 def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, *, recomputes: bool) -> int:
-    """Bytes of activations that a backward pass over `tokens` tokens keeps, each value of `value_bytes` bytes.
+    """Bytes of activations that are kept for a backward pass over `tokens` tokens.
 
-    For each token, a layer of a Llama keeps 8 h + 4 d + 4 f values: h is the size of the residual stream, d the size of
-    all keys of a token, f that of the MLP. This was measured with PyTorch's allocator on CPU. If activations are
-    recomputed, those of one layer and the inputs of all layers are kept.
+    A value has `value_bytes` bytes. For each token, a layer of a Llama keeps 8 h + 4 d + 4 f values: h is the size of
+    the residual stream, d the size of all keys of a token, f that of the MLP. This was measured with PyTorch's
+    allocator on CPU. If activations are recomputed, those of one layer and the inputs of all layers are kept.
     """
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or hidden // heads)

@@ -180,7 +180,11 @@ def searched_models(
 
 
 def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
-    """Count the parameters of the models, in layers and outside, for merges of at most `max_layers` layers."""
+    """Count the parameters of a model of the family: those in each layer, and those outside layers.
+
+    All models of the family have the same size. The result also has `max_layers`, the largest number of layers that a
+    merge may have.
+    """
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     components = {
         component: tuple(

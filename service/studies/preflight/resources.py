@@ -149,7 +149,7 @@ def plan_memory(
     max_layers: int = 0,
     aligns: bool = False,
 ) -> MemoryPlan:
-    """Plan the memory of the bank of source weights, of the engines and, if there is one, of the gradient actor.
+    """Plan a machine's memory for the bank (the source weights), the engines and, if any, the gradient actor.
 
     The plan is for one machine; if there are several, this machine has only a part of the replicas. `machines` are the
     groups of machines that can run engines: the plan is for the first machine that the study fits on, or for the
@@ -217,9 +217,10 @@ def _plan_on(
 
 
 def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layers: int = 0) -> int:
-    """Bytes of one merged model and of the gradient of its largest tensor, each value of `value_bytes` bytes.
+    """Bytes that gradients need for one merged model and for the gradient of its largest tensor.
 
-    `max_layers` is the number of layers of the longest merge if merges have any number of layers, else 0.
+    A value has `value_bytes` bytes. `max_layers` is the number of layers of the longest merge if merges have any number
+    of layers, else 0.
     """
     largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
     held = sources.num_parameters
@@ -229,7 +230,7 @@ def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layer
 
 
 def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:
-    """Bytes of a value where gradients are computed on `device`: 2 in bfloat16, else 4.
+    """Bytes per number for gradients on `device`: 2 if they are computed in bfloat16, 4 if in float32.
 
     float32 replaces float16, and `dtype: auto` is bfloat16 on a GPU only.
     """

@@ -102,10 +102,11 @@ class StudyModels:
 
 @dataclass(frozen=True)
 class StudyTasks:
-    """The objectives of a study, with their tasks on search data and on holdout data by the objective's name.
+    """The objectives of a study, and the tasks that score them on search data and on holdout data.
 
-    `benchmarks` are the study's benchmarks, whose tasks are scored after the search. `search_infos` and
-    `holdout_infos` have facts about each task, such as its number of samples.
+    `search` and `holdout` have the tasks by the objective's name. `benchmarks` are the study's benchmarks, whose tasks
+    are scored after the search. `search_infos` and `holdout_infos` have facts about each task, such as its number of
+    samples.
     """
 
     objectives: tuple[Objective, ...]
@@ -123,14 +124,17 @@ class StudyTasks:
 
 @dataclass(frozen=True)
 class StudyBudget:
-    """The number of samples of each objective at each rung, and the brackets that the scheduler repeats."""
+    """Number of samples at each rung, by objective, and the brackets that the scheduler repeats in a cycle."""
 
     rung_samples: tuple[Mapping[str, int], ...]
     cycle: tuple[Bracket, ...]
 
 
 def refinement_of(study: Study, infos: Mapping[str, TaskInfo]) -> RefinementPlan | None:
-    """Plan the refinement of a study's front, or return None. `infos` has facts about each objective's task."""
+    """Plan how a study's Pareto front is refined by gradients; None if the study does not refine it.
+
+    `infos` has facts about each objective's task.
+    """
     if study.search.refinement is None:
         return None
     names = tuple(infos)
@@ -185,7 +189,10 @@ class PreflightResult:
 
     @property
     def engine_options(self) -> EngineOptions:
-        """Options of the study's engines. `max_layers` is set if merges may have any number and order of layers."""
+        """Options of the study's engines.
+
+        The option `max_layers` is set only in spaces whose merges may have any number and order of layers.
+        """
         options = self.study.engine.options
         if not isinstance(self.space, LayeredSpace):
             return options
@@ -232,7 +239,7 @@ class PreflightResult:
         return min(max(staleness, episodes // 2), episodes * iterations)
 
     def search_setting(self, *, num_baselines: int, batch: int = 1, version: int | None = None) -> SearchSetting:
-        """The parts of a study that some searchers use in addition to parameters and results.
+        """Facts about a study that some searchers need besides its parameters and results.
 
         `num_baselines` is the number of trials before the first proposal. `batch` is the number of proposals in a row
         that are made from the same results. `version` is the version of the searcher that the study was created with;
@@ -256,7 +263,10 @@ class PreflightResult:
         )
 
     def gradient_inputs(self) -> GradientInputs | None:
-        """Input of the gradient actor, or None if neither the searcher nor the refinement can need gradients."""
+        """What the actor that computes gradients is started with; None if the study cannot need gradients.
+
+        A study can need them if its space is differentiable, or if it refines its Pareto front.
+        """
         space = self.space if isinstance(self.space, DifferentiableSpace) else None
         if space is None and self.study.search.refinement is None:
             return None
@@ -272,7 +282,7 @@ class PreflightResult:
 
     @property
     def _num_repeated(self) -> int:
-        """Number of consecutive repeated proposals after which a search by policies ends.
+        """Number of repeated proposals in a row after which a search by policies ends.
 
         A proposal is repeated if an earlier trial has its recipe. The result is the number of proposals in two
         iterations of every policy, but at least two for each preference vector: if all of these proposals are repeated,
@@ -340,7 +350,7 @@ class PreflightResult:
         return 0 if self.recipes else ASSUMED_FINALISTS
 
     def num_scored_on(self, benchmark: Benchmark) -> int:
-        """Number of trials that are expected to be scored on a benchmark."""
+        """Number of trials that `benchmark` is expected to be scored on."""
         origins = [origin for origin, _, _ in self.baselines()]
         numbers = {
             "finalists": self.num_finalists,
@@ -351,7 +361,7 @@ class PreflightResult:
         return sum(numbers.get(choice, 1) if isinstance(choice, str) else 1 for choice in benchmark.trials)
 
     def within_limit(self, num_samples: int) -> int:
-        """The smaller of `num_samples` and the study's limit of samples."""
+        """Return `num_samples`, or the study's limit of samples if that is smaller."""
         limit = self.study.limits.max_samples
         return num_samples if limit is None else min(num_samples, limit)
 

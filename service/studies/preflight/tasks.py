@@ -65,10 +65,11 @@ def check_tasks(
 
 
 def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> TaskSpec:
-    """The specification from which replicas build the task of a study-file entry; it determines the task's prompts.
+    """Convert a task entry of the study file to the specification from which replicas build the task.
 
-    `seed` fixes the order of its samples. For a benchmark with a judge, engines report the lengths of completions;
-    the judge reads the completions later. Raises InvalidTask if its file cannot be read.
+    The specification determines the task's prompts. `seed` fixes the order of its samples. For a benchmark with a
+    judge, engines report the lengths of completions; the judge reads the completions later. Raises InvalidTask if its
+    file cannot be read.
     """
     content = None
     task: str | dict[str, Any]
