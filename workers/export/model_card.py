@@ -171,9 +171,9 @@ def source_name(directory: Path) -> str:
 
 
 def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
-    """Recipes of those source models that are merges themselves, for recipe.json: {"lineage": {alias: recipe}}.
+    """Recipes of the sources that are merges themselves, as the entry "lineage" of recipe.json.
 
-    The result is empty if no source is an export of mergesearch.
+    The result is {"lineage": {alias: recipe}}. It is empty if no source is an export of mergesearch.
     """
     held = {model.fingerprint: Path(model.directory) for model in family.models}
     found = {alias: _recipe_document(held[content]) for alias, content in recipe.models.items()}
@@ -205,9 +205,9 @@ def _merge_name(directory: Path) -> str | None:
 
 
 def _relative(merge: Merge, index: int) -> object:
-    """Form of a merge that is equal for adjacent layers which are merged in the same way.
+    """Key of the merge of one layer's part: adjacent layers are merged in the same way if their keys are equal.
 
-    In this form, layers of sources are numbered relative to `index`, the index of the merged layer.
+    In the key, layers of sources are numbered relative to `index`, the index of the merged layer.
     """
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
     base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)

@@ -125,7 +125,7 @@ def write_shards(
 
 
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
-    """Checksums, by name, of the files that an earlier, killed export completed.
+    """Find the files that an earlier, killed export completed, and return their checksums by file name.
 
     The file `state` lists checksums. A file in `directory` counts as complete if it still has the listed checksum. The
     result is empty if `state` is missing or damaged.

@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Condition:
-    """Value of a parameter in a mergekit file, for tensors whose names contain the text `filter`.
+    """One setting of a parameter in a mergekit file: its value for tensors whose names contain `filter`.
 
     Several `values` are a gradient over layers: they are interpolated from the first layer to the last. `values` is
     empty if the file has no valid value. `place` is the key in the file, and `text` the values as they are in the file,

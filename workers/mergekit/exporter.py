@@ -107,9 +107,10 @@ def mergekit_config(
 
 
 def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
-    """Replace scales of MLPs by scaled copies of the MLPs' last tensors, which mergekit can express.
+    """Move each layer's MLP scale into the last tensors of its MLP, because mergekit has no scales of MLPs.
 
-    Raises Inexpressible for an MLP that is merged from several models.
+    These tensors become scaled copies of the source's tensors. Raises Inexpressible for an MLP that is merged from
+    several models.
     """
     if all(layer.mlp_scale == 1 for layer in recipe.layers):
         return recipe
@@ -135,11 +136,11 @@ def _always_differs(method: MergeMethod) -> bool:
 def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """Configuration for mergekit of a recipe whose merges all use `method`, which mergekit also has.
+    """Configuration for mergekit of a recipe in which every merge uses the method `method`.
 
-    The method may have another name in mergekit. `layout` has the names of the models' tensors, `directories` a
-    directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises Inexpressible if
-    mergekit would compute other tensors.
+    Mergekit has this method too, but may call it by another name. `layout` has the names of the models' tensors,
+    `directories` a directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises
+    Inexpressible if mergekit would compute other tensors.
     """
     counterpart = METHODS[method].mergekit
     assert counterpart is not None
@@ -187,11 +188,11 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 
 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
-    """Merges that one slice of a mergekit file must state, by piece: a component such as "mlp", or a single tensor.
+    """Merges of one layer that a mergekit slice must state, one for each part ("piece") of the layer.
 
-    A piece is a component; if single tensors of the recipe have separate merges, a piece is a tensor, by its name
-    within the layer. The first layer also has the embedding and the last layer the head, because mergekit takes their
-    parameters from the first and the last slice.
+    The result is {piece: merge}. A piece is a component, such as "mlp". If single tensors of the recipe have separate
+    merges, a piece is a tensor, by its name within the layer. The first layer also has the embedding and the last layer
+    the head, because mergekit takes their parameters from the first and the last slice.
     """
     parts: dict[str, tuple[Merge, int | None]] = {
         name: (recipe.layers[index].component(name), index) for name in COMPONENTS
@@ -347,7 +348,7 @@ def _compatible(
 
 
 def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """Pairs (piece, filter) by which a mergekit file selects the tensors of each piece, in order of precedence.
+    """Texts by which a mergekit file selects tensors: pairs (piece, filter), in order of precedence.
 
     A piece is a component, or a single tensor if the recipe has merges of single tensors. A filter matches the tensors
     whose names contain it; the first filter that matches a tensor is used. Raises Inexpressible if, with the tensor

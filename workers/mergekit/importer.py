@@ -117,11 +117,11 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """Copy of the slice in which its base model is an input too, if the file lists `models`.
+        """Add the base model to the inputs of a slice, if the file lists `models` and the base is not among them.
 
-        The base is the base of the slice or, if the slice names none, of the file. If the file lists `slices`, the base
-        is not added: with a method that uses a base, each slice must have it among its sources. Problems with the
-        slice's models and layer ranges are added to `problems`.
+        The result is a copy of the slice. The base is the base of the slice or, if the slice names none, of the file.
+        If the file lists `slices`, the base is not added: with a method that uses a base, each slice must have it among
+        its sources. Problems with the slice's models and layer ranges are added to `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
@@ -170,11 +170,12 @@ class _Builder:
         return source.layers or (0, self._layouts[source.model].num_layers)
 
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
-        """Most frequent merge among the tensors of component `name` in a merged layer.
+        """Find the most frequent merge among the tensors of one component, such as "mlp", of one merged layer.
 
-        `index` is the index of the merged layer, `offset` its index within the slice, and `t` its relative place in the
-        slice from 0 to 1, at which gradients are evaluated. `index` and `offset` are None for the embedding and the
-        head. The component's tensors with other merges are added to the recipe's merges of single tensors.
+        The component is `name`. `index` is the index of the merged layer, `offset` its index within the slice, and `t`
+        its relative place in the slice from 0 to 1, at which gradients are evaluated. `index` and `offset` are None for
+        the embedding and the head. The component's tensors with other merges are added to the recipe's merges of single
+        tensors.
         """
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {

@@ -196,7 +196,7 @@ class _Reader:
         return slices
 
     def _check_depth(self, slices: Sequence[Slice], place: str) -> None:
-        """Report slices without layers: an error if no slice has layers, a warning for a middle slice.
+        """Report slices without layers: an error if no slice has any, a warning for an empty slice in the middle.
 
         A slice without layers has a meaning only at the beginning and at the end, as the source of the embedding and of
         the head. `place` is the key of the slices in the file.

@@ -143,7 +143,7 @@ class Bank:
 
     @cached_property
     def base(self) -> Checkpoint:
-        """The base model, with the tokens of the family's vocabulary.
+        """The base model, with its embedding and output head converted to the family's vocabulary.
 
         Every merge has the configuration, tensor shapes and layout of this model.
         """
@@ -157,9 +157,10 @@ class Bank:
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """Views (see `view`) of those models of a recipe that the bank has, by the recipe's aliases.
+        """The recipe's models that the bank holds, by the recipe's aliases.
 
-        `models` maps the recipe's aliases to content fingerprints. Models that the bank does not have are left out.
+        Each model is a view: its embedding and output head are converted to the family's vocabulary. `models` maps the
+        recipe's aliases to content fingerprints. Models that the bank does not have are left out.
         """
         return {name: self._checkpoints[held] for name, print_ in models.items() if (held := self.alias(print_))}
 
@@ -211,10 +212,10 @@ class Bank:
         return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """The criterion by which Arcee Fusion takes elements of the tensor `second` in place of elements of `first`.
+        """Row factors and threshold that select the elements which Arcee Fusion takes from `second`.
 
-        Returns None for empty tensors. The result is cached while it is recently used. Tensors are given as (alias,
-        name).
+        The other elements of the merge are those of `first`. Returns None for empty tensors. The result is cached while
+        it is recently used. Tensors are given as (alias, name).
         """
 
         def made() -> Importance:
@@ -285,13 +286,13 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> tuple[ModelMagnitudes, ...]:
-        """The thresholds, for each source tensor, that cut the whole task vector of its model at given ranks.
+        """Magnitude thresholds of each source tensor, at which its whole model keeps a given number of elements.
 
-        Tensors are given as (alias, name). `ranks` has the ranks for each source: rank n is the n-th largest magnitude
-        in the difference between all tensors of the source's model and of the model of `base`. `masks` has for each
-        source the density and the seed of a random mask of the task vector, or None for no mask. With `stacks_experts`,
-        all experts of a layer of a mixture are one tensor. A threshold is found once, in a few passes over both models,
-        and then cached.
+        Tensors are given as (alias, name). `ranks` has these numbers for each source: the threshold of rank n is the
+        n-th largest magnitude in the difference between all tensors of the source's model and of the model of `base`.
+        `masks` has for each source the density and the seed of a random mask of the task vector, or None for no mask.
+        With `stacks_experts`, all experts of a layer of a mixture are one tensor. A threshold is found once, in a few
+        passes over both models, and then cached.
         """
         found = []
         for source, of_source, mask in zip(sources, ranks, masks, strict=True):
@@ -309,12 +310,12 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> int:
-        """The number of the whole model's elements with a positive elected sign, minus those with a negative one.
+        """The number of elements of the whole model with a positive elected sign, less those with a negative one.
 
-        The sign of an element is elected among the task vectors of the models of `sources`. These are trimmed to
-        `shares` of the whole model, as if all tensors were merged in the same way. The other arguments are those of
-        `whole_magnitudes`. The result is computed by plain torch, tensor by tensor on `device`, once for each
-        combination of arguments, and then cached.
+        The sign of the result is the majority sign, which some methods use at ties. The sign of an element is elected
+        among the task vectors of the models of `sources`. These are trimmed to `shares` of the whole model, as if all
+        tensors were merged in the same way. The other arguments are those of `whole_magnitudes`. The result is computed
+        by plain torch, tensor by tensor on `device`, once for each combination of arguments, and then cached.
         """
         aliases = tuple(alias for alias, _ in sources)
         key = aliases, base[0], tuple(shares), tuple(masks), stacks_experts
@@ -363,7 +364,7 @@ class Bank:
         return self._of_model[stacks_experts]
 
     def _mask_of(self, key: Key, mask: Mask | None) -> tuple[float, int] | None:
-        """The density and key of a source's random mask, from (density, seed) in `mask`; None if `mask` is None."""
+        """Convert a random mask given as (density, seed) to (density, 64-bit key) for one tensor; None stays None."""
         return None if mask is None else (mask[0], mask_key(mask[1], self.sources.fingerprints[key[0]], key[1]))
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:

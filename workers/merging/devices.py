@@ -31,9 +31,10 @@ RANK_BYTES = 4
 
 
 def bank_for(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> Bank:
-    """The bank on which a merged tensor of `plan` is computed in `dtype`: `bank`, or its copy for merging on the CPU.
+    """Choose the bank that computes one merged tensor: `bank`, or its copy that computes on the CPU.
 
-    The CPU is used if the bank's device has less memory for merging (`Bank.room_bytes`) than `peak_bytes`.
+    The CPU is used if computing the tensor of `plan` in `dtype` takes more memory (`peak_bytes`) than the bank's device
+    has for merging (`Bank.room_bytes`).
     """
     if bank.room_bytes is None or bank.device.type == "cpu" or peak_bytes(tensor, plan, bank, dtype) <= bank.room_bytes:
         return bank
@@ -48,7 +49,7 @@ def devices_of(plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> dict[str, st
 
 
 def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> int:
-    """The largest number of bytes that computing a merged tensor of `plan` allocates on the bank's device.
+    """The most memory, in bytes on the bank's device, that computing one merged tensor of `plan` allocates.
 
     Sources that are on the device already are not counted. The result, in `dtype`, is counted.
     """

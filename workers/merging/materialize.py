@@ -48,7 +48,10 @@ class Scratch:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for a tensor of the shape `shape`, valid until the next call; ignores `name`."""
+        """Memory for a tensor of the shape `shape`, valid until the next call.
+
+        `name` is ignored: all tensors share this memory.
+        """
         size = math.prod(shape)
         if size > self._memory.numel():
             self._memory = self._memory.new_empty(size)
@@ -93,10 +96,10 @@ def merged_tensors(
 
 
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
-    """Whether a process that computes only this merge is faster without loading the compiled kernels.
+    """Whether a merge is so small that loading the compiled kernels takes longer than they save.
 
-    This is the case on the CPU if all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the
-    method is a weighted sum. Raises the errors of `plan_tensors`.
+    This holds for a process that computes only this merge, on the CPU, if all operands together have few elements: at
+    most `SMALL`, or `SMALL_SUM` if the method is a weighted sum. Raises the errors of `plan_tensors`.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
@@ -298,9 +301,10 @@ class _Computation:
 def _of_whole_models(
     tensor: MergedTensor, recipe: Recipe, bank: Bank, sources: Sequence[Key], base: Key, *, compiles: bool
 ) -> tuple[tuple[Ranked, ...], int | None]:
-    """Statistics of whole models for a merge with `trim: model`: (thresholds for each source, majority sign).
+    """Statistics of whole models for one tensor of a merge with `trim: model`: thresholds and majority sign.
 
-    The second is None if the method uses no majority sign. Tensors are given as (alias, name).
+    The first result has the magnitude thresholds of each source. The second is a number whose sign is the majority sign
+    (`Bank.majority`), or None if the method uses none. Tensors are given as (alias, name).
     """
     merge = tensor.merge
     masks: list[Mask | None] = [None] * len(sources)

@@ -16,7 +16,7 @@ __all__ = ["MergedTensor", "Piece", "pieces_of"]
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of the merged model that is a part of a stack, the joined expert matrices of an MoE layer.
+    """One tensor of the merged model that is computed as a part of a stack, the joined experts of an MoE layer.
 
     A stack joins the matrices of all experts of a layer's mixture of experts in one tensor. The piece consists of the
     rows `start` to `stop` - 1 of one expert's matrix, where `expert` is the index of the expert. `name` is the tensor's
@@ -48,7 +48,7 @@ class MergedTensor:
     pieces: tuple[Piece, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes, by name, of the merged model's tensors into which the result of this merge is split.
+        """Shapes, by name, of the merged model's tensors that this merge gives.
 
         A stack (the matrices of all experts of a layer's mixture of experts) is split into its pieces. Any other tensor
         is not split, and its own name and shape are returned.
@@ -69,10 +69,11 @@ class MergedTensor:
 
 
 def pieces_of(model: Checkpoint, name: str, layout: Layout, index: int | None) -> tuple[Piece, ...]:
-    """The merged model's tensors into which the stack `name` of `model` is split; empty if `name` is not a stack.
+    """List the merged model's tensors that are parts of a stack of `model`; empty if `name` is not a stack.
 
-    A stack is the matrices of all experts of a layer's mixture of experts as one tensor. The pieces are named as in
-    layer `index` of the merged model, whose layout is `layout`; `index` is None outside layers.
+    `name` is the stack's name. A stack is the matrices of all experts of a layer's mixture of experts as one tensor.
+    The pieces are named as in layer `index` of the merged model, whose layout is `layout`; `index` is None outside
+    layers.
     """
     if name in model.tensors:
         return ()

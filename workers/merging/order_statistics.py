@@ -129,7 +129,7 @@ class TieOrder:
 
 @dataclass(frozen=True)
 class Trim:
-    """Two bounds, `low` and `high`, of the magnitude threshold that keeps a given number of elements.
+    """Lower and upper bound (`low`, `high`) of the magnitude threshold that keeps a given number of elements.
 
     The threshold of rank n is the magnitude and mark of the n-th largest element. If the bounds are equal, they are the
     threshold. Otherwise the threshold is at an element strictly between the bounds. Fewer than `SPACING` elements are
@@ -316,9 +316,10 @@ class Words(Protocol):
     """
 
     def counts(self, prefix: int, shift: int) -> np.ndarray:
-        """Histogram of the words by the 16 bits above their last `shift` bits, int64 [65536].
+        """Count the words with each value of one of their 16-bit digits; int64 [65536].
 
-        Only words whose bits above these 16 bits are `prefix` are counted.
+        The digit consists of the 16 bits above the last `shift` bits. Only words whose bits above these 16 bits are
+        `prefix` are counted.
         """
         ...
 
@@ -329,7 +330,7 @@ class Words(Protocol):
 
 @dataclass(frozen=True)
 class Selected:
-    """The element that a selection found, as a threshold and the index of its tensor.
+    """The element that `selected` found: its magnitude and mark, and the index of its tensor.
 
     `num_equal` is the number of elements of all tensors that have the same magnitude.
     """
@@ -340,11 +341,11 @@ class Selected:
 
 
 def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | None = None) -> Selected:
-    """Find the element of several tensors that exactly `num_smaller` of their elements precede in ascending order.
+    """Find the element at the index `num_smaller` (from 0) when the elements of all tensors are sorted together.
 
-    Elements are ordered by magnitude, then by tie-breaking mark, then by the index of their tensor. Each step is a pass
-    over all tensors, and needs the memory of one tensor. `first` are the counts of the first pass (prefix 0, shift 48),
-    summed over the tensors, if known.
+    Elements are sorted in ascending order by magnitude, then by tie-breaking mark, then by the index of their tensor.
+    Each step is a pass over all tensors, and needs the memory of one tensor. `first` are the counts of the first pass
+    (prefix 0, shift 48), summed over the tensors, if known.
     """
     prefix, shift, count, num_equal = 0, 64, 0, 0
     while shift == 64 or (count > FEW and shift > 0):

@@ -151,7 +151,7 @@ def _part(
 
 
 def named_sources(merge: Merge) -> tuple[Source, ...]:
-    """The sources of a merge, and its base if the merge names its own."""
+    """The sources of a merge, followed by its base if the merge names a base of its own."""
     return merge.sources if merge.base is None else (*merge.sources, merge.base)
 
 

@@ -41,7 +41,7 @@ SHAPE = (64, 512)
 
 @dataclass(frozen=True)
 class Usual:
-    """A merge whose kernel is compiled in advance, with the `dtype` of its operands and its result.
+    """A common merge whose kernel is compiled in advance, with operands and result in `dtype`.
 
     If `is_tied` is True, many elements have the magnitude of a threshold; another kernel handles this case.
     """
@@ -52,7 +52,7 @@ class Usual:
 
 
 def usual() -> Iterator[Usual]:
-    """Yield the merges whose kernels most users need: of two and three sources, in bfloat16 and in float32."""
+    """Yield the merges whose kernels most users need, with two and three sources, in bfloat16 and float32."""
     for name, numbers in COEFFICIENTS.items():
         uses = PLAIN[name].uses
         for count in NUM_SOURCES:

@@ -72,7 +72,7 @@ def recent_bytes(sources: ResolvedFamily) -> int:
 
 
 def statistics_bytes(sources: ResolvedFamily) -> int:
-    """The most bytes of host memory that cached statistics of a family's sources take, without rank tables.
+    """Upper limit, in bytes of host memory, for cached statistics of a family's sources, without rank tables.
 
     The result is the size of the tables of each expert's magnitudes, which are always cached, plus `recent_bytes` for
     statistics of several sources.

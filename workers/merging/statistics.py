@@ -52,7 +52,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """The criterion by which Arcee Fusion takes elements of `second` in place of elements of `first`.
+    """Row factors and threshold that select the elements which Arcee Fusion takes from `second`.
 
     The result is that of `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU
     and have at least one element.

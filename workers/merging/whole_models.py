@@ -61,9 +61,10 @@ class ModelTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelMagnitudes:
-    """The magnitude thresholds of one tensor for ranks among all elements of its model; it implements `Ranked`.
+    """One tensor's magnitude thresholds at which its whole model keeps a given number of elements.
 
-    `num_elements` is the number of elements of the model. `trims` has the threshold of each rank that a merge uses.
+    It implements `Ranked`; its ranks count the elements of the model, not of the tensor. `num_elements` is the number
+    of elements of the model. `trims` has the threshold of each rank that a merge uses.
     """
 
     num_elements: int
@@ -74,11 +75,14 @@ class ModelMagnitudes:
         raise NotImplementedError("zeros of whole models are not counted")
 
     def trim(self, rank: int) -> Trim:
-        """The tensor's threshold at which the whole model keeps `rank` elements, as lower and upper bound."""
+        """This tensor's threshold when the whole model keeps its `rank` largest elements, as lower and upper bound."""
         return self.trims[rank]
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The tensor's threshold at which the whole model keeps `rank` elements; ignores `sizes` and `order`."""
+        """This tensor's threshold when the whole model keeps its `rank` largest elements.
+
+        `sizes` and `order` are not used.
+        """
         return self.trims[rank].high
 
 
@@ -105,10 +109,10 @@ class WholeTaskVector:
         return 0 if self._first is None else self._first.nbytes
 
     def of_tensor(self, name: str, order: TieOrder, ranks: Iterable[int]) -> ModelMagnitudes:
-        """Thresholds of the tensor `name` at which the model's whole task vector keeps its largest elements.
+        """Thresholds of the tensor `name` at which the whole model keeps given numbers of its largest elements.
 
-        There is one threshold for each number in `ranks`, which is the number of elements, at least 1, that are kept in
-        all tensors together. `order` orders the tensor's elements of equal magnitude.
+        There is one threshold for each number in `ranks`: the number of elements, at least 1, that all tensors together
+        keep. `order` orders the tensor's elements of equal magnitude.
         """
         return ModelMagnitudes(self.num_elements, {rank: self._trim(name, order, rank) for rank in ranks})
 
@@ -132,7 +136,7 @@ class WholeTaskVector:
 
 
 def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: Sequence[ModelMagnitudes]) -> int:
-    """The number of a tensor's elements with a positive elected sign, minus those with a negative one.
+    """The number of elements of one tensor with a positive elected sign, less those with a negative one.
 
     The signs are elected among the task vectors of `tensors`, one for each expert, which are trimmed to `shares` of
     whole models. `known` has the thresholds of the trimming.

@@ -43,7 +43,7 @@ MAX_ELEMENTS = 2**32 - 1
 
 
 def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
-    """Whether a kernel can merge operands in their stored dtypes with the result in `dtype`.
+    """Whether a compiled kernel can compute `merge` from its operands as stored, with the result in `dtype`.
 
     The result is True if the method has a kernel on the operands' device, and all dtypes are float32, bfloat16 or
     float16. Operands must also be contiguous, not empty, and of fewer than 2^32 elements.

@@ -65,7 +65,7 @@ def _ties_of(
     base: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Merge tensors with TIES in two passes on a CUDA device, and write the result to `out`.
+    """Compute a TIES merge on a CUDA device in two passes, and write the result to `out`.
 
     TIES keeps the elements of each source's task vector that are at a threshold or above; `sparse` has two bounds of
     each threshold. The first pass collects the elements between the bounds, which are not decided yet. The exact
@@ -279,10 +279,11 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bounds of each source's threshold, and the factors of its tie-breaking hashes ("marks"), as tensors.
+    """Convert a rule's threshold bounds and tie-breaking factors to tensors on the device of `like`.
 
-    The result is (low magnitudes, low marks, high magnitudes, high marks, factors), with a number for each source. The
-    tensors are on the device of `like`.
+    `sparse` has a lower and an upper bound of each source's threshold. A bound consists of a magnitude and a
+    tie-breaking hash ("mark"); the factors determine the elements' marks. The result is (low magnitudes, low marks,
+    high magnitudes, high marks, factors), with a number for each source.
     """
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)

@@ -77,12 +77,12 @@ def kept_norms(
 def variable_squares(
     trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor
 ) -> tuple[rules.Comparison, Threshold, list[float]]:
-    """Find the variance of a given rank, and sum each task vector's squares over elements of at least this variance.
+    """Find the exact variance threshold, and sum each task vector's squares over the elements that reach it.
 
-    The variance of an element is its variance between the task vectors. `trim` has two bounds of the threshold, and
-    `order` orders equal variances. Returns three values: a comparison that decides for every element whether its
-    variance reaches the threshold; the exact threshold; and for each source the sum of the squares of those elements of
-    its task vector whose variance reaches the threshold.
+    The variance of an element is its variance between the task vectors. The threshold is the variance of a given rank.
+    `trim` has two bounds of it, and `order` orders equal variances. Returns three values: a comparison that decides for
+    every element whether its variance reaches the threshold; the exact threshold; and for each source the sum of the
+    squares of those elements of its task vector whose variance reaches the threshold.
     """
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -197,12 +197,12 @@ def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int
 
 @compiled
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
-    """Add the squares of the elements from `start` to `stop` whose variance reaches a threshold, block by block.
+    """Sum each task vector's squares over the elements in [start, stop) whose variance reaches a threshold.
 
     An element's variance is its variance between the task vectors of the sources `xs`; the squares are those of each
-    source's task vector. `spread` has two bounds of the threshold. A sum for each source and block is written to
-    `sums`. Elements between the bounds are not decided yet and are not added. Their positions are written to `found`,
-    and their number is returned.
+    source's task vector. `spread` has two bounds of the threshold. A sum for each source and block of elements is
+    written to `sums`. Elements between the bounds are not decided yet and are not added. Their positions are written to
+    `found`, and their number is returned.
     """
     num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):

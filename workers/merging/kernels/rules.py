@@ -129,10 +129,11 @@ class Between(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Sparsification that keeps random elements of task vectors and multiplies them by `scales` (DARE).
+    """Sparsification that keeps random elements of each task vector, and multiplies them by a factor (DARE).
 
     The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the low and high 32 bits of the masks'
-    keys. An element is kept if its hash is at most the number in `bounds`. All fields have a number for each source.
+    keys. An element is kept if its hash is at most the number in `bounds`. The factors are `scales`. All fields have a
+    number for each source.
     """
 
     k0s: Words
@@ -164,28 +165,29 @@ Sparsity = Whole | Trimmed | Between | Dropped | Sampled
 
 
 class WeightedSum(NamedTuple):
-    """Rule for a merge kernel: the weighted sum of the sources, sum_s w_s theta_s, without the base.
+    """Rule for a merge kernel: the weighted sum of the sources themselves, without the base.
 
-    theta_s is source s, and w_s is its number in `weights`.
+    The result is sum_s w_s theta_s. theta_s is source s, and w_s is its number in `weights`.
     """
 
     weights: Numbers
 
 
 class TaskSum(NamedTuple):
-    """Rule for a merge kernel: (sum_s w_s tau_s) + b, a weighted sum of task vectors to which the base is added last.
+    """Rule for a merge kernel: the weighted sum of the task vectors, to which the base is added last.
 
-    b is the base, tau_s is the difference of source s from the base, and w_s is its number in `weights`.
+    The result is (sum_s w_s tau_s) + b. b is the base, tau_s is the difference of source s from the base, and w_s is
+    its number in `weights`.
     """
 
     weights: Numbers
 
 
 class Sum(NamedTuple):
-    """Rule for a merge kernel: b + f_1 tau_1 + f_2 tau_2 + ..., the base plus scaled task vectors, added in this order.
+    """Rule for a merge kernel: the base, to which the scaled task vectors are added one after another.
 
-    b is the base. tau_s is the task vector of source s after the sparsification `sparse`, and f_s is its number in
-    `factors`.
+    The result is b + f_1 tau_1 + f_2 tau_2 + ..., added in this order. b is the base. tau_s is the task vector of
+    source s after the sparsification `sparse`, and f_s is its number in `factors`.
     """
 
     sparse: Sparsity
@@ -193,10 +195,10 @@ class Sum(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """Rule for a merge kernel: the base plus lambda times the mean of the task vectors with the elected sign (TIES).
+    """Rule for a merge kernel of TIES: the base plus the scaled mean of the task vectors with the elected sign.
 
-    The rule is computed for each element. The elected sign is the sign of the sum of the task vectors after the
-    sparsification `sparse`. Where this sum is zero, the result is the base.
+    The rule is computed for each element. The mean is multiplied by `lambda_`. The elected sign is the sign of the sum
+    of the task vectors after the sparsification `sparse`. Where this sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -204,10 +206,11 @@ class Mean(NamedTuple):
 
 
 class AgreeingSum(NamedTuple):
-    """Rule for a merge kernel: the base plus lambda times the sum of the task vectors with the elected sign.
+    """Rule for a merge kernel: TIES with a sum, instead of the mean, of the task vectors with the elected sign.
 
-    The rule is computed for each element. The elected sign is the sign of the sum of all task vectors after the
-    sparsification `sparse`. Where this sum is zero, the result is the base.
+    The rule is computed for each element. The sum is multiplied by `lambda_` and added to the base. The elected sign is
+    the sign of the sum of all task vectors after the sparsification `sparse`. Where this sum is zero, the result is the
+    base.
     """
 
     sparse: Sparsity
@@ -215,9 +218,10 @@ class AgreeingSum(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """Rule for a merge kernel: the base plus lambda times the weighted sum of task vectors with the elected sign.
+    """Rule for a merge kernel: TIES with weights both in the election of signs and in the sum or mean.
 
-    The rule is computed for each element. A weighted task vector is a task vector after the sparsification `sparse`,
+    The rule is computed for each element. The result is the base plus `lambda_` times the sum or mean of the weighted
+    task vectors that have the elected sign. A weighted task vector is a task vector after the sparsification `sparse`,
     times its number in `weights`. The elected sign is the sign of the sum of all weighted task vectors; it is positive
     if this sum is zero. If `normalize` is 1, the sum of the weighted task vectors that have the elected sign is divided
     by the sum of their weights.
@@ -230,8 +234,9 @@ class Weighted(NamedTuple):
 
 
 class WeightedMean(NamedTuple):
-    """Rule for a merge kernel: the base plus the weighted sum of task vectors with the elected sign, over their number.
+    """Rule for a merge kernel: TIES with weights in the mean, but not in the election of signs (PEFT).
 
+    The weighted sum of the task vectors that have the elected sign is divided by their number, and added to the base.
     The rule is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is the
     sign of the unweighted sum of all task vectors; it is positive if this sum is zero.
     """
@@ -241,12 +246,13 @@ class WeightedMean(NamedTuple):
 
 
 class Interpolation(NamedTuple):
-    """Rule for a merge kernel: the base plus lambda times the weighted mean of task vectors with the elected sign.
+    """Rule for a merge kernel: TIES with a weighted mean of the task vectors that have the elected sign.
 
-    The method `m3_ties` has this rule. It is computed for each element of the task vectors after the sparsification
-    `sparse`. The elected sign is the sign of the sum of all task vectors. Where this sum is zero, the result is the
-    base. The weights are divided by the sum of the weights of the task vectors that have the elected sign. If only one
-    task vector has the elected sign, it is used instead of the mean, even if its weight is 0.
+    The method `m3_ties` has this rule: the base plus `lambda_` times the mean. The rule is computed for each element of
+    the task vectors after the sparsification `sparse`. The elected sign is the sign of the sum of all task vectors.
+    Where this sum is zero, the result is the base. The weights are divided by the sum of the weights of the task
+    vectors that have the elected sign. If only one task vector has the elected sign, it is used instead of the mean,
+    even if its weight is 0.
     """
 
     sparse: Sparsity
@@ -255,9 +261,10 @@ class Interpolation(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """Rule for a merge kernel: the base plus lambda m where enough sources agree with the merged task vector m.
+    """Rule for a merge kernel: the base, plus the merged task vector where enough sources agree with it.
 
-    Elsewhere the result is the base. Source s agrees if |tau_s| >= w_s |m - tau_s|, where tau_s is the difference of
+    Where enough agree, the result is the base plus lambda m, with m the merged task vector and lambda the field
+    `lambda_`. Elsewhere it is the base. Source s agrees if |tau_s| >= w_s |m - tau_s|, where tau_s is the difference of
     the source from the base, and w_s is its number in `mask_lambdas`. At least `agreement` sources must agree. If
     `sparse` is `Whole`, m is the sum of all tau_s. Otherwise m is the mean of the sparse task vectors, as in the rule
     `Mean`.
@@ -270,10 +277,11 @@ class Agreed(NamedTuple):
 
 
 class SharedOut(NamedTuple):
-    """Rule for a merge kernel: the base plus the element-wise mean of the task vectors with magnitudes above `epsilon`.
+    """Rule for a merge kernel of RAM: the base plus each element's mean change by the sources that changed it.
 
-    If only one source is above `epsilon` in an element, this source's task vector is multiplied by its number in
-    `factors`.
+    A source changed an element if the magnitude of its task vector there is above `epsilon`. The mean is that of the
+    task vectors of these sources. If only one source changed an element, its task vector is multiplied by the source's
+    number in `factors`.
     """
 
     epsilon: float
@@ -281,7 +289,7 @@ class SharedOut(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """Rule for a kernel of SCE: the base plus a weighted mean of task vectors where their variance is large.
+    """Rule for a merge kernel of SCE: the base plus a weighted mean of task vectors at the most variable elements.
 
     The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
     the result is the base. Otherwise the result is the base plus the weighted mean, with the weights `weights`, of the
@@ -299,7 +307,7 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """Rule for a kernel of mergekit's SCE: the base plus a weighted mean of task vectors where their variance is large.
+    """Rule for mergekit's SCE: like the rule `Variable`, except at zero sums of task vectors and for small weights.
 
     The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
     the result is the base. Otherwise the result is the base plus the weighted mean, with the weights `weights`, of the
@@ -332,11 +340,12 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """Choose how elements are compared with thresholds: by magnitude alone, or with tie-breaking hashes ("marks").
+    """Choose whether elements are compared with thresholds by magnitude alone or also by tie-breaking marks.
 
-    Each of the lists in `each` gets one kind of comparison; it describes one threshold for each source, as a `Trim`. If
-    many elements may have the magnitude of one of the thresholds (`Trim.is_tied`), all comparisons use magnitudes and
-    tie-breaking marks (`ByMark`). Otherwise they use magnitudes alone (`ByMagnitude`).
+    Marks are hashes that order elements of equal magnitude. Each of the lists in `each` gets one kind of comparison; it
+    describes one threshold for each source, as a `Trim`. If many elements may have the magnitude of one of the
+    thresholds (`Trim.is_tied`), all comparisons use magnitudes and tie-breaking marks (`ByMark`). Otherwise they use
+    magnitudes alone (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):
@@ -345,10 +354,10 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 
 
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
-    """Two bounds of each source's threshold, as values for the fields of `Trimmed`.
+    """Values of the five fields of `Trimmed` that describe the lower and upper bound of each source's threshold.
 
-    The result has the values of the fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks`, in this order. Each
-    value has one number for each source, from the source's entry in `trims`.
+    The fields are `lows`, `low_marks`, `highs`, `high_marks` and `ranks`, in this order. Each value has one number for
+    each source, from the source's entry in `trims`.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

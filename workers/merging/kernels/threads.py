@@ -23,9 +23,10 @@ _local = threading.local()  # is_alone: this thread merges one of many small ten
 
 
 def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
-    """Divide the indices of a tensor of `num_elements` between threads, in whole blocks of `block` elements.
+    """Divide the indices of a tensor of `num_elements` into ranges, at most one for each thread.
 
-    Returns (start, stop) for each piece. The result is empty if there are no elements.
+    Each range consists of whole blocks of `block` elements; the last block may be incomplete. Returns (start, stop) for
+    each range. The result is empty if there are no elements.
     """
     is_alone = getattr(_local, "is_alone", False)
     num_pieces = 1 if is_alone else max(1, min(torch.get_num_threads(), num_elements // MIN_PIECE))

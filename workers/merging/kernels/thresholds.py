@@ -24,10 +24,11 @@ U32, U64 = np.uint32, np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """Flag SOME (1) if element i of any source is between the bounds of a threshold of `rule`, else NONE (0).
+    """Flag SOME (1) if bounds alone cannot decide for all sources whether element i is kept, else NONE (0).
 
-    Whether the rule keeps such an element depends on the exact threshold, which is not known yet. `base` and `xs` are
-    the arrays of the base and the sources. Callable only in compiled code.
+    `rule` has a lower and an upper bound of each threshold. An element of a source between them is undecided until the
+    exact threshold is known. `base` and `xs` are the arrays of the base and the sources. Callable only in compiled
+    code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -63,9 +64,9 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
-    """Flag SOME (1) if element i of source s may be strictly between two thresholds, else NONE (0).
+    """Flag SOME (1) if element i of source s is or may be strictly between `low` and `high`, else NONE (0).
 
-    `size` is the element's magnitude. Each threshold, `low` and `high`, is (magnitude, tie-breaking mark). `factor`
+    `size` is the element's magnitude. `low` and `high` are thresholds, each (magnitude, tie-breaking mark). `factor`
     determines the element's mark. `by` says how the element is compared with the thresholds: `ByMark` compares
     magnitude and mark. `ByMagnitude` compares the magnitude alone; an element for which this is not sufficient counts
     as between. Callable only in compiled code.
@@ -91,10 +92,11 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 
 
 def most_undecided(rule: Any) -> int:
-    """The largest number of a tensor's elements that the bounds of a rule's thresholds can leave undecided.
+    """Upper limit for the number of elements of a tensor that are between the bounds of thresholds.
 
-    An element is undecided if it is between the two bounds of a threshold. There are at most `MOST_LEFT` of these
-    elements for each threshold of the rule, and none for a rule without thresholds.
+    `rule` has a lower and an upper bound of each of its thresholds. Elements between them are undecided: the exact
+    threshold must be found first. There are at most `MOST_LEFT` of these elements for each threshold of the rule, and
+    none for a rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):
@@ -103,7 +105,7 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """Copy of a rule with exact thresholds in place of the two bounds of each threshold.
+    """Copy of a rule in which each exact threshold, found from `positions`, replaces its two bounds.
 
     Each threshold is found among the elements between its bounds. `positions` has the indices of all elements that are
     between the bounds of any threshold. `base` and `xs` are the elements of the base and the sources, as arrays.
@@ -127,7 +129,7 @@ def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: 
 def variance_threshold(
     trim: Trim, order: TieOrder, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray
 ) -> tuple[Threshold, bool]:
-    """Find the exact variance threshold of a given rank, and whether all elements of equal variance reach it.
+    """Find the exact variance threshold between its bounds, and whether all elements of this variance reach it.
 
     A variance is the variance of one element between the task vectors of the sources `xs`. `order` orders equal
     variances by tie-breaking marks. `trim` has two bounds of the threshold, and `positions` the indices of all elements
@@ -141,7 +143,7 @@ def variance_threshold(
 
 
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:
-    """The magnitude and tie-breaking hash ("mark") of the element that has a given rank between two bounds.
+    """Find the element of a given rank between two bounds; return its magnitude and tie-breaking hash ("mark").
 
     The elements to choose from have the magnitudes `sizes` and the marks `marks`. `cut` is (magnitude of the lower
     bound, its mark, magnitude of the upper bound, its mark, rank). The rank counts elements strictly between the

@@ -39,10 +39,7 @@ GPU_CHUNK = 512 * BLOCK
 
 
 def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The weighted sum of tensors, sum_t w_t theta_t, added in the given order.
-
-    theta_t is tensor t, w_t its weight.
-    """
+    """The sum of the tensors, each times its weight, added in the given order."""
     merged = tensors[0] * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
         merged += tensor * weight
@@ -114,9 +111,9 @@ def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def num_kept(k: float, num_elements: int) -> int:
-    """The number of elements that TIES keeps of n = `num_elements` at the share k: floor(k n), at least one.
+    """The number of elements that TIES keeps: the share `k` of `num_elements`, rounded down, but at least one.
 
-    The product is exact for a share k with at most six decimals.
+    The product of both is exact for a share k with at most six decimals.
     """
     return min(num_elements, max(1, share_of(k, num_elements)))
 

@@ -71,20 +71,20 @@ def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.T
 
 @merges("linear", peak=Peak(0, 8))
 def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Weighted average of models: sum_t w_t theta_t with sum_t w_t = 1 (model soups, arXiv:2203.05482).
+    """Weighted average of models, with weights that are divided by their sum (model soups, arXiv:2203.05482).
 
-    theta_t is the tensor of model t, w_t its weight; this is equation 11 of "Automated Model Merging". The given
-    weights are divided by their sum, because weights rounded to six decimals seldom sum to exactly one. Raises
-    InvalidRecipe if they sum to zero.
+    The result is sum_t w_t theta_t with sum_t w_t = 1. theta_t is the tensor of model t, w_t its weight; this is
+    equation 11 of "Automated Model Merging". The given weights are divided by their sum, because weights rounded to six
+    decimals seldom sum to exactly one. Raises InvalidRecipe if they sum to zero.
     """
     return weighted_sum(tensors, linear_weights(weights))
 
 
 @merges("weighted_sum", peak=Peak(0, 8))
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Weighted sum of models, with weights used as given: sum_t w_t theta_t (mergekit's linear, `normalize: false`).
+    """Weighted sum of models, with weights used as given (mergekit's linear with `normalize: false`).
 
-    theta_t is the tensor of model t, w_t its weight.
+    The result is sum_t w_t theta_t. theta_t is the tensor of model t, w_t its weight.
     """
     return weighted_sum(tensors, weights)
 
@@ -217,13 +217,14 @@ def model_stock(
     products: Products | None = None,
     name: str = "",
 ) -> torch.Tensor:
-    """Model Stock (arXiv:2403.19522): the base plus t times the mean task vector of N models.
+    """Model Stock (arXiv:2403.19522): the base plus the mean task vector, scaled by how similar the task vectors are.
 
-    The factor is t = N cos / (1 + (N - 1) cos), with cos the mean cosine between the task vectors of this tensor. A
-    task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is zero, the result is the
-    base. Near this pole, the magnitude of t is large. Raises InvalidRecipe, naming the tensor by `name`, if t is not
-    from -N to 1; with `unbounded` a warning is logged instead. For models at equal distances from the base, the result
-    at t = -N is as far from the base as they are. `products` are the inner products of the task vectors, if known.
+    The factor is t = N cos / (1 + (N - 1) cos), with N the number of models and cos the mean cosine between the task
+    vectors of this tensor. A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is
+    zero, the result is the base. Near this pole, the magnitude of t is large. Raises InvalidRecipe, naming the tensor
+    by `name`, if t is not from -N to 1; with `unbounded` a warning is logged instead. For models at equal distances
+    from the base, the result at t = -N is as far from the base as they are. `products` are the inner products of the
+    task vectors, if known.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)

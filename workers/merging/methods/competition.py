@@ -110,9 +110,9 @@ def sce_mergekit(
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
-    """The number of elements that SCE selects: a share of those that vary between task vectors.
+    """The number of elements that SCE selects: a share of the elements that differ between task vectors.
 
-    `num_variable` is the number of elements that vary, `select_topk` the share.
+    `num_variable` is the number of elements that differ, `select_topk` the share.
     """
     return share_of(select_topk, num_variable)
 
@@ -239,7 +239,7 @@ def consensus_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Consensus merging of TIES' merged task vector: add only its elements that matter to several models.
+    """Consensus merging with TIES: of its merged task vector, add only elements that matter to several models.
 
     TIES' merged task vector, tau, is that of equations 6 to 8 of "Automated Model Merging", with the share k of
     elements kept and without lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with
@@ -256,10 +256,11 @@ def consensus_ties(
 def wudi(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, steps: int, learning_rate: float
 ) -> torch.Tensor:
-    """WUDI-Merging (arXiv:2503.08099): the base plus lambda m, with m optimised by Adam.
+    """WUDI-Merging (arXiv:2503.08099): the base plus a scaled task vector that Adam optimises for each matrix.
 
-    tau_i are the task vectors. For a matrix, m begins as sum_i tau_i and is changed by `steps` steps of Adam on the
-    loss sum_i |(m - tau_i) tau_i^T|^2 / |tau_i|^2. For other tensors m is the mean task vector.
+    The result is the base plus lambda m. tau_i are the task vectors, and m is the merged one. For a matrix, m begins as
+    sum_i tau_i and is changed by `steps` steps of Adam on the loss sum_i |(m - tau_i) tau_i^T|^2 / |tau_i|^2. For other
+    tensors m is the mean task vector.
 
     The gradient is 2 (m A - B), with A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2,
     so that a step is one matrix product. The last bits of matrix products depend on the number of threads. Task vectors
@@ -352,10 +353,10 @@ def _ram(
 
 
 def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
-    """RAM+'s factor for the elements that only one model changed: 1 + r min(alpha, shared / alone).
+    """RAM+'s factor for elements that only one model changed; larger if the model shares more of its changes.
 
-    Of the `num_changed` elements that the model changed, `num_alone` were changed by no other model, and the others are
-    shared.
+    The factor is 1 + r min(alpha, shared / alone), or 1 if alone is 0. Of the `num_changed` elements that the model
+    changed, `num_alone` (alone) were changed by no other model; shared is the number of the others.
     """
     return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
 

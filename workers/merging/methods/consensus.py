@@ -121,14 +121,14 @@ def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float
 def disjoint_majority_interpolation(
     taus: Sequence[torch.Tensor], weights: Sequence[float], majority: int | None = None
 ) -> torch.Tensor:
-    """The element-wise interpolation of the task vectors that have the elected sign, continuous in `weights`.
+    """Element-wise weighted mean of the task vectors with the elected sign, which get the shares of the others.
 
     The elected sign is the sign of the sum of all task vectors `taus`. If this sum is zero, the elected sign is the
     majority sign, as in `disjoint_majority_mean`. The share of a task vector is its weight divided by the sum of all
     weights. The shares of the task vectors that do not have the elected sign are divided equally among the task vectors
     that have it. So if two task vectors have the elected sign, they are interpolated by their shares. If only one task
-    vector has the elected sign, the result is this task vector. Equal weights give the mean (Mixup Model Merge, M3,
-    appendix H).
+    vector has the elected sign, the result is this task vector. The result is continuous in `weights`. Equal weights
+    give the mean (Mixup Model Merge, M3, appendix H).
     """
     elected = _elected_or_majority(taus, majority)
     shares = [weight / fsum(weights) for weight in weights]

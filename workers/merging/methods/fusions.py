@@ -16,7 +16,7 @@ __all__ = ["Importance", "ImportancesAt", "arcee_fusion", "importance_of", "impo
 
 @merges("nearswap", peak=Peak(0, 16))
 def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
-    """The first model, with each element moved towards the second model's by at most t (mergekit's NearSwap).
+    """The first model, with each element moved at most the distance `t` towards the second's (mergekit's NearSwap).
 
     With theta_1 and theta_2 the tensors of the two models, the result is w theta_2 + (1 - w) theta_1 with w = min(1, t
     / |theta_1 - theta_2|).
@@ -28,7 +28,7 @@ def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Importance:
-    """The criterion by which Arcee Fusion takes elements from the second of two models.
+    """The rule by which Arcee Fusion selects elements of the second of two models: row factors and a threshold.
 
     The importance of an element is the magnitude of the two models' difference, times the number of the element's row
     in `rows` (float32 [..., 1]). The element is taken if its importance is at least `threshold`, a float32 value.
@@ -71,11 +71,11 @@ def importances_at(
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
-    """The criterion by which `arcee_fusion` takes elements from `second` instead of `first`.
+    """Row factors and threshold that select the elements which Arcee Fusion takes from `second`.
 
-    The criterion has a number for each row, and the smallest importance of elements that are taken. The tensors are on
-    CPU and have at least one element. `select` is a function like `importances_at`: it returns the importances at given
-    indices of the sorted importances.
+    The other elements of the merge are those of `first`. The result has a factor for each row, and the smallest
+    importance of elements that are taken. The tensors are on CPU and have at least one element. `select` is a function
+    like `importances_at`: it returns the importances at given indices of the sorted importances.
     """
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))

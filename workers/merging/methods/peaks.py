@@ -17,11 +17,11 @@ GPU_BLOCK_BYTES = 256 << 20
 
 
 class Peak(NamedTuple):
-    """Peak memory of a merge method's PyTorch function in bytes: (`per_source` N + `fixed`) n + `per_square` c^2.
+    """Peak memory of a merge method's PyTorch function, as the coefficients of a formula for the bytes.
 
-    N is the number of sources, n the number of elements of the merged tensor, and c the number of columns of a matrix,
-    0 for tensors of other dimensions. The result is counted; operands, which are float32, are not. A GPU takes
-    `more_on_gpu` n more.
+    The peak is (`per_source` N + `fixed`) n + `per_square` c^2 bytes. N is the number of sources, n the number of
+    elements of the merged tensor, and c the number of columns of a matrix, 0 for tensors of other dimensions. The
+    result is counted; operands, which are float32, are not. A GPU takes `more_on_gpu` n more.
     """
 
     per_source: float

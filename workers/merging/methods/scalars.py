@@ -15,7 +15,7 @@ __all__ = ["acos", "cos", "fsum", "sin", "sqrt"]
 
 
 def fsum(numbers: Iterable[float]) -> float:
-    """The sum of coefficients: of numbers exactly, rounded once; of tensors with its gradient.
+    """Sum of coefficients: numbers are added exactly and rounded once, tensors are added with their gradients.
 
     If any coefficient is a tensor, the result is a tensor.
     """

@@ -155,11 +155,11 @@ def row_width(tensor: torch.Tensor) -> int:
 
 
 def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
-    """The numbers (origin, start, step) that give MagPrune's probability of keeping an element in a row of `width`.
+    """Three numbers that give MagPrune's probability of keeping an element from its rank in a row of `width`.
 
-    The probability of keeping the element of a rank is start + |rank - origin| step; rank 0 is the smallest magnitude.
-    It is from density - epsilon to density + epsilon. With `is_symmetric` both ends are reached; without `is_symmetric`
-    only the upper end is reached.
+    They are (origin, start, step). The probability of keeping the element of a rank is start + |rank - origin| step;
+    rank 0 is the smallest magnitude. It is from density - epsilon to density + epsilon. With `is_symmetric` both ends
+    are reached; without `is_symmetric` only the upper end is reached.
     """
     if not is_symmetric:
         return width - 1, density + epsilon, -2 * epsilon / width
@@ -180,7 +180,7 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
 
 
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
-    """Scale a sparse task vector to the L1 norm of the whole task vector `tau`, as in mergekit.
+    """Scale a sparse task vector so that its L1 norm is that of the whole task vector `tau`, as in mergekit.
 
     `norm` is the sum of magnitudes of `tau`, if known. The sparse task vector is returned unchanged if either sum is
     below 1e-7.
@@ -189,7 +189,7 @@ def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = 
 
 
 def l1_ratio(before: float, after: float) -> float:
-    """The factor by which `match_l1_norm` scales: before / after, or 1 if one of the two is below 1e-7.
+    """The factor by which `match_l1_norm` scales: `before` / `after`, or 1 if either of them is below 1e-7.
 
     `before` and `after` are the sums of magnitudes before and after elements were dropped.
     """

@@ -52,11 +52,11 @@ Norms = Sequence[float] | None
 
 @merges("task_arithmetic", peak=Peak(0, 8))
 def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas: Sequence[float]) -> torch.Tensor:
-    """Task arithmetic (arXiv:2212.04089): theta_pre + sum_t lambda_t (theta_t - theta_pre).
+    """Task arithmetic (arXiv:2212.04089): the base plus each task vector times its own lambda.
 
-    theta_pre is the base, and theta_t is model t. The method is defined by equations 4 and 5 of "Automated Model
-    Merging". Equation 5 has one lambda for all task vectors; a lambda for each task vector is the common
-    generalisation.
+    The result is theta_pre + sum_t lambda_t (theta_t - theta_pre). theta_pre is the base, and theta_t is model t. The
+    method is defined by equations 4 and 5 of "Automated Model Merging". Equation 5 has one lambda for all task vectors;
+    a lambda for each task vector is the common generalisation.
     """
     merged = base.clone()
     for tensor, lambda_ in zip(tensors, lambdas, strict=True):
@@ -254,7 +254,7 @@ def m3_dare_ties(
     orders: Orders = None,
     majority: int | None = None,
 ) -> torch.Tensor:
-    """DARE followed by Mixup Model Merge inside TIES (M3, table 7), in the order of the authors' code.
+    """DARE, then TIES with Mixup Model Merge's interpolation (M3, table 7), in the order of the authors' code.
 
     A random mask keeps the share density_t of the elements of task vector t. The kept elements are divided by
     density_t, and the other elements are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority`
@@ -283,11 +283,11 @@ def dare_linear(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """DARE with task arithmetic (arXiv:2311.03099): theta_pre + sum_t lambda_t m_t tau_t / density_t.
+    """DARE with task arithmetic (arXiv:2311.03099): random elements of task vectors are dropped before the sum.
 
-    theta_pre is the base, and tau_t is the task vector of model t. m_t is a random mask that keeps the share density_t
-    (the paper's 1 - p) of the elements; `keys` has the mask's key for each model. With density 1 the method is task
-    arithmetic.
+    The result is theta_pre + sum_t lambda_t m_t tau_t / density_t. theta_pre is the base, and tau_t is the task vector
+    of model t. m_t is a random mask that keeps the share density_t (the paper's 1 - p) of the elements; `keys` has the
+    mask's key for each model. With density 1 the method is task arithmetic.
     """
     merged = base.clone()
     for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
@@ -328,11 +328,12 @@ def dare_ties(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """TIES with DARE in place of trimming (arXiv:2311.03099): signs are elected among m_t tau_t / density_t.
+    """TIES in which DARE's random dropping of elements replaces the trimming (arXiv:2311.03099).
 
-    tau_t is the task vector of model t. m_t is a random mask that keeps the share density_t of the elements of tau_t;
-    `keys` has the mask's key for each model. For each element, the sparse task vectors that have the sign of the sum of
-    all sparse task vectors are averaged. The mean is multiplied by lambda and added to the base.
+    The sparse task vectors are m_t tau_t / density_t. tau_t is the task vector of model t. m_t is a random mask that
+    keeps the share density_t of the elements of tau_t; `keys` has the mask's key for each model. For each element, the
+    sparse task vectors that have the sign of the sum of all sparse task vectors are averaged. The mean is multiplied by
+    lambda and added to the base.
     """
     return consensus.disjoint_mean(masked_task_vectors(tensors, base, densities, keys)).mul_(lambda_).add_(base)
 
@@ -350,7 +351,7 @@ def dare_ties_l1(
     rescale: bool = True,
     norms: Norms = None,
 ) -> torch.Tensor:
-    """TIES with weights on task vectors whose elements DARE has dropped at random (mergekit's dare_ties).
+    """Weighted TIES of task vectors after DARE's random dropping of elements (mergekit's dare_ties).
 
     DARE keeps the share `densities` of the elements of each task vector at random, by masks with the keys `keys`. With
     `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task vector; `norms` has this sum for
@@ -386,7 +387,7 @@ def m3_dare(
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The lambda of each model with which `dare_linear` gives the result of `m3_dare`.
+    """For each model, the lambda with which `dare_linear` gives the result of `m3_dare`.
 
     The lambda of a model is `lambda_` times the model's weight, divided by the sum of the weights.
     """
@@ -439,7 +440,7 @@ def della_l1(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES with weights on task vectors whose elements MagPrune has dropped at random (mergekit's della).
+    """Weighted TIES of task vectors after MagPrune's random dropping of elements (mergekit's della).
 
     MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density +
     epsilon, by the rank of its magnitude in its row; `keys` are the keys of the random masks. With `rescale`, the kept
@@ -470,13 +471,13 @@ def della_linear(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """DELLA (arXiv:2406.11617) without the election of signs: theta_pre + sum_t lambda_t MagPrune(tau_t).
+    """DELLA (arXiv:2406.11617) without the election of signs: task arithmetic after MagPrune's random dropping.
 
-    theta_pre is the base, and tau_t is the task vector of model t. MagPrune (`sparsify.magnitude_sampled`) keeps each
-    element with a probability from density - epsilon to density + epsilon, and divides each kept element by this
-    probability. Larger elements have a higher probability. `keys` are the keys of the random masks. `ranks` has, for
-    each model, the ranks of its magnitudes in each row, if the ranks are known. `orders` has, for each model, the order
-    of elements of equal magnitude.
+    The result is theta_pre + sum_t lambda_t MagPrune(tau_t). theta_pre is the base, and tau_t is the task vector of
+    model t. MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to
+    density + epsilon, and divides each kept element by this probability. Larger elements have a higher probability.
+    `keys` are the keys of the random masks. `ranks` has, for each model, the ranks of its magnitudes in each row, if
+    the ranks are known. `orders` has, for each model, the order of elements of equal magnitude.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -498,13 +499,13 @@ def della_linear_l1(
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """DELLA without the election of signs as in mergekit (della_linear): the base plus sum_t lambda_t tau_t.
+    """Task arithmetic after MagPrune's random dropping of elements (mergekit's della_linear).
 
-    tau_t has the elements of the task vector of model t that MagPrune (`sparsify.magnitude_sampled`) keeps. MagPrune
-    keeps each element with a probability from density - epsilon to density + epsilon, by masks with the keys `keys`.
-    With `rescale`, tau_t is scaled to the sum of magnitudes of the whole task vector. `ranks` has, for each model, the
-    ranks of its magnitudes in each row, if the ranks are known. `orders` has, for each model, the order of elements of
-    equal magnitude.
+    The result is the base plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune
+    (`sparsify.magnitude_sampled`) keeps. MagPrune keeps each element with a probability from density - epsilon to
+    density + epsilon, by masks with the keys `keys`. With `rescale`, tau_t is scaled to the sum of magnitudes of the
+    whole task vector. `ranks` has, for each model, the ranks of its magnitudes in each row, if the ranks are known.
+    `orders` has, for each model, the order of elements of equal magnitude.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -559,7 +560,7 @@ def breadcrumbs_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES with weights on task vectors without their largest and smallest elements (mergekit's breadcrumbs_ties).
+    """Weighted TIES of task vectors without their largest and smallest elements (mergekit's breadcrumbs_ties).
 
     The largest elements of each task vector (the share gamma) and its smallest elements are set to zero, so that the
     share density is left. With `rescale`, the remaining elements are scaled to the sum of magnitudes of the whole task

@@ -84,7 +84,7 @@ def _model_stock(merge: Merge, stored: Operands) -> Rule:
 
 
 class Nearswap(NamedTuple):
-    """Rule of NearSwap: the first of two sources, each element moved by at most t towards the second source's."""
+    """Rule of NearSwap: the first of two sources, each element moved at most the distance `t` towards the second's."""
 
     t: float
 

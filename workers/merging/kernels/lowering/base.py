@@ -32,10 +32,11 @@ Lowering = Callable[[Merge, Operands], Rule]
 
 @dataclass(frozen=True)
 class Fused:
-    """The function that converts merges of one method to rules, the formulas that kernels execute.
+    """How kernels compute one merge method: the function that makes its rule, and whether CUDA has a kernel too.
 
-    `lowering` is the function that returns the rule for a merge and its operands. `is_on_cuda` says whether there is a
-    kernel for these rules on CUDA; on the CPU there is always one.
+    A rule is the formula that a kernel executes, as plain data. `lowering` is the function that returns the rule for a
+    merge and its operands. `is_on_cuda` says whether there is a kernel for these rules on CUDA; on the CPU there is
+    always one.
     """
 
     lowering: Lowering
@@ -47,10 +48,11 @@ RULES: dict[str, Fused] = {}
 
 
 def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
-    """Decorator that registers a function as the one that returns the kernel rule for merges of the method `name`.
+    """Decorator that registers the function which converts merges of the method `name` to kernel rules.
 
-    `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if `search_spaces.methods` does
-    not declare the method, or if a rule is already registered for the method.
+    A rule is the formula that a kernel executes. `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises
+    ValueError if `search_spaces.methods` does not declare the method, or if a rule is already registered for the
+    method.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
@@ -65,7 +67,7 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
 
 
 def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
-    """Make the part of a rule that keeps only the elements of largest magnitude of each task vector.
+    """The part of a kernel rule that keeps only the largest-magnitude elements of each task vector.
 
     This part, the sparsification, sets the other elements to zero. `shares` has, for each source, the share of elements
     to keep. `stored` are the operands of the merge with their statistics. The thresholds are computed from the field
@@ -83,10 +85,10 @@ def base(stored: Operands) -> torch.Tensor:
 
 
 def factors(stored: Operands) -> Words:
-    """The factor of each source in `stored` that determines how ties between equal magnitudes are broken.
+    """Factors of the hashes that order elements of equal magnitude, one for each source.
 
-    Elements of equal magnitude in a source are ordered by hashes, called marks: an element's mark is a hash of its
-    index and the factor (`TieOrder.factor`).
+    The hashes break ties at a threshold. They are called marks: an element's mark is a hash of its index, times the
+    factor (`TieOrder.factor`), modulo 2^32.
     """
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)

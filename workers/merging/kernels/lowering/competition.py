@@ -57,12 +57,12 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 
 
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
-    """The variance threshold by which SCE selects elements, and each source's sum of squares over selected elements.
+    """Find SCE's variance threshold, and sum each task vector's squares over the elements that reach it.
 
     SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. The first result
     describes the threshold in four values: how variances are compared with it (`ByMark` or `ByMagnitude`), its
-    variance, its tie-breaking mark, and the factor that determines the elements' marks. The rules `Variable` and
-    `VariableElection` begin with these fields.
+    variance, its tie-breaking mark, and the factor that determines the elements' marks. The second result has a sum for
+    each source. The rules `Variable` and `VariableElection` begin with these fields.
     """
     from workers.merging.kernels.reductions import variable_squares
 
