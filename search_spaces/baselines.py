@@ -102,7 +102,7 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 
 
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
-    """Yield the names and merges with which the paper "Mixup Model Merge (M3)" compares its method.
+    """Yield the name and merge of each baseline without mixup in the paper "Mixup Model Merge (M3)".
 
     They are task arithmetic and TIES with the coefficients of its table 3, which include those of table 4, and DARE
     with density 0.8 in combination with the average, task arithmetic and TIES. TIES is the variant of the paper's code,

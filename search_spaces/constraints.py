@@ -79,7 +79,7 @@ def parse_constraint(text: str) -> Constraint:
 def contradictory(
     constraints: Mapping[int, Constraint], *, objectives: Sequence[str], experts: Sequence[str] | None
 ) -> Iterator[tuple[int, str]]:
-    """Errors in a study's constraints, as pairs of the constraint's position in the list and a message.
+    """Errors in a study's list of constraints, each as a constraint's position in the list and a message.
 
     Errors are an unknown objective or expert, a repeated constraint, and two bounds that no value can satisfy
     together. If `experts` is None, the names of experts are not checked.

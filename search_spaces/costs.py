@@ -27,7 +27,7 @@ class ModelSize:
     max_layers: int
 
     def of(self, recipe: Recipe, cost: Cost) -> float:
-        """The cost of the merge that `recipe` describes: its number of layers or of parameters, as `cost` says.
+        """The size of the merge that `recipe` describes. `cost` selects its unit: layers or parameters.
 
         A layer that the merge repeats counts each time.
         """
@@ -41,7 +41,7 @@ class ModelSize:
         return float(total)
 
     def most(self, cost: Cost) -> float:
-        """The largest cost that a merge may have: its number of layers or of parameters, as `cost` says."""
+        """The largest size that a merge may have. `cost` selects its unit: layers or parameters."""
         if cost == "layers":
             return float(self.max_layers)
         largest = max(map(sum, zip(*self.components.values(), strict=True)), default=0)

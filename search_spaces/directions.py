@@ -17,9 +17,10 @@ __all__ = ["Direction", "direction_of"]
 
 @dataclass(frozen=True)
 class Direction:
-    """Direction and scale of a merge: the experts' shares of the task vectors, and the factor on their weighted sum.
+    """The experts' shares in a merge, and the factor (scale) on the weighted sum of their task vectors.
 
-    `shares` has the experts' aliases as keys, and its values sum to 1. `scale` is None for an average.
+    The shares are the direction of the merge: `shares` maps the experts' aliases to numbers that sum to 1. `scale` is
+    None for an average.
     """
 
     shares: Mapping[str, float]
@@ -27,12 +28,12 @@ class Direction:
 
 
 def direction_of(recipe: Recipe) -> Direction | None:
-    """The direction (the experts' shares) and scale of a recipe that merges all tensors equally, or None.
+    """Read the experts' shares and the scale from a recipe that merges all tensors equally. None if it has none.
 
-    Direction and scale are read from the merge of the head. The shares are the weights, for a method that divides
-    weights by their sum. For a method with a lambda for each model, the shares are the lambdas divided by their sum,
-    and this sum is the scale. Methods with one lambda and no weights, such as TIES, have equal shares. A single expert
-    has the share 1. Returns None for the base model, for numbers that sum to 0, and for other methods.
+    Direction (the shares) and scale are read from the merge of the head. The shares are the weights, for a method that
+    divides weights by their sum. For a method with a lambda for each model, the shares are the lambdas divided by their
+    sum, and this sum is the scale. Methods with one lambda and no weights, such as TIES, have equal shares. A single
+    expert has the share 1. Returns None for the base model, for numbers that sum to 0, and for other methods.
     """
     merge = recipe.head
     models, declared = [source.model for source in merge.sources], METHODS[merge.method]

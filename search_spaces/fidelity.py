@@ -59,7 +59,7 @@ def fidelities(rungs: Sequence[int]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Bracket:
-    """A bracket of successive halving: configurations that start at one rung, and of which the best are promoted.
+    """A bracket of successive halving: several configurations start at one rung, and the best reach the next rungs.
 
     The bracket starts `num_configurations` configurations at rung `first_rung` (0-based); the best of them reach rung
     `num_rungs` - 1. `eta` is the reduction factor.

@@ -96,9 +96,9 @@ class Objective:
         return self.cost_of_stored(value)
 
     def cost_of_stored(self, value: float) -> float:
-        """The cost of a stored value: 0 at the better end of the range, 1 at the worse end.
+        """The cost of any value, without the checks of `cost`, so that stored results can always be shown.
 
-        Unlike `cost`, it accepts any value, so that stored results can always be shown.
+        The cost is 0 at the better end of the range and 1 at the worse end.
         """
         low, high = self.bounds
         share = (value - low) / (high - low)

@@ -137,22 +137,22 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """Rules for the configurations of a search space: how they are drawn, and in which form they are stored.
+    """Rules of a search space: how to draw random configurations, and which one is stored if several give one merge.
 
-    If several configurations have the same meaning, only one of them is stored; it is called the repaired
-    configuration. Implementations are immutable and picklable.
+    If several configurations give the same merge, only one of them is stored; it is called the repaired configuration.
+    Implementations are immutable and picklable.
     """
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A random configuration from the search space's own distribution, in the form in which it is stored."""
+        """Draw a random configuration from the search space's own distribution. It is a repaired configuration."""
         ...
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Replace a proposed configuration by the configuration that is stored for it, within the limits of the space.
+        """The repaired configuration of a proposed one. Both give the same merge.
 
-        The result is the repaired configuration. Each value of `configuration` must be accepted by its parameter.
-        Configurations that give the same merge have the same repaired configuration. The result depends only on
-        `configuration`. A repaired configuration is returned unchanged.
+        The study stores the result. Each value of `configuration` must be accepted by its parameter. Configurations
+        that give the same merge have the same repaired configuration. The result depends only on `configuration`. A
+        repaired configuration is returned unchanged.
         """
         ...
 
@@ -255,7 +255,7 @@ class Parameters:
         return self.build(lambda parameter: parameter.sample(rng))
 
     def repair(self, configuration: Configuration) -> Configuration:
-        """The configuration that is stored in place of a proposed one, by the rules in the space's `structure`.
+        """The configuration that a study stores for a proposed one (`Structure.repair`).
 
         Without a structure the result is `configuration` itself. `check` must accept it.
         """

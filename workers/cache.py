@@ -18,7 +18,7 @@ CACHE_VARIABLE = "MERGESEARCH_CACHE"
 
 
 def cache_dir(cache: str | Path | None = None) -> Path:
-    """Directory of the cache: `cache`, or $MERGESEARCH_CACHE, or mergesearch in the user's cache folder.
+    """The cache directory: `cache` if given, else $MERGESEARCH_CACHE, else mergesearch in the user's cache folder.
 
     The user's cache folder is $XDG_CACHE_HOME, or ~/.cache.
     """

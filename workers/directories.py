@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
-    """Context manager with exclusive access to the file or directory `place`; other processes of this machine wait.
+    """Context manager that locks `place`, a file or directory. Other processes of this machine wait for their turn.
 
     The log says once for which process this one waits. The wait ends when that process ends, too. With `limit_s`,
     TimeoutError is raised after so many seconds, with the process and the lock file.

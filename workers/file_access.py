@@ -22,12 +22,12 @@ DATABASE_URL = "database.url"
 
 @dataclass(frozen=True)
 class FileAccess:
-    """Directories and object-store folders from which a study may read files, and judges that it may ask.
+    """Permissions of a study: the directories and object-store folders it may read, and the judges it may query.
 
     `readable` and `trusted` are absolute directories. Files below any of them may be read; task files below `trusted`
     may also name Python functions. Symbolic links are resolved before a path is compared with the directories. `urls`
-    are folders in object stores; models and files below these may be read too. `judges` are the URLs of endpoints that
-    may judge completions.
+    are folders in object stores; models and files below these may be read too. `judges` are the URLs of endpoints with
+    a language model that may judge completions.
     """
 
     readable: tuple[str, ...]
@@ -104,7 +104,7 @@ class FileAccess:
         )
 
     def distrust(self, directory: str | Path) -> str | None:
-        """Reason why Python functions named by task files in `directory` may not run; None if they may run.
+        """Why Python functions that task files in `directory` name must not run. None if they may run.
 
         They may be run if the directory is below one of the directories `trusted`.
         """

@@ -386,7 +386,7 @@ class VerificationReport:
 
 @dataclass(frozen=True)
 class GradientResult:
-    """Losses of a merge on a minibatch, and the gradient of their weighted sum with respect to its coefficients.
+    """The losses of a merge on a minibatch, and the gradient of their weighted sum with respect to the coefficients.
 
     In the sum, each objective's loss has a given weight.
 
@@ -447,14 +447,14 @@ class Scorer(Protocol):
         ...
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """Let engines that scored since their last check compute a canary: fixed prompts, compared with transformers.
+        """Run a canary in each engine that scored since its last check: fixed prompts, compared with transformers.
 
         Raises EngineFault if an engine does not reproduce the log-probabilities of transformers.
         """
         ...
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of the engines of all replicas, as a document.
+        """Counts, times and memory of the engines of all replicas, as a JSON document.
 
         The document has the numbers of starts and swaps, the seconds of each swap (`swap_s`) and of work (`busy_s`),
         and the placement and bytes of the source weights.

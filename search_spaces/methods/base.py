@@ -52,9 +52,9 @@ class Range:
 
 @dataclass(frozen=True)
 class PairShare:
-    """The search range of the weights of two models: one number t in [low, high], which is the share of the second.
+    """The search range of the weights of a pair of models: t, the weight of the second model, is in [low, high].
 
-    The weights are 1 - t and t.
+    The weight of the first model is 1 - t.
     """
 
     low: float = 0.0
@@ -63,9 +63,9 @@ class PairShare:
 
 @dataclass(frozen=True)
 class NumSources:
-    """The fixed value of a coefficient that counts sources, such as the number of sources that must agree.
+    """The value of a coefficient that counts sources, such as how many sources must agree. It is not searched.
 
-    The coefficient is not searched. It is `value`, or the merge's number of sources if that is smaller.
+    The coefficient is `value`, or the merge's number of sources if that is smaller.
     """
 
     value: float
@@ -95,7 +95,7 @@ class Coefficient:
     decimals: int = COEFFICIENT_DECIMALS
 
     def searched_in(self, low: float, high: float) -> Self:
-        """A copy of the coefficient that is searched in [low, high], with one number for all experts."""
+        """A copy of the coefficient. A search varies it in [low, high], as one number that all experts share."""
         return replace(self, searched=Range(low, high))
 
     @property
@@ -158,7 +158,7 @@ class MergeMethod:
 
     @property
     def source_choice(self) -> SourceChoice:
-        """The kind of sources that a search chooses for this method: experts, a pair, an ordered pair or one model."""
+        """What a search chooses as sources of this method: experts, a pair, an ordered pair, or one model."""
         if self.max_sources is None:
             return "experts"
         if self.max_sources == 1:
@@ -174,7 +174,7 @@ class MergeMethod:
 
     @property
     def gradients_by(self) -> tuple[Coefficient, ...]:
-        """The coefficients with respect to which tensors merged by this method are differentiable, if any."""
+        """The coefficients of this method by which the merged tensor can be differentiated; empty if there are none."""
         return tuple(coefficient for coefficient in self.coefficients if coefficient.has_gradient)
 
     def range_of(self, name: str) -> Range:

@@ -49,7 +49,7 @@ def normalize(default: int) -> Coefficient:
 
 
 def weights_do_not_cancel(numbers: Numbers) -> str | None:
-    """Constraint of methods that divide by the sum of the weights: the sum must not be zero.
+    """Check the weights of a method that divides by their sum: the sum must not be zero.
 
     Returns a message if the sum is zero, else None.
     """

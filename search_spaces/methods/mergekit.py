@@ -107,7 +107,7 @@ def generalized(
     exact_at: Mapping[str, float] | None = None,
     settings: Mapping[str, bool] | None = None,
 ) -> Counterpart:
-    """The mergekit counterpart of a merge method that mergekit implements as a variant of its task arithmetic.
+    """Declare the mergekit counterpart of a merge method that mergekit implements as a variant of task arithmetic.
 
     `method` is mergekit's name of the variant, and `settings` its flags. All variants have the parameters weight,
     density, lambda, normalize and rescale; `others` are parameters of this variant alone. `coefficients` converts
@@ -127,7 +127,7 @@ def generalized(
 
 
 def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """A function from mergekit's parameters to coefficients, for merge methods that add a sum of task vectors.
+    """Make the function that converts mergekit's parameters to coefficients, for methods that add up task vectors.
 
     Each lambda is mergekit's weight, normalized or not, times mergekit's lambda. `sparse` are the names of mergekit's
     parameters for the mask that makes task vectors sparse, if the method has one: `density` first, and `rescale` if it
@@ -149,7 +149,7 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """A function from mergekit's parameters to coefficients, for merge methods that elect a sign, such as TIES.
+    """Make the function that converts mergekit's parameters to coefficients, for methods that elect a sign (TIES).
 
     In each element, they add only the task vectors with the elected sign. `sparse` are the names of mergekit's
     parameters for the mask that makes task vectors sparse: `density` first, and `rescale` if it is a coefficient.
@@ -165,7 +165,7 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """Whether the sparse mask of a task vector keeps any element, for each task vector of a merge.
+    """For each task vector of a merge: whether its sparse mask keeps at least one element.
 
     `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
     mask keeps no element of a task vector whose `density` is 0. If there are no names there is no mask, and all
@@ -175,7 +175,7 @@ def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
 
 
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
-    """The coefficients of a method's sparse mask, from mergekit's parameters with the names `names`.
+    """Convert mergekit's parameters of a sparse mask, named in `names`, to the method's coefficients for this mask.
 
     At density 1 or more no element is dropped, so the mask's other parameters are set to zero. At density 0 no element
     is kept. Such a task vector has the weight zero, so its density may be any number, and is set to 1. If there are no

@@ -31,7 +31,7 @@ SEARCHERS = dict(sorted(_DECLARED.items(), key=lambda item: (not item[1].learns,
 def unsupported(
     algorithm: str, parameters: Parameters, *, num_objectives: int, num_constraints: int = 0
 ) -> tuple[Problem, ...]:
-    """A problem if a search needs features that the searcher `algorithm` does not handle, else an empty tuple.
+    """Check that the searcher `algorithm` handles all features that a search needs. Returns one problem, or ().
 
     The problem names the missing features and the searchers that handle them.
     """

@@ -161,7 +161,7 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """The recipes of the models whose layers paths may have, by the names of the models in `pairs`."""
+        """The recipes of the models from which paths take layers. The keys are the models' names in `pairs`."""
         ...
 
     @property
@@ -181,7 +181,7 @@ class AlignedSpace(LayeredSpace, Protocol):
 
 
 class Coefficients(Protocol):
-    """The coefficients of merges that gradient descent can optimise, each of them the value of a numeric parameter.
+    """Merge coefficients that gradient descent can optimise. Their values are those of numeric parameters.
 
     Losses are differentiable with respect to the coefficients. Every coefficient is the value of one parameter. A
     tensor has one coefficient for each source, or a single coefficient for all sources. So the derivative of a loss
@@ -196,7 +196,7 @@ class Coefficients(Protocol):
 
     @property
     def method(self) -> str:
-        """The name of the merge method of the tensors, or of one of the methods if there are several.
+        """The name of the merge method. If tensors are merged by several methods, the name of one of them.
 
         If tensors are merged by several methods, recipes leave out their searched coefficients at the same value.
         """
@@ -204,7 +204,7 @@ class Coefficients(Protocol):
 
     @property
     def coefficient(self) -> str:
-        """The name of the searched coefficient of the method `method`, such as "lambda"."""
+        """The name that the method `method` gives to its searched coefficient, such as "lambda"."""
         ...
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
@@ -215,17 +215,21 @@ class Coefficients(Protocol):
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The parameters that are the coefficients of a tensor, as pairs of a source's alias and a parameter's name.
+        """The coefficients of one tensor: each is a pair of a source's alias and the name of a parameter.
 
-        If the sources share the coefficient, only the first source is listed. A tensor without a searched coefficient
-        has an empty tuple. `tensor_name` is a tensor of the merged model, or an output head that is tied to the
-        embedding and has the embedding's parameters. Raises KeyError for any other name.
+        The parameter has the value of the source's coefficient. If the sources share the coefficient, only the first
+        source is listed. A tensor without a searched coefficient has an empty tuple. `tensor_name` is a tensor of the
+        merged model, or an output head that is tied to the embedding and has the embedding's parameters. Raises
+        KeyError for any other name.
         """
         ...
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The names of the parameters that scale the residual stream after a layer (`LayerRecipe.scale`), by layer."""
+        """The parameter that scales the residual stream after a layer: maps the layer's index to the parameter's name.
+
+        The scale is `LayerRecipe.scale`. Layers whose scale is not searched are missing.
+        """
         ...
 
 
@@ -246,10 +250,10 @@ class DifferentiableSpace(Coefficients, SearchSpace, Protocol):
 
 @runtime_checkable
 class RefinableSpace(LayeredSpace, Protocol):
-    """A search space of layer paths, along each of which gradients can optimise the coefficients of the merges."""
+    """A search space of layer paths. Gradients can optimise the coefficients of the merges on a given path."""
 
     def coefficients_of(self, recipe: Recipe) -> Coefficients:
-        """The coefficients of the merges along the layer path of `recipe`; their defaults give `recipe` itself."""
+        """The merge coefficients on the layer path of `recipe`. The parameters' defaults give `recipe` itself."""
         ...
 
 
@@ -282,7 +286,7 @@ class SpaceSection(Section, ABC):
 
     @property
     def scaled_by(self) -> str | None:
-        """The option by which this section scales the residual stream after layers (`LayerRecipe.scale`), or None.
+        """The option that adds scales of the residual stream after layers (`LayerRecipe.scale`). None without scales.
 
         Not every model type supports such scales.
         """

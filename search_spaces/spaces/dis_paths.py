@@ -88,7 +88,7 @@ class DisPaths:
 
     @property
     def num_candidates(self) -> int:
-        """The number of different candidates of a block, which are the layers that the block may use.
+        """The number of candidates of one block. A candidate is a layer that the block may use.
 
         It is the number of layers in a block times the number of models.
         """
@@ -96,17 +96,17 @@ class DisPaths:
 
     @property
     def num_copies(self) -> int:
-        """The number of layers that a block may use, where each layer counts as often as the block may use it.
+        """The number of copies of all candidates of a block. A candidate that may be used twice has two copies.
 
-        A layer that the block may use is a candidate. It has as many copies as the number of times that it may be used.
+        A candidate is a layer that the block may use.
         """
         return self.num_candidates * self.repeats
 
     @property
     def num_orders(self) -> int:
-        """The number of different orders of a block's candidates, which are the layers that the block may use.
+        """The number of orders in which one block may use its candidates, which are layers.
 
-        Each candidate occurs in an order as often as the block may use it. Without `permutes` there is one order.
+        An order contains each candidate as often as the block may use it. Without `permutes` there is one order.
         """
         return num_orders(self.num_candidates, self.repeats) if self.permutes else 1
 
@@ -191,7 +191,7 @@ class DisPaths:
         return self._tidy(self._fitted(spelled))
 
     def configuration(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """The configuration that the study stores for `blocks`, the layers that a merge uses in each block.
+        """The configuration that a study stores for `blocks`, which list the layers that a merge uses.
 
         Several configurations may describe the same blocks; only one of them is stored. `blocks` must have the form of
         a result of the method `blocks`.
@@ -209,11 +209,11 @@ class DisPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Replace a proposed configuration by the one that the study stores for it, within the limits of the space.
+        """The configuration that a study stores for a proposed one. Both describe the same blocks.
 
         Several configurations may describe the same blocks, which are the layers that a merge uses; only one of these
-        configurations is stored. Blocks with too many layers are shortened. The values of `configuration` must be valid
-        values of the space's parameters.
+        configurations is stored. A configuration with too many layers describes shortened blocks. The values of
+        `configuration` must be valid values of the space's parameters.
         """
         return self.configuration(self.blocks(configuration))
 
@@ -269,10 +269,10 @@ class DisPaths:
         return len(block.path) or (self.depth_granularity if self.retains else 0)
 
     def _keys(self, order: Sequence[int]) -> list[float]:
-        """Sort keys for all copies of the layers that a block may use; sorting the copies by their keys gives `order`.
+        """Sort keys that give the sequence `order`: a number for each copy of each layer that a block may use.
 
-        The keys are numbers in [0, 1]. `order` lists layers by their numbers. It has each layer that a block may use,
-        as often as the block may use the layer.
+        The keys are numbers in [0, 1]. If the copies are sorted by their keys, the result is `order`. `order` lists
+        layers by their numbers. It has each layer that a block may use, as often as the block may use the layer.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies
@@ -357,7 +357,7 @@ class DisPaths:
         return tuple(self.parameters())
 
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
-        """The number of layers of each of the `num_changed` blocks that a random configuration changes.
+        """Draw the number of layers for each of `num_changed` blocks, which are the blocks that a random merge changes.
 
         First the sum of these numbers is drawn, and then the division of this sum between the blocks. The merge has at
         most `max_layers` layers.
@@ -448,7 +448,7 @@ def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
 
 
 def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-    """Encode a path through one block as bits and an order of candidates.
+    """Encode a path through one block as bits and an order of layers: lexicographically the first that gives the path.
 
     Candidates are the numbers 0 to `num_candidates` - 1, which stand for the layers that the block may use. The order
     has `repeats` copies of each candidate. The bits select the copies that the path uses, which are the first copies of
@@ -477,7 +477,7 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
 def _spelling(
     path: tuple[int, ...], num_candidates: int, repeats: int
 ) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
-    """The parameters that describe a path through one block: bits, an order of candidates, and the order's index.
+    """Encode a path through one block as bits and an order (`first_order`). Also returns the index of the order.
 
     A candidate is a layer that the block may use. There are `num_candidates` candidates, and each may be used up to
     `repeats` times. Bits and order are the results of the function `first_order`. The index is the order's place in the
@@ -489,7 +489,7 @@ def _spelling(
 
 @lru_cache(maxsize=100_000)
 def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
-    """The path through one block that is described by bits and by the index `place` of an order.
+    """Decode a path through one block from bits and the index `place` of an order. Inverse of `_spelling`.
 
     The path is a sequence of candidates, numbers from 0 to `num_candidates` - 1 that stand for layers. The order has
     each candidate `repeats` times; these are the candidate's copies. `bits` say which copies the path has, as in the

@@ -264,9 +264,9 @@ class Hm3Space:
         return None
 
     def coefficients_of(self, recipe: Recipe) -> Coefficients:
-        """The coefficients of the experts in the merges along the layer path of `recipe`.
+        """The coefficients of the experts in the merges on the layer path of `recipe`, as numeric parameters.
 
-        They are coefficients of all experts whose layers paths may have, unchanged or merged.
+        Experts are included if paths may have their layers, unchanged or merged.
         """
         merged = {source.model for merge in self._merges for source in merge.sources}
         experts = [expert for expert in self._models.experts if expert in {*self.paths.models, *merged}]
@@ -324,7 +324,7 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models whose layers are used in paths, by name: (alias, index of a preference vector).
+        """The models from which paths take layers. Maps a model's name to an alias and a preference vector's index.
 
         The index is None for a model of the study. The alias MERGED stands for a merge of several models by a
         preference vector; there is one such model for each vector.
@@ -337,7 +337,7 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """The recipe digest of each model whose layers are used in paths, by the model's name.
+        """The recipe digest of each model from which paths take layers. The keys are the names of these models.
 
         Models that are merged with equal weights have equal digests.
         """
@@ -349,7 +349,7 @@ class Hm3Space:
 
     @cached_property
     def _wholes(self) -> dict[tuple[str, int], Recipe]:
-        """A cache of recipes of the whole models whose layers are used in paths.
+        """A cache of recipes: each is the recipe of a complete model from which paths take single layers.
 
         Its keys are a model's name and the index of the preference vector by which the model is merged.
         """
@@ -371,10 +371,10 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The step numbers of all layers that paths may have, by the layers' recipes.
+        """A map from a layer's recipe to the number that stands for this layer as a step of a path.
 
-        The layers of the merged model are merged by the preference vector with index `number`. If several models have
-        an equal layer, its step is the step in the first of these models.
+        It has all layers that paths may have. The layers of the merged model are merged by the preference vector with
+        index `number`. If several models have an equal layer, its step is the step in the first of these models.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}
@@ -385,7 +385,7 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """The merge of the experts for each preference vector, which gives the layers of the additional merged model.
+    """Yield one merge of the experts for each preference vector. Paths may take layers from these merged models.
 
     The weight of an objective is the weight of its expert; every objective must have an expert. Without preference
     vectors there is one merge, in which all experts have equal weights.

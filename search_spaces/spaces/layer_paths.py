@@ -176,7 +176,7 @@ class LayerPaths:
         return tuple(found)
 
     def preference(self, configuration: Configuration) -> int:
-        """The number of the preference vector by which the merged layers of a configuration are merged."""
+        """The index of a preference vector, from a configuration. It gives the weights of the path's merged layers."""
         return int(configuration.get(PREFERENCE, 0))
 
     def scales(self, configuration: Configuration) -> tuple[float, ...]:
@@ -212,7 +212,7 @@ class LayerPaths:
     def configuration(
         self, path: Sequence[int], *, preference: int = 0, scales: Sequence[float] = ()
     ) -> dict[str, Any]:
-        """The configuration of a path, whose merged layers use the preference vector with the number `preference`.
+        """The configuration of a path. `preference` is the index of the preference vector of its merged layers.
 
         `scales` has the scales of all layers except the last. If `scales` is empty, all scales are 1. A space without a
         `scale_range` ignores `scales`.
@@ -228,7 +228,7 @@ class LayerPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Replace a proposed configuration by the one that the study stores for the same layer path.
+        """The configuration that a study stores for a proposed one: it describes the same layer path.
 
         Several configurations may describe the same layer path, because a layer that may not follow the previous layer
         is replaced by another (`path`). In the result, each layer may follow the previous one. The number of the
@@ -297,7 +297,7 @@ class LayerPaths:
         return layers[: self.longest]
 
     def _configuration_of(self, layers: Sequence[tuple[int, int, float]], *, preference: int) -> dict[str, Any]:
-        """The configuration of a path with the layers `layers`, some of them replaced to meet the limits of the space.
+        """The configuration of a path. Replaces layers that may not follow their previous layer by others.
 
         `layers` are tuples (model, layer, scale). A layer that may not follow the previous layer is replaced by the
         nearest layer that may follow it.

@@ -112,7 +112,7 @@ SPACE = LayerwiseSection
 
 
 class LayerwiseSpace:
-    """The search space with one coefficient per expert and part of the model.
+    """The search space `layerwise`: each part of the model has one coefficient for each expert.
 
     It is immutable and implements `DifferentiableSpace`.
     """
@@ -235,7 +235,7 @@ class LayerwiseSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The alias of each expert, and the name of the parameter that is its coefficient in the given tensor.
+        """The coefficients of one tensor: pairs of an expert's alias and the name of the parameter.
 
         Experts are in the study's order.
         """
@@ -244,7 +244,7 @@ class LayerwiseSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The names of the parameters that scale the residual stream after a layer, by layer.
+        """The parameter that scales the residual stream after a layer: maps layer numbers to parameter names.
 
         The last layer has no scale. Without the option `layer_scales` the mapping is empty.
         """

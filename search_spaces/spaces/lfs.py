@@ -234,10 +234,10 @@ class LfsSpace:
         return f"{group}.use.{expert}"
 
     def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
-        """The conditions under which a component group of a layer group uses one of `methods`.
+        """The conditions on parameters under which one component group is merged by one of `methods`.
 
-        `group` and `components` are the names of the layer group and of the component group. Returns () if `methods`
-        contains all methods of the space, because one of these methods is always used.
+        The component group, such as attention, belongs to a layer group; `components` and `group` are their names.
+        Returns () if `methods` contains all methods of the space, because one of these methods is always used.
         """
         if set(self._methods) <= set(methods):
             return ()
@@ -307,11 +307,11 @@ class LfsSpace:
         return choices[configuration[key]] if len(choices) > 1 else next(iter(choices.values()))
 
     def _operand_choices(self, method: str) -> dict[str, tuple[str, ...]]:
-        """The models, or the pairs of models, among which a search chooses for the merge method `method`, by name.
+        """The models, or pairs of models, that a search may choose as sources of the merge method `method`.
 
         The method merges one or two models. A pair consists of two experts, or of the base and an expert. For an
         ordered method, a pair of experts is listed in both orders. With `selection: all` there are no pairs with the
-        base. The name of a choice consists of the aliases of its models, joined by "+".
+        base. The keys are the names of the choices: the aliases of the models, joined by "+".
         """
         with_base = tuple((self._base, expert) for expert in self._experts if self._pairs_with_base)
         choices: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -341,7 +341,7 @@ class LfsSpace:
         return None
 
     def _methods_of(self, merge: Merge) -> tuple[str, ...]:
-        """The names of the methods of the space that may give the canonical merge `merge`.
+        """The names of those methods of the space that may produce the canonical merge `merge`.
 
         If the merge is an unchanged model, the result has all methods of the space. Otherwise the result has only the
         merge's own method, or it is empty if the space does not have this method.
@@ -387,7 +387,7 @@ class LfsSpace:
         return configuration
 
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
-        """The models from which the method `method` can give all merges in `merges`.
+        """The sources from which `method` can produce every merge in `merges`. Returns None if there are none.
 
         The search chooses a model or a pair of models for this method. The result is the first choice for which the
         method has parameter values that give each merge; it is None if there is no such choice. `merges` has the merges

@@ -23,10 +23,11 @@ DEFAULT_DENSITY = 0.2
 
 @dataclass(frozen=True)
 class ComponentGroup:
-    """A component group, such as attention, of one layer group; it is the smallest unit with separate coefficients.
+    """One component group, such as attention, in one layer group. All its tensors share their coefficients.
 
-    `conditions` are the conditions under which the group uses a certain method; empty if there is only one method.
-    `is_selected` has, for each expert, the conditions under which that expert is merged.
+    It is the smallest unit with coefficients of its own. `conditions` are the conditions under which the group uses a
+    certain method; empty if there is only one method. `is_selected` has, for each expert, the conditions under which
+    that expert is merged.
     """
 
     name: str
@@ -50,7 +51,7 @@ class SearchedMethod(Protocol):
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
 
     def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
-        """Parameter values that decode to `merge`, or None if this method cannot give that merge from `operands`.
+        """The parameter values that decode to `merge`. Returns None if the method cannot merge `operands` to it.
 
         `cell` is the component group that is merged, `operands` are the aliases of the merged models. `merge` is in
         canonical form.
@@ -83,11 +84,11 @@ class TaskArithmetic:
 
 
 class DirectedTaskArithmetic:
-    """Task arithmetic with a direction and a scale: base + lambda * m * (sum of weight * task vector) over m experts.
+    """Task arithmetic with a weight for each of m experts: base + lambda * m * (weighted mean of task vectors).
 
-    The m experts are the selected experts. Their weights, which sum to one, are the direction; lambda * m is the scale.
-    With equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched separately, as in
-    Mixup Model Merge (M3), section 3.1.
+    The m task vectors are those of the selected experts. Their weights, which sum to one, are the direction; lambda * m
+    is the scale. With equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched
+    separately, as in Mixup Model Merge (M3), section 3.1.
     """
 
     name = "task_arithmetic"
@@ -227,7 +228,7 @@ DIRECTED = DirectedTaskArithmetic()
 
 
 def _searched(cell: ComponentGroup, method: str, coefficient: str) -> Float:
-    """The parameter with which a search varies the coefficient `coefficient` of `method` in the component group `cell`.
+    """Make the parameter of one coefficient. The coefficient belongs to a method in the component group `cell`.
 
     The parameter is one number for all merged models, in the range that the method declares.
     """

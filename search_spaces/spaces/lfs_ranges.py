@@ -78,7 +78,7 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Values of the parameters with which the method returns the model `model` unchanged, or None if none exist.
+        """The parameter values with which a merge returns the model `model` unchanged, or None if none exist.
 
         `cell` is a layer group or a component of one; `operands` are the aliases of the models that are merged in it.
         There are such values in three cases:
@@ -123,7 +123,7 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """The values of those coefficients of the method that count sources, by name.
+        """Values of the coefficients that count sources, by the coefficient's name. A search does not vary them.
 
         An example is the number of sources that must agree. A value is at most `num_operands`, the number of merged
         models.
@@ -141,7 +141,7 @@ class RangedMethod:
 
 @dataclass(frozen=True)
 class PairInterpolation:
-    """A merge method of two models with the weights 1 - t and t; t in [0, 1] is searched as for the method SLERP."""
+    """A merge method of two models with the weights 1 - t and t. The method declares the search range of t."""
 
     method: MergeMethod
     share: PairShare

@@ -337,7 +337,7 @@ def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, .
 
 
 def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """The quantiles of the symmetric Dirichlet distribution at which the shares are `shares`.
+    """The quantiles, numbers in [0, 1], that `dirichlet_shares` converts to the shares `shares`.
 
     The function is the inverse of `dirichlet_shares`.
     """
@@ -363,7 +363,7 @@ def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[f
 
 
 def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, ...]:
-    """The experts' shares, summing to one, from the rounded coefficients of a recipe.
+    """The experts' shares, which sum to one, reconstructed from the rounded coefficients of a recipe.
 
     `scales` are the lowest and the highest scale of task vectors. If the scale is not known, it is the sum of the
     coefficients, within `scales`. Rounding changes the sum of the coefficients; this error is distributed evenly over
@@ -378,7 +378,7 @@ def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, 
 
 
 def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[float, float]) -> float:
-    """The scale s for which s times each expert's share, rounded, is its coefficient in a recipe.
+    """Reconstruct the scale of a recipe. Its coefficients are the scale times the experts' shares, rounded.
 
     `numbers` are these rounded coefficients, in the order of `shares`. The scales with this property are an interval;
     the result is its middle. `scales` are the lowest and the highest possible scale.

@@ -37,7 +37,7 @@ STRENGTHS = (0.0, 2.0)
 
 @dataclass(frozen=True)
 class _Piece:
-    """The merge of one part of the model, with the names of the parameters that are its coefficients."""
+    """One merge in a recipe, such as a layer's attention, and the names of the parameters of its coefficients."""
 
     merge: Merge
     coefficient: str
@@ -133,7 +133,7 @@ class PathCoefficients:
 
 
 def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, float, float]:
-    """The coefficients of one merge of a path, and the lowest and highest value of each.
+    """Make the `_Piece` of one merge. Also returns the lowest and the highest value of its coefficients.
 
     `name` is the part of the model in the names of the parameters. The merge is in canonical form, and its sources are
     of one layer.

@@ -116,7 +116,7 @@ class SfsSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The model's alias, with the parameter that is the factor on the tensor's weights.
+        """The factor on one tensor: a tuple with one pair, the model's alias and the name of the factor's parameter.
 
         Returns () for norms, the embedding and the head, which have no factor.
         """
@@ -127,7 +127,7 @@ class SfsSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The names of the parameters that scale the outputs of layers, by layer; the last layer has no scale."""
+        """The parameter that scales a layer's output, by the layer's index. The last layer has no such parameter."""
         return dict(enumerate(self._outputs))
 
     def _layer(self, layer: int, configuration: Configuration) -> LayerRecipe:

@@ -76,7 +76,7 @@ class AddedBenchmarks(Section):
     """Options of the engine, if a single model is scored that belongs to no study."""
 
     def on_trial(self, trial: int | str | None) -> AddedBenchmarks:
-        """The benchmarks with `trial`, a number or "best", as the only trial that is scored.
+        """A copy in which each benchmark scores only the trial `trial`, a number or "best".
 
         If `trial` is None, each benchmark keeps its own choice of trials.
         """

@@ -50,7 +50,7 @@ HINTS = MessageHints(
 
 @dataclass
 class ValidParts:
-    """The parts of a study file that are valid on their own: sections, and entries of lists by their position.
+    """Those parts of a study file that are valid on their own. Entries of lists keep their position as key.
 
     A section that is not valid is None; an entry that is not valid is missing. `objective_names` are the names of all
     objectives in the file.
@@ -276,7 +276,7 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 
 
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
-    """Contradictions in the numbers of rungs, among the objectives or with the scheduler.
+    """Find numbers of rungs that contradict each other, or the scheduler. Objectives may state their own rungs.
 
     All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
     `racing`. `objectives` are the entries of the study file by position.
@@ -461,9 +461,10 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 
 
 def _lack_of_baselines(constraint: Constraint, search: Search, experts: Sequence[str]) -> str:
-    """The reason why a constraint's bound would never be known: its source model is not scored as a baseline.
+    """Why the bound of a constraint cannot be computed: a source model that it refers to is not scored.
 
-    Returns "" if the bound is a number, or if all source models on which it depends are scored.
+    Bounds such as "base - 0.01" need the baseline score of a source model. Returns "" if the bound is a number, or if
+    all source models on which it depends are scored.
     """
     if constraint.reference is None:
         return ""

@@ -38,7 +38,7 @@ class Fidelity(Section):
 
     @property
     def bound_error_rate(self) -> float | None:
-        """The largest probability that racing with `rule: bound` stops any trial wrongly; None with another rule.
+        """The limit on the probability that racing stops any trial wrongly, for `rule: bound`. None for other rules.
 
         It is the key `error_rate`, or its default.
         """

@@ -88,14 +88,14 @@ class Study(Section):
 
     @property
     def scored_objectives(self) -> Mapping[int, ObjectiveSpec]:
-        """The objectives that have a task, by their position in the file.
+        """The objectives that are scored on a task's samples. The keys are their positions in the file.
 
         The other objectives are costs of the recipe.
         """
         return {index: spec for index, spec in enumerate(self.objectives) if isinstance(spec, ObjectiveSpec)}
 
     def with_tasks(self) -> Iterator[tuple[str, ScoredTask]]:
-        """All objectives, holdout entries and benchmarks that have a task, each with its path ("objectives.0")."""
+        """Yield each objective, holdout entry and benchmark that has a task, after its path ("objectives.0")."""
         yield from ((f"objectives.{index}", spec) for index, spec in self.scored_objectives.items())
         yield from ((f"holdout.{index}", spec) for index, spec in enumerate(self.holdout))
         yield from ((f"benchmarks.{index}", spec) for index, spec in enumerate(self.benchmarks))
@@ -215,7 +215,7 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
 
 
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
-    """The fields, as dotted paths, that differ between two studies although a resumed study may not change them.
+    """Fields that differ between two studies and may not change when a study is resumed, as dotted paths.
 
     If there are none, a driver of the study `given` may resume `stored`. `limits` and `contamination` may differ,
     `search.max_trials` may be larger, and there may be more benchmarks. A benchmark keeps its task and metric; it is
@@ -320,7 +320,7 @@ def resolved_model(value: str, directory: Path) -> str:
 
 
 def _run(value: Chained, directory: Path) -> Chained:
-    """The reference `value` to a merge of another study, with an absolute path of that study's run.
+    """A copy of `value`, an expert that another study merged, in which the directory of that study's run is absolute.
 
     A relative directory is relative to `directory`. A reference by the id of a study on a server is unchanged.
     """
@@ -331,9 +331,9 @@ def _run(value: Chained, directory: Path) -> Chained:
 
 
 def resolved_objective(spec: AnyTask, directory: Path) -> AnyTask:
-    """A copy of the objective, holdout entry or benchmark, with absolute paths of its task's files; URLs are unchanged.
+    """A copy of `spec` in which the paths of its task's files are absolute. URLs stay unchanged.
 
-    Relative paths are relative to `directory`.
+    `spec` is an objective, a holdout entry or a benchmark. Relative paths are relative to `directory`.
     """
     if isinstance(spec.task, InlineTask):
         task: InlineTask | str = spec.task.model_copy(update={"file": resolved_file(spec.task.file, directory)})

@@ -86,7 +86,10 @@ class GradientOptions(Section):
 
 
 class RefinementOptions(Section):
-    """Options of the gradient descent, after the search, on merge coefficients along paths of the Pareto front."""
+    """Options of the refinement. After the search, gradient descent optimises the coefficients of the best layer paths.
+
+    The paths are those of the Pareto front.
+    """
 
     paths: Annotated[int, Field(ge=1, le=1000)] = 8
     """The largest number of paths that are refined: those of the front, the best first."""
@@ -301,13 +304,13 @@ class Search(Section):
 
     @property
     def num_proposals(self) -> int:
-        """The number of configurations that the searcher may propose; it is 0 if the study has recipes."""
+        """The number of configurations that the searcher may propose: `max_trials`, or 0 if `recipes` lists merges."""
         return 0 if self.recipes else self.max_trials
 
     def num_scored(self, num_samples: int) -> int:
-        """The number of samples, out of an objective's `num_samples`, on which trials are scored.
+        """How many of an objective's `num_samples` samples are used to score trials. Gradients use the others.
 
-        The scored samples are the first ones in an order that the study's seed determines. Gradients use the other
-        samples. A result of 0 or `num_samples` means that `fit_share` leaves one of the two parts without a sample.
+        The scored samples are the first ones in an order that the study's seed determines. A result of 0 or
+        `num_samples` means that `fit_share` leaves one of the two parts without a sample.
         """
         return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)

@@ -45,7 +45,7 @@ class AlignedParts:
         }
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of an export with alignments, made from `config`, that of the model without alignments.
+        """Make the config.json of an export with alignments. `config` is that of the model without alignments.
 
         The result has other values of `architectures` and `model_type`, and the additional keys `auto_map` and
         `alignments`. The model class with alignments needs these entries.

@@ -264,11 +264,11 @@ class _Projection(nn.Module):
 
 @torch.no_grad()
 def _statistics(x: Tensor, y: Tensor, rank: int) -> Tensor:
-    """Statistics [D, F] of each of D channels in activations x and y, standardised over the channels.
+    """Summarise each of D channels by F numbers, computed from activations x and y. Returns [D, F].
 
-    Rows are tokens. The statistics of a channel are its mean, the logarithm of its standard deviation, its skewness,
-    the logarithm of one plus its kurtosis, and its components in the `rank` directions of largest variance: first those
-    in x, then those in y.
+    Rows of x and y are tokens. The numbers of a channel are its mean, the logarithm of its standard deviation, its
+    skewness, the logarithm of one plus its kurtosis, and its components in the `rank` directions of largest variance:
+    first those in x, then those in y. Each of them is standardised over the channels.
     """
     parts = [part for rows in (x, y) for part in (*_of_channels(rows), *_directions(rows, rank).T)]
     found = torch.stack(parts, dim=1)
@@ -293,9 +293,9 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
 
 
 def _are_outliers(first_TD: Tensor, rows_ND: Tensor) -> Tensor:
-    """The channels, bool [D], in which T first tokens are outliers: their mean is far from that of other rows.
+    """Channels (bool [D]) whose mean over T first tokens of texts is far from their mean over other tokens.
 
-    Far means over OUTLIER standard deviations.
+    `first_TD` has the first tokens, `rows_ND` the others. Far means over OUTLIER standard deviations.
     """
     beyond = (first_TD.float().mean(dim=0) - rows_ND.mean(dim=0)).abs()
     return beyond > OUTLIER * rows_ND.std(dim=0)

@@ -49,7 +49,7 @@ class AlignmentInputs:
     kind: Kind
 
     def key(self, pair: LayerPair) -> str:
-        """The cache key under which the digest of a layer pair's alignment is stored.
+        """The cache key of the alignment between the layers `pair`. The cached value is the alignment's digest.
 
         `pair` is (layer before the alignment, layer after it), each as (name of a model in `pool`, index). The key
         depends on the models' weights, the texts and the kind, but not on the names of the models.
@@ -76,9 +76,9 @@ def _directory() -> Path:
 
 
 def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, FittedAlignment] | None:
-    """The digest and the alignment of a pair of layers from the cache; None if it is missing or damaged.
+    """The digest of the alignment between two layers, and the alignment, from the cache. None if it is missing.
 
-    The alignment was learned before from equal inputs.
+    The alignment was learned before from equal inputs. A damaged file counts as missing.
     """
     digest = cached(inputs.key(pair))
     if digest is None:

@@ -54,7 +54,7 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 
 
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
-    """Whether two layers of a recipe also follow each other in the models from which they are merged.
+    """Whether `after` is merged like `layer`, from the next layer of each source model.
 
     It is True if `after` has the same merges as `layer`, except that each source and base is the next layer of its
     model.
@@ -83,7 +83,7 @@ def unaligned(recipe: Recipe) -> Recipe:
 
 
 def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[int, PlacedAlignment]:
-    """Read the alignments of a recipe, rounded to `dtype`, by the index of the layer after each alignment.
+    """Read a recipe's alignments, rounded to `dtype`. The key of an alignment is the index of the layer after it.
 
     The files are in the bank's directory of alignments (`Family.alignments_dir`). Raises InvalidRecipe if the recipe
     has an alignment at a place where none is allowed, if an alignment's file is missing, damaged or of another size,

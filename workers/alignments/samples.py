@@ -22,7 +22,7 @@ MIN_SAMPLES = 10
 
 
 def positions_of(num_samples: Mapping[str, int]) -> dict[str, range]:
-    """The positions, by objective, of the search samples from which alignments are learned: the first tenth.
+    """The search samples from which alignments are learned: the first tenth, as positions for each objective.
 
     `num_samples` is each objective's number of search samples.
     """

@@ -216,7 +216,7 @@ class FakeScorer:
         }
 
     def calls(self) -> list[dict[str, Any]]:
-        """Read the calls of `score` from `log_file`, by all processes that wrote to it."""
+        """Read the log of all calls of `score`, from every process that wrote to `log_file`."""
         if self.log_file is None or not Path(self.log_file).exists():
             return []
         return [json.loads(line) for line in Path(self.log_file).read_text().splitlines()]
@@ -306,7 +306,7 @@ def prompt_hash(span: Span) -> str:
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """Mean coefficient of each model over all merges of a recipe, by the model's fingerprint.
+    """The mean coefficient of each model in a recipe, over all its merges. The keys are the models' fingerprints.
 
     In SLERP the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources
     counts as 1.

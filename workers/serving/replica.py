@@ -55,9 +55,10 @@ T = TypeVar("T")
 
 
 class Worker(Protocol):
-    """Interface of the object that does a replica's work, used by one thread at a time; FakeScorer implements it.
+    """Interface of the object that does the work of a replica, such as scoring. Only one thread uses it at a time.
 
-    A worker raises EngineCrashed if it cannot be used any more. After any other error it continues.
+    `FakeScorer` implements it. A worker raises EngineCrashed if it cannot be used any more. After any other error it
+    continues.
     """
 
     @property
@@ -79,7 +80,7 @@ class Worker(Protocol):
 
 
 class ReplicaMetrics:
-    """Metrics of a replica, reported to Ray with a tag for the study; Serve adds deployment and replica.
+    """Ray metrics of one replica, each with a tag for the study. Serve adds the deployment and the replica.
 
     `mergesearch_samples` is a counter, whose rate is samples per second. A recipe's digest is not a tag, because each
     new digest would start a time series that is never dropped.
@@ -147,7 +148,7 @@ class ScoringReplica:
         self._metrics = ReplicaMetrics()
 
     async def hold(self, digest: str) -> str:
-        """Register at Serve's router that this replica serves the recipe `digest`, and return the digest.
+        """Make Serve send requests for the recipe `digest` to this replica, if possible. Returns the digest.
 
         Serve treats the digest as the id of a multiplexed model, and prefers to send requests with this id here. The
         engine swaps to the recipe later, when the replica's lock is held for it.

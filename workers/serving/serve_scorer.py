@@ -112,7 +112,7 @@ class ServeScorer:
         return found
 
     def _known_replicas(self) -> Counter[str]:
-        """Number of replicas by state ("RUNNING", ...), once Serve's controller knows all of them.
+        """The number of replicas in each state ("RUNNING", ...). Waits while Serve's controller recovers them.
 
         A controller that was restarted must find its replicas again first. This method waits for it, at most
         `deadline_s` seconds. Raises ServeUnavailable if the controller does not answer within that time.

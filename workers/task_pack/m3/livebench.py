@@ -8,5 +8,5 @@ __all__ = ["with_prompt"]
 
 
 def with_prompt(documents: Any) -> Any:
-    """Add to documents the fields `key` and `prompt` that IFEval's checks read."""
+    """Add the fields `key` (index) and `prompt` (first turn) to each document; IFEval's checks read both."""
     return documents.map(lambda row, index: {"key": index, "prompt": row["turns"][0]}, with_indices=True)
