@@ -106,7 +106,8 @@ def test_a_backup_is_of_one_moment(store: Store, tmp_path: Path) -> None:
     """Nothing that is written during a backup is in it, and files that are deleted meanwhile stay until its end."""
     files = str(tmp_path / "artifacts")
     put(store, files, "expert", FILES, tmp_path / "expert")
-    (job,), before, written = store.jobs(), rows_of(store), []
+    (job,), before = store.jobs(), rows_of(store)
+    written: list[str] = []
 
     def write(text: str) -> None:
         if text.startswith("trials") and not written:
