@@ -85,9 +85,9 @@ class Pipeline:
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 
     def field_of(self, alias: str, field: str = "") -> str:
-        """Dotted path, for messages, of an expert's option `field` in the specification file: "experts.math.data".
+        """The dotted path of an expert's option `field` in the specification file, such as "experts.math.data".
 
-        If `field` is "", the result is the path of the expert.
+        Messages name options by this path. If `field` is "", the result is the path of the expert.
         """
         return ".".join(filter(None, [*((EXPERTS, alias) if self.is_fleet else ()), field]))
 

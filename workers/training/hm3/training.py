@@ -42,10 +42,11 @@ class PolicyTrainingOptions:
     - `k`: the number of candidates for each step
     - `exploration`, `explored`: the probability of drawing a step at random decreases linearly from 1 to `exploration`
       over the `explored` iterations of a policy after its warm-up
-    - `draws_paths`: whole paths are drawn at random instead, as the space draws them: all in the warm-up, then a share
-      that decreases to zero over the `explored` iterations; single steps are drawn with the probability `exploration`
-    - `is_conditioned`: one policy has the preference vector as an input; otherwise there is a policy for each vector
-    - `learns`: if false, the policies that a search begins with play all episodes, and the vectors take turns
+    - `draws_paths`: if true, whole paths are drawn at random from the search space: all paths in the warm-up, then a
+      share that decreases to zero over the `explored` iterations; single steps are drawn at random with the probability
+      `exploration`
+    - `is_conditioned`: one policy has the preference vector as an input; otherwise each vector has a policy
+    - `learns`: if false, the policies that a search begins with build all episodes, and the vectors take turns
     - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by
       `FirstLearner`, and those of different searches may have the same random numbers.
     """
@@ -137,7 +138,7 @@ class PolicyTraining:
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """The number of earlier iterations that had the same policy as `iteration`."""
+        """The number of earlier iterations whose episodes the same policy built as those of `iteration`."""
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
@@ -153,7 +154,7 @@ class PolicyTraining:
     def source_of(self, iteration: int, *, newest: int) -> int | None:
         """The last iteration, up to `newest`, from which the policy of `iteration` has learned; None if there is none.
 
-        In the warm-up there is none.
+        In the warm-up the policy learns from no iteration.
         """
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None
@@ -237,11 +238,12 @@ class PolicyTraining:
     ) -> UpdateStatistics | None:
         """Update the policy of an iteration with the outcomes of its episodes, and save its checkpoint.
 
-        Returns None in the warm-up, in which nothing is learned. `outcomes_BK` are as in `Learner.update`. Episodes
-        that another process built are built again, with the same result. `paths` are the paths that had the outcomes,
-        and `scales` the scales of their layers, if layers have any. If such a path differs from that of the episode,
-        the policy learns from the path in `paths`; this is so where the searcher proposed a mutant, and in a search
-        that an earlier version of this package began. With `restarts` the policy network starts anew before it learns.
+        Returns None if the policy does not learn from this iteration, for example in the warm-up. `outcomes_BK` are as
+        in `Learner.update`. Episodes that another process built are built again, with the same result. `paths` are the
+        paths that had the outcomes, and `scales` the scales of their layers, if layers have any. If such a path differs
+        from that of the episode, the policy learns from the path in `paths`; this is so where the searcher proposed a
+        mutant, and in a search that an earlier version of this package began. With `restarts` the policy network is
+        reinitialised before it learns.
         """
         if not self.is_learned_from(iteration):
             return None
@@ -292,7 +294,10 @@ class PolicyTraining:
         return generator_of(self._stream(stream), number).initial_seed()
 
     def _stream(self, name: str) -> int | str:
-        """The seed of a stream of random numbers, which differs from that of every other stream and search."""
+        """The seed of a stream of random numbers, which differs from that of every other stream and search.
+
+        In version 1 of the searcher, all streams of a search have its seed.
+        """
         return self._seed if self.options.version == 1 else f"{self._seed} {name}"
 
     def _new(self, iteration: int) -> BaseLearner:
