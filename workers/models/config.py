@@ -51,7 +51,8 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
     """Fields of a config.json that have an entry for each layer, such as `layer_types`.
 
-    The result includes fields that transformers derives from a layer's index, but not lists of layer indices.
+    The result is by the field's name. It includes fields that transformers derives from a layer's index, but not lists
+    of layer indices.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -64,7 +65,7 @@ def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[
 
 
 def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers written as {"__float__": "Infinity"} by transformers (infinite, NaN) by floats."""
+    """Replace infinite and NaN numbers, which transformers writes as {"__float__": "Infinity"}, by floats."""
 
     def decoded(entry: dict[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry

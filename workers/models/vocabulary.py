@@ -1,10 +1,10 @@
-"""Alignment of vocabularies: the rows of embeddings and output heads are reordered for a common vocabulary.
+"""Alignment of vocabularies: rows of embeddings and output heads are brought into the order of one vocabulary.
 
 The rows of all models are brought into the order of one vocabulary: the base's, the base's with the tokens that other
 models have added (union), or one expert's. Rows are found by the token's string. A model without a row for a token gets
-the base's row. If the base has no row for the token either, both get the mean of the rows of the models that have one.
-So the task vectors of models without the token are zero in this row. Some rows represent no token; in all models, these
-rows are taken from the model whose vocabulary is used.
+the base's row. If the base has no row for the token either, the model and the base get the mean of the rows of the
+models that have one. So the task vectors of models without the token are zero in this row. Some rows represent no
+token; in all models, these rows are taken from the model whose vocabulary is used.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Where the embedding row of a token comes from, as the vocabulary options state it.
+    """Source of the embedding row of a token, as the vocabulary options state it.
 
-    It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
-    None, the row is zero. Only models without the token get the row; with `is_forced`, all models get it.
+    The source is the row of `model` for the token itself, for another `token`, or for the token with the id `id`. If
+    `model` is None, the row is zero. Only models without the token get the row; with `is_forced`, all models get it.
     """
 
     model: str | None = None
@@ -206,7 +206,7 @@ def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
-    """Ids of the tokens that have an embedding row, by model and token; also problems, as texts.
+    """Ids of the tokens that have an embedding row, by model and token; and a list of problems, as texts.
 
     A problem is a model whose tokens are unknown. `models` and the ids are by alias, the base first.
     """
@@ -239,7 +239,7 @@ def _chosen_rows(
 
     The result maps the token to (row, is_forced): the row is (alias of the model, index), or None for a row of zeros.
     If `is_forced`, all models get the row; otherwise, only models without the token get it. `tokens` are the ids of
-    each model's tokens, by alias. Raises InvalidModel if a model has no such row.
+    each model's tokens, by alias. Raises InvalidModel if a model does not have the row that the options name.
     """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []
@@ -263,7 +263,7 @@ def _added_by_others(
 
     `models` are by alias, the base first; `tokens` has the ids of each model's tokens by alias. The result is sorted by
     token, or with `by_id` by the smallest id that a token has, and does not depend on the order of the models. Raises
-    InvalidModel if a model has such tokens in its tokenizer's own vocabulary instead of as added tokens, or if the
+    InvalidModel if a model has one of these tokens in its tokenizer's own vocabulary, not as an added token, or if the
     base's tokenizer has tokens without a row.
     """
     base, *others = models

@@ -1,4 +1,4 @@
-"""Reads the settings in a LoRA adapter's adapter_config.json that merging needs."""
+"""Reader of a LoRA adapter's adapter_config.json, for the settings that merging needs."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ EMBEDDING_MODULES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings in a LoRA adapter's adapter_config.json that merging needs, with peft's names where they differ.
+    """Settings in a LoRA adapter's adapter_config.json that merging needs.
 
-    - `r`: the rank of matrices
-    - `alpha` (`lora_alpha`): a number that determines the factor of matrices
+    If adapter_config.json has another name for a setting, this name is in parentheses.
+
+    - `r`: the rank of the LoRA matrices
+    - `alpha` (`lora_alpha`): a number from which the factor of the matrices' product is computed (`scaling`)
     - `ranks`, `alphas` (`rank_pattern`, `alpha_pattern`): other ranks and alphas for modules, by regular expressions
       for the end of a module's name
     - `whole_modules` (`modules_to_save`): modules that were trained as whole tensors
     - `tokens` (`trainable_token_indices`): the ids of tokens whose rows were trained individually, by embedding module
     - `parameters` (`target_parameters`): parameters, not modules, that the adapter changes
-    - `stated_base`: the base model as the file states it, or ""
+    - `stated_base`: the base model as the file states it; "" if the file states none
     """
 
     r: int

@@ -111,10 +111,10 @@ def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
 
 
 def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
-    """Read the files, by name, of a stored artifact from its manifest with the sha256 `digest`.
+    """Read the list of an artifact's files from its manifest in the store, whose sha256 is `digest`.
 
-    The result also has the object store that contains the files. Raises InvalidModel if the stored manifest has another
-    sha256.
+    An artifact is a set of files that the service stores by content. The result has the object store that contains the
+    files, and the files by name. Raises InvalidModel if the stored manifest has another sha256.
     """
     content = objects.read(blob_path(digest))
     if hashlib.sha256(content).hexdigest() != digest:

@@ -94,9 +94,10 @@ def stated_hash(file: Path) -> str | None:
 
 
 def named(text: str) -> str:
-    """Replace directories of metadata-only snapshots in a text by model and commit (owner/name@commit).
+    """Replace each path of a metadata-only snapshot in `text` by the model and its commit (owner/name@commit).
 
-    Such directories have a model's files without the contents of the weights; their paths mean nothing to users.
+    A metadata-only snapshot is a directory with a model's files without the contents of the weights. Its path means
+    nothing to users.
     """
     replaced = text.replace(f"{snapshots_dir()}{os.sep}", "")
     return text if replaced == text else _URL_IN_PATH.sub(r"\1://", replaced)
