@@ -85,10 +85,10 @@ class _Changed:
 
 @dataclass(frozen=True)
 class LowRank(_Changed):
-    """A weight with the change by a LoRA adapter: weight + scaling x B A, in float32.
+    """A weight to which a LoRA adapter adds the product of two small matrices, computed in float32.
 
-    The adapter (arXiv:2106.09685, section 4.1) has two matrices: A (`a`) is [rank, inputs], and B (`b`) is [outputs,
-    rank]. The weight is [outputs, inputs], or [inputs, outputs] if `is_transposed`.
+    The value is weight + scaling x B A (arXiv:2106.09685, section 4.1). Matrix A (`a`) is [rank, inputs], and matrix B
+    (`b`) is [outputs, rank]. The weight is [outputs, inputs], or [inputs, outputs] if `is_transposed`.
     """
 
     is_transposed: bool
@@ -103,11 +103,11 @@ class LowRank(_Changed):
 
 @dataclass(frozen=True)
 class LowRankExpert(_Changed):
-    """Weight of one expert in an MoE layer, with the change by a LoRA adapter, in float32.
+    """Weight of one expert in an MoE layer, to which a LoRA adapter adds a product of two matrices, in float32.
 
-    The expert is one of `num_experts` in a layer's mixture of experts. The adapter has two matrices for all experts
-    together. The changed weight is weight + scaling x B_e A_e, where A_e and B_e are the parts of these matrices for
-    expert e = `number`.
+    The expert is one of `num_experts` in a layer's mixture of experts (MoE). The adapter has two matrices, `a` and `b`,
+    for all experts together. The value is weight + scaling x B_e A_e, where A_e and B_e are the parts of `a` and `b`
+    for expert e = `number`.
 
     - `a`: [experts x rank, inputs], ordered by expert
     - `b`: [outputs, rank x experts]; the experts are the fastest index of the columns
@@ -131,11 +131,11 @@ class LowRankExpert(_Changed):
 
 @dataclass(frozen=True)
 class LowRankStack(_Changed):
-    """Stacked MoE matrices of all experts in a layer, with the change by a LoRA adapter, in float32.
+    """Stacked weights of all experts in an MoE layer, to which a LoRA adapter adds products of matrices, in float32.
 
-    The matrix of expert e is changed to weight + scaling x B_e A_e, where A_e and B_e are the expert's parts of the
-    adapter's matrices `a` and `b` (as in `LowRankExpert`). The tensor is [experts, outputs, inputs], or [experts,
-    inputs, outputs] if `is_transposed`.
+    The weight of expert e becomes weight + scaling x B_e A_e, where A_e and B_e are the expert's parts of the adapter's
+    matrices `a` and `b` (as in `LowRankExpert`). The tensor is [experts, outputs, inputs], or [experts, inputs,
+    outputs] if `is_transposed`.
     """
 
     is_transposed: bool
@@ -153,7 +153,7 @@ class LowRankStack(_Changed):
 
 @dataclass(frozen=True)
 class Dora:
-    """A weight with the change by a DoRA adapter, which scales each output to a given length.
+    """A weight after the change by a DoRA adapter, which scales each output to a given length.
 
     See arXiv:2402.09353, equation 5. `magnitude` [outputs] has the lengths. `changed` is the weight with the low-rank
     change. An output is a row of the weight, or a column if the weight is transposed. The result is in float32.
@@ -185,7 +185,7 @@ class Dora:
 
 @dataclass(frozen=True)
 class Shifted:
-    """A bias vector with the change by a LoRA adapter that has a bias: vector + scaling x addition, in float32."""
+    """A bias vector to which a LoRA adapter adds its own bias: vector + scaling x addition, in float32."""
 
     vector: SourceTensor
     addition: TensorInfo

@@ -253,10 +253,7 @@ class ResolvedFamily:
 
     @property
     def lack_of_space(self) -> str | None:
-        """Reason why a disk is too small for the weights that `fetched` would download.
-
-        Returns None if there is enough space.
-        """
+        """Error text if a disk is too small for the weights that `fetched` would download; None otherwise."""
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
@@ -454,7 +451,7 @@ def open_sources(family: Family, *, cache: str | Path | None = None) -> Resolved
 
 
 def on_this_machine(family: Family, *, note: Callable[[str], None] = log.info) -> Family:
-    """Replace the directories in a family's description by those that its models have on this machine.
+    """Replace the directories in a family's description by the directories of the models on this machine.
 
     Another machine may have sent the description. A model whose directory does not exist here is looked up by its
     origin (a hub id or URL), and downloaded unless this machine has it. If there is such a model, the contents of all

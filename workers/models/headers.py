@@ -200,7 +200,7 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
 
 
 def _entry(name: str, entry: object, file: Path) -> tuple[TensorInfo, tuple[int, int]]:
-    """Check the entry of the tensor `name` in a safetensors header; return its description and its range of bytes.
+    """Check the entry of the tensor `name` in a safetensors header; return the tensor's description and byte range.
 
     The range is (begin, end) after the header. Raises ValueError if the entry is wrong; the error's text completes a
     message that begins with the tensor's name.

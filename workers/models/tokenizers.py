@@ -146,7 +146,8 @@ def _loaded(name: str, path: Path) -> Any:
 def _difference(tokenizer: Any, path: Path) -> str:
     """Describe the first difference of `tokenizer` from tokenizer.json in `path`; "" if there is none.
 
-    Both encode and decode the texts in PROBES. The result is also "" if there is no tokenizer.json.
+    `tokenizer` and the tokenizer that tokenizer.json defines encode and decode the texts in PROBES, and the results are
+    compared. The result is also "" if there is no tokenizer.json.
     """
     from tokenizers import Tokenizer
 

@@ -75,7 +75,7 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """Aliases of the models that the options name as sources of embedding rows of tokens."""
+        """Aliases of the models from which the options take embedding rows."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
@@ -121,10 +121,11 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class TokenAlignment:
-    """Common vocabulary of several models, and the tensors that it changes in each model.
+    """Common vocabulary of several models, and the new embeddings and output heads of each model.
 
-    `tensors` has these tensors by alias and name. The vocabulary has `num_rows` rows; `num_unnamed` of these represent
-    no token. `added` are the tokens that are added to the tokenizer, in the order of their ids.
+    `tensors` has the embeddings and output heads that change, by alias and name. The vocabulary has `num_rows` rows;
+    `num_unnamed` of these represent no token. `added` are the tokens that are added to the tokenizer, in the order of
+    their ids.
     """
 
     num_rows: int
@@ -137,7 +138,7 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
     """Align the embeddings and output heads of `models` to one vocabulary.
 
     The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and the
-    tokens that others added) or the alias of the model whose vocabulary it is. A model without a tokenizer.json that
+    tokens that others added) or the alias of the model whose vocabulary is used. A model without a tokenizer.json that
     has as many rows as the base is assumed to have the tokens of the base. Raises InvalidModel with every problem.
     """
     base, *_ = models
@@ -235,9 +236,9 @@ Chosen = Mapping[str, tuple[tuple[str, int] | None, bool]]
 def _chosen_rows(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], options: VocabularyOptions
 ) -> Chosen:
-    """Embedding row that the options choose for each token that they list.
+    """Embedding rows that the vocabulary options choose for single tokens, by token.
 
-    The result maps the token to (row, is_forced): the row is (alias of the model, index), or None for a row of zeros.
+    The result maps each token to (row, is_forced): the row is (alias of the model, index), or None for a row of zeros.
     If `is_forced`, all models get the row; otherwise, only models without the token get it. `tokens` are the ids of
     each model's tokens, by alias. Raises InvalidModel if a model does not have the row that the options name.
     """
@@ -259,12 +260,12 @@ def _chosen_rows(
 def _added_by_others(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
 ) -> list[str]:
-    """Tokens in the union vocabulary of all models that the base's vocabulary lacks.
+    """Tokens of other models that the base's vocabulary lacks, in the order in which the union vocabulary adds them.
 
-    `models` are by alias, the base first; `tokens` has the ids of each model's tokens by alias. The result is sorted by
-    token, or with `by_id` by the smallest id that a token has, and does not depend on the order of the models. Raises
-    InvalidModel if a model has one of these tokens in its tokenizer's own vocabulary, not as an added token, or if the
-    base's tokenizer has tokens without a row.
+    `models` are by alias, the base first; `tokens` has the ids of each model's tokens by alias. The union vocabulary
+    has the tokens of all models. The result is sorted by token, or with `by_id` by the smallest id of each token. It
+    does not depend on the order of the models. Raises InvalidModel if a model has one of these tokens in its
+    tokenizer's own vocabulary, not as an added token, or if the base's tokenizer has tokens without a row.
     """
     base, *others = models
     problems = []

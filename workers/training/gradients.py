@@ -127,10 +127,10 @@ class CoefficientGradients:
 
         The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. The derivatives are with
         respect to every coefficient that a merge of `recipe` states and for which its method is differentiable. With
-        `by_scales` there is also a derivative with respect to the scale of every layer. A scale s_i of layer i is
-        folded into the last weights of the branches of later layers (`workers.merging.residual_scales`). These weights
-        are proportional to 1 / s_i, so the derivative with respect to s_i is -1 / s_i times the sum, over these
-        weights, of the inner product of gradient and weight.
+        `by_scales` there is also a derivative with respect to the scale of every layer. The scale s_i of layer i, a
+        factor on the residual stream, is folded into the last weights of the branches of later layers
+        (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with respect
+        to s_i is -1 / s_i times the sum, over these weights, of the inner product of gradient and weight.
 
         The objectives named in `completions` are measured on the completions given to `set_completions`, the others on
         the right answers. Raises InvalidRecipe for a merge that has no gradients or cannot be made, and TrialFailed if
@@ -201,7 +201,7 @@ class CoefficientGradients:
         return self._within_memory(read)
 
     def _within_memory(self, compute: Callable[[], T]) -> T:
-        """Call `compute`, repeat it with less memory while the GPU is full, and return its result.
+        """Call `compute` and return its result; if the GPU is full, repeat the call with smaller passes.
 
         Raises InvalidModel if the GPU has too little memory for a forward pass of `LEAST_TOKENS` tokens whose
         activations are recomputed.
@@ -417,8 +417,9 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
     """The derivative of the loss with respect to each layer's scale, by the layer's index.
 
-    A layer's scale s divides the last weights of the branches of all later layers. The derivative is therefore -1 / s
-    times the sum, over these weights, of the inner product of gradient and weight, which the reducers have computed.
+    A layer's scale is a factor on the residual stream after the layer. It is folded into the weights: a scale s divides
+    the last weight of each branch (attention or MLP) in all later layers. The derivative is therefore -1 / s times the
+    sum, over these weights, of the inner product of gradient and weight, which the reducers have computed.
     """
     after = [0.0] * len(recipe.layers)
     for reducer in reducers:

@@ -103,7 +103,7 @@ def _origin(record: SnapshotRecord) -> Origin:
 
 
 def lack_of_space(directories: Iterable[Path]) -> str | None:
-    """Reason why a disk is too small for the weights of the models in `directories`; None if there is space.
+    """Error text if a disk is too small to download the weights of the models in `directories`; None otherwise.
 
     Only the metadata-only snapshots among the directories need a download. The disks are those of the caches of the
     Hugging Face hub and of object stores; MARGIN_BYTES must remain free.

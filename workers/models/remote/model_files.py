@@ -1,4 +1,4 @@
-"""Selects the files of a model from the file names that a hub or an object store lists."""
+"""Selection of a model's files from the file names that the hub or an object store lists."""
 
 from __future__ import annotations
 

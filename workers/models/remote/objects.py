@@ -60,9 +60,9 @@ class Objects:
 def located(url: str) -> Path:
     """Find the local directory of the model in the object-store folder `url`; metadata are downloaded if needed.
 
-    It is the directory of the downloaded model or, if the model is not downloaded, a metadata-only snapshot, which has
-    the model's files without the contents of the weights. If the store does not answer, the version that was last
-    located is used, provided that it is complete on this machine. Raises InvalidModel if the URL is invalid or the
+    The result is the directory of the downloaded model or, if the model is not downloaded, a metadata-only snapshot,
+    which has the model's files without the contents of the weights. If the store does not answer, the version that was
+    last located is used, provided that it is complete on this machine. Raises InvalidModel if the URL is invalid or the
     model cannot be read.
     """
     if problem := object_url_problem(url):

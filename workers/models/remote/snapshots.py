@@ -58,8 +58,8 @@ class SnapshotRecord:
 
     It lists the model's files, and the sizes and sha256 (hex) of the weights as the hub or the object store states
     them. `name` is a hub id or the URL of a folder in an object store, `revision` the branch, tag or commit that was
-    requested, `commit` the version of the files. An outline (`workers.engines.transformers.outlines`) has only what the
-    model's configuration says, and its weights cannot be downloaded.
+    requested, `commit` the version of the files. If `is_outline`, only the model's configuration is known
+    (`workers.engines.transformers.outlines`), and the weights cannot be downloaded.
     """
 
     name: str

@@ -7,8 +7,9 @@
 an offset, it is the loss at the weights plus the offset. MergOPT's lines also have `alpha` and `models`, the
 coefficient and the number of models in the merge that the update simulates. Every tenth of these lines, and the last
 one, have `weights_loss`, the loss of the batch at the weights. Lines of the optimizers SAM and ASAM have `offset_loss`,
-the loss at the nearby point where it is highest. With the method tangent, `values` are the values of the model with the
-exported weights, and evaluations also have `linearized_values`, the values of the linearized model that is trained.
+the loss at the weights plus an offset that raises it. With the method tangent, `values` are the values of the model
+with the exported weights, and evaluations also have `linearized_values`, the values of the linearized model that is
+trained.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def check(spec: FinetuneSpec) -> None:
 
 
 def check_data(spec: FinetuneSpec) -> None:
-    """Check the base and the data of a fine-tuning, like `check` without the evaluation tasks.
+    """Check the base and the data of a fine-tuning as `check` does, but not its evaluation tasks.
 
     Raises InvalidModel for problems of the base, and InvalidTask for problems of the data.
     """

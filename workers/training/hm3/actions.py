@@ -48,9 +48,9 @@ class Action(StrEnum):
 def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tensor:
     """The logits of all possible steps of a layer path; a step that is not allowed gets a very low logit.
 
-    A path has num_steps possible steps, which are the layers of the source models and the end of the path. `protos`
-    [..., dimensions] are the outputs of the policy network, `embeddings_AD` [num_steps, dimensions] the embeddings of
-    the steps. `allowed` [..., num_steps] says which steps are allowed. The result is [..., num_steps].
+    A path has A possible steps, which are the layers of the source models and the end of the path. `protos` [..., D]
+    are the outputs of the policy network, with D numbers each. `embeddings_AD` [A, D] are the embeddings of the steps.
+    `allowed` [..., A] says which steps are allowed. The result is [..., A].
     """
     return (protos @ embeddings_AD.T).masked_fill(~allowed, FORBIDDEN)
 
@@ -60,9 +60,9 @@ def distribution(
 ) -> Distribution:
     """The distribution of a policy's actions in each of several states.
 
-    `states` [..., hidden size] are states of the layer paths so far. `preference` has the weights of the objectives.
-    `allowed` [..., num_steps] says which steps may follow. No gradients reach the embeddings through this distribution,
-    because only outcomes train the embeddings.
+    `states` [..., H] are states of layer paths, with H numbers each. `preference` has the weights of the objectives.
+    `allowed` [..., A] says which of A possible steps may follow. No gradients reach the embeddings through this
+    distribution, because only outcomes train the embeddings.
     """
     protos = networks.proto(states, preference)
     if action is Action.CATEGORICAL:
@@ -118,10 +118,10 @@ class LegalSteps:
         return int(self._table.sum(dim=2).max())
 
     def before(self, steps_BT: Tensor) -> Tensor:
-        """The steps that were allowed at each step of several layer paths, as bool [paths, steps, num_steps].
+        """The steps that were allowed at each step of several layer paths, as bool [B, T, A].
 
-        `steps_BT` [paths, steps] has the steps of each path. num_steps is the number of possible steps: all layers, and
-        the end.
+        `steps_BT` [B, T] are the T steps of each of B paths. There are A possible steps: all layers, and the end of the
+        path.
         """
         begun = torch.cat([steps_BT.new_zeros(len(steps_BT), 1), steps_BT[:, :-1]], dim=1)
         # After the end of a path there is padding, whatever it is.

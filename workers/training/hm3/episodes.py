@@ -63,7 +63,7 @@ class Episode:
 
 
 def generator_of(seed: int | str, number: int) -> torch.Generator:
-    """The random number generator of the episode with the number `number`, which `seed` and `number` determine.
+    """The random number generator of an episode, which depends only on `seed` and the episode's `number`.
 
     `seed` is a number, or a text that identifies a stream of random numbers.
     """

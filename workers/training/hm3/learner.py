@@ -44,9 +44,10 @@ FIRST_NETWORKS, MINI_BATCHES = -1, -2
 class LearnerOptions:
     """Options for updating the policy network and the value network.
 
-    The options `clip` and the lambda of GAE have the values that HM3's authors state; the others were chosen here.
-    `recalled` is the number of earlier episodes that the value network learns from in each mini-batch. `target_kl` is
-    the KL divergence, in nats per step, at which the policy network stops to learn from an iteration.
+    The options `clip` and the lambda of GAE (generalized advantage estimation) have the values that HM3's authors
+    state; the others were chosen here. `recalled` is the number of earlier episodes that the value network learns from
+    in each mini-batch. `target_kl` is the KL divergence, in nats per step, at which the policy network stops to learn
+    from an iteration.
     """
 
     clip: float = 0.1
@@ -68,10 +69,10 @@ class LearnerOptions:
 class UpdateStatistics:
     """Losses, entropy and policy changes of one update; losses and entropy are means over its mini-batches.
 
-    - `kl`: the KL divergence, in nats per step, of the policy after its epochs from the policy before them
+    - `kl`: the KL divergence, in nats per step, between the policy before its epochs and the policy after them
     - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after the epochs
-    - `drift`: the KL divergence of the policy at the end of the update from the policy after its epochs, which comes
-      from the encoder's learning
+    - `drift`: the KL divergence between the policy after its epochs and the policy at the end of the update, which
+      differ because the encoder learns
     - `policy_steps`: the number of gradient steps of the policy network
 
     In studies of version 1 of the searcher, `kl` is the mean over mini-batches, and the others are not measured.
@@ -292,7 +293,7 @@ class Learner(BaseLearner):
         """Train the policy network on an iteration's episodes, whose steps have the given advantages.
 
         Returns the policy's losses and entropies, with one number for each step of the optimizer; the KL divergence
-        from the policy before the training; and the share of ratios outside PPO's clip after it.
+        between the policies before and after the training; and the share of ratios outside PPO's clip after it.
         """
         options, is_step = self.options, batch.is_step
         taken = batch.steps if options.action is Action.CATEGORICAL else batch.protos
@@ -325,8 +326,8 @@ class Learner(BaseLearner):
     def _improve_value(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> tuple[list[Tensor], float]:
         """Train the value network and the encoder on remembered episodes, while the policy's actions stay the same.
 
-        Returns the value network's losses and the policy's drift, which is the KL divergence from the policy before
-        this training, over the steps of `batch`.
+        Returns the value network's losses and the policy's drift, which is the KL divergence between the policies
+        before and after this training, over the steps of `batch`.
         """
         options, networks = self.options, self.networks
         former = copy.deepcopy(networks)
@@ -345,9 +346,9 @@ class Learner(BaseLearner):
             return losses, float(self._moved(former, batch.remembered))
 
     def _moved(self, former: Networks, episodes: Memory) -> Tensor:
-        """The KL divergence of the current policy from the policy of the networks `former`, as a mean over `episodes`.
+        """The mean KL divergence, over the steps of `episodes`, between the policy of `former` and the current policy.
 
-        The mean is over all steps of the episodes.
+        `former` are the networks before an update.
         """
         legal = self._legal.before(episodes.steps)
         with torch.no_grad():

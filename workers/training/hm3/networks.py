@@ -89,7 +89,10 @@ class Networks(nn.Module):
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
 
     def embeddings(self) -> Tensor:
-        """The unit-length embeddings of a layer path's steps, the last for its end: [steps + 1, dimensions]."""
+        """The unit-length embeddings of all possible steps of a layer path: [steps + 1, dimensions].
+
+        The last embedding is that of the path's end. The others are those of the layers.
+        """
         paths = self.paths
         found = self.layers.weight[None].expand(len(paths.models), -1, -1)
         if self.options.by_index:

@@ -29,7 +29,7 @@ class Losses:
     value: Tensor
     entropy: Tensor
     kl: Tensor
-    """Estimate of the KL divergence from the policy that built the episodes: the mean of (ratio - 1) - log(ratio)."""
+    """Estimate of the KL divergence between the old and the new policy: the mean of (ratio - 1) - log(ratio)."""
 
 
 def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) -> Tensor:

@@ -29,8 +29,8 @@ def scalarised(outcomes: Tensor, preferences: Tensor, ideal_K: Tensor | None) ->
 
     `outcomes` and `preferences` are [..., objectives], and the result is [...]. If `ideal_K` is None, the result is the
     weighted sum. Otherwise it is Tchebycheff's function, negated: the largest of the weighted distances from `ideal_K`,
-    which has the best known outcome in each objective. Every point of a front has the best value of Tchebycheff's
-    function for some weights, whereas weighted sums leave out points where the front is not convex.
+    which has the best known outcome in each objective. Every point of a Pareto front has the best value of
+    Tchebycheff's function for some weights, whereas weighted sums leave out points where the front is not convex.
     """
     if ideal_K is None:
         return (outcomes * preferences).sum(dim=-1)

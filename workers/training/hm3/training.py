@@ -6,9 +6,9 @@ episodes of one iteration can be scored while those of the next are built. With 
 the policies take turns, one iteration each. A policy that is conditioned on the vector takes all vectors in each
 iteration, one after the other.
 
-A search may begin with given policies. They have no warm-up, and explore from the beginning as rarely as a search does
-at its end. If they do not learn either, the first episode of each preference vector is the path that the policy
-prefers, without noise.
+A search may begin with given policies. Given policies have no warm-up, and explore from the beginning as rarely as a
+search does at its end. If given policies do not learn, the first episode of each preference vector is the path that the
+policy prefers, without noise.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """The number of iterations whose outcomes must be known before episode `number` is built.
 
-        It counts all iterations up to the last one from which the episode's policy has learned. A single policy has
-        learned up to the second iteration before that of the episode. Several policies take turns; each has learned up
-        to its own previous iteration, which is at least two earlier. The result is 0 if policies do not learn.
+        The number counts all iterations up to the last one from which the episode's policy has learned. A single policy
+        has learned up to the second iteration before that of the episode. Several policies take turns; each has learned
+        up to its own previous iteration, which is at least two earlier. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
@@ -138,7 +138,7 @@ class PolicyTraining:
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """The number of earlier iterations whose episodes the same policy built as those of `iteration`."""
+        """The number of earlier iterations that belong to the same policy as `iteration`."""
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
@@ -240,10 +240,10 @@ class PolicyTraining:
 
         Returns None if the policy does not learn from this iteration, for example in the warm-up. `outcomes_BK` are as
         in `Learner.update`. Episodes that another process built are built again, with the same result. `paths` are the
-        paths that had the outcomes, and `scales` the scales of their layers, if layers have any. If such a path differs
-        from that of the episode, the policy learns from the path in `paths`; this is so where the searcher proposed a
-        mutant, and in a search that an earlier version of this package began. With `restarts` the policy network is
-        reinitialised before it learns.
+        paths that were scored, and `scales` are the scales of their layers, if layers have any. If a scored path
+        differs from the episode's path, the policy learns from the scored path. This is the case if the searcher
+        proposed a random change of the best path (a mutant), and in a search that an earlier version of this package
+        began. With `restarts` the policy network is reinitialised before it learns.
         """
         if not self.is_learned_from(iteration):
             return None

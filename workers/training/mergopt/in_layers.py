@@ -1,9 +1,9 @@
 """MergOPT's offsets, added where layers read their weights, so that parameters never change and need no copy.
 
 While a module computes, a tensor with noise replaces each of its parameters that gets an offset. Instead of that
-tensor, autograd saves a description from which the tensor can be recomputed, so that it is freed when the module is
-done. The backward pass recomputes the tensors, one at a time. The tensors of at most one layer exist at once or, with
-activation checkpointing, those of one checkpointed part.
+tensor, autograd saves a description from which the tensor can be recomputed, so that the tensor is freed when the
+module is done. The backward pass recomputes the tensors, one at a time. The tensors of at most one layer exist at once
+or, with activation checkpointing, those of one checkpointed part.
 
 A parameter that is read by another module than the one that owns it has no offset in that module. Autocast keeps casts
 of weights, as it does without offsets.

@@ -5,7 +5,7 @@ parameters theta_0 is replaced by its linearization in the trained parameters th
 
     f(x; theta_0) + <grad f(x; theta_0), theta - theta_0>
 
-It is for small models: theta_0 is in memory beside theta, and a forward pass takes two to three times as long.
+The method is for small models: theta_0 is in memory beside theta, and a forward pass takes two to three times as long.
 """
 
 from __future__ import annotations

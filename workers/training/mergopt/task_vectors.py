@@ -42,7 +42,7 @@ class TaskVectors:
 
     @property
     def max_models(self) -> int | None:
-        """The largest number of models in a simulated merge; None if there is no limit."""
+        """The largest number of models in a simulated merge; None, for no limit, if offsets are resampled."""
         return None if self.origin is None else 1 + len(self.vectors)
 
     @cached_property
