@@ -68,8 +68,7 @@ class Checkpoint:
     def tensor(self, name: str) -> SourceTensor | None:
         """Tensor with the name `name`, or stacked MoE tensor with this name; None if there is neither.
 
-        A stacked MoE tensor joins the matrices of one kind of all experts in a layer's mixture of experts
-        (`Layout.stacks`).
+        A stacked MoE tensor joins one matrix of each expert of a layer's mixture of experts (`Layout.stacks`).
         """
         stack = None if name in self.tensors else self.layout.stacks.get(name)
         if stack is None:

@@ -81,10 +81,10 @@ class Layout:
 
     @cached_property
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """Stacked MoE tensors of all layers: by the stack's name in transformers, the names of its stored tensors.
+        """Map the name of each stacked MoE tensor (as in transformers) to the names of its stored tensors.
 
-        A stack joins the matrices of one kind (such as all down projections) of all experts in a layer's mixture of
-        experts. The value of a stack is a tuple that has, for each expert of the mixture, the names of the stored
+        A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
+        tensor. The value of a stack is a tuple that has, for each expert of the mixture, the names of the stored
         tensors. Stacks that a file stores as one tensor are not included.
         """
         mixtures: dict[str, dict[int, set[str]]] = {}

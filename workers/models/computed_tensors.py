@@ -155,7 +155,7 @@ class LowRankStack(_Changed):
 class Dora:
     """A weight after the change by a DoRA adapter, which scales each output to a given length.
 
-    See arXiv:2402.09353, equation 5. `magnitude` [outputs] has the lengths. `changed` is the weight with the low-rank
+    See arXiv:2402.09353, equation 5. `magnitude` [outputs] has the lengths. `changed` is the weight after the low-rank
     change. An output is a row of the weight, or a column if the weight is transposed. The result is in float32.
     """
 

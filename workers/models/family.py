@@ -53,7 +53,7 @@ class ResolvedFamily:
       `token_alignment` describes this conversion
     - `vocabulary`: the options of this vocabulary as a recipe states them
     - `given`: the directory or hub id by which the caller named each model
-    - `adapted`: for adapters of other models than the base, the directory of the model that the adapter changes
+    - `adapted`: for each adapter that changes another model than the base, the directory of that model
     - `any_depth`: whether the numbers of layers may differ
     - `cache`: the directory of the cache for fingerprints, or None for the default directory
 

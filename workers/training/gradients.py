@@ -299,7 +299,7 @@ class CoefficientGradients:
 
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
-        """Context manager in which each gradient is reduced to derivatives by coefficients, and then freed.
+        """Context manager in which gradients are reduced to derivatives with respect to coefficients, and freed.
 
         As soon as the gradient of a merged tensor is computed, it is passed to the tensor's reducer, which adds up the
         derivatives with respect to the coefficients of this tensor. `reducers` are by the tensor's name. No gradients

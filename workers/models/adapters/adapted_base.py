@@ -46,8 +46,8 @@ class AdaptedBase:
     def stack(self, parameter: str) -> str | None:
         """Name of the base's stacked MoE tensor for `parameter` of the adapted model; None if there is none.
 
-        A stack joins the matrices of one kind (such as all down projections) of all experts in a layer's mixture of
-        experts. The result is a key of `Layout.stacks`, or the name of the tensor if the stack is stored as one tensor.
+        A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
+        tensor. The result is a key of `Layout.stacks`, or the name of the tensor if the stack is stored as one tensor.
         If the base has no tensor of the parameter's name, the result is the stack in the same layer whose name ends in
         the same matrix, provided that there is only one.
         """

@@ -64,8 +64,8 @@ class Data(Section):
     max_length: Count = 1024
     """The number of tokens of a row. A longer document is an error."""
     packing: bool = True
-    """Whether a row may have several documents, none of which sees another. Models whose layers carry a state from
-    document to document are then refused."""
+    """Whether a row may have several documents, which do not attend to each other. Models whose layers carry a state
+    from document to document are then refused."""
     pad_token: Line | None = None
     """The token with which rows are padded, if the tokenizer has no pad token."""
 

@@ -43,7 +43,7 @@ class TaskVector:
 
 
 def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
-    """Measure the distribution of one expert's task vector on about a million of its elements.
+    """Measure the distribution of one expert's task vector (expert minus base), by about a million elements.
 
     Raises InvalidModel if a model cannot be used, and ValueError if the task vector is 0.
     """
@@ -51,7 +51,7 @@ def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
 
 
 def accumulated_vector(base: Path, experts: Sequence[Path]) -> TaskVector:
-    """Measure the distribution of the sum of the experts' task vectors on about a million of its elements.
+    """Measure the distribution of the sum of all experts' task vectors, by about a million elements.
 
     The elements are evenly spaced in the tensors that any expert changes. Raises InvalidModel if a model cannot be
     used, and ValueError if all task vectors are 0.

@@ -84,10 +84,11 @@ def play(
     """Build several layer paths with a policy, as one batch; each path is an episode with its own settings (role).
 
     With the action WOLPERTINGER the policy draws, for each step, a proto-action: a point in the space of the steps'
-    embeddings. The `k` nearest allowed steps are the candidates, of which the one with the best expected outcome is
-    taken, by Tchebycheff's function if its `ideal` point is given. With the probability `exploration` of the role a
-    candidate is drawn at random instead. The role's `noise` multiplies the deviation of proto-actions. If `exploration`
-    and `noise` are 0, the path is the one that the policy prefers.
+    embeddings. The `k` nearest allowed steps are the candidates, and the candidate with the best expected outcome is
+    taken. Expected outcomes of several objectives are compared by their weighted sum or, if the point `ideal` is given,
+    by Tchebycheff's function (`scalarisation`). With the probability `exploration` of the role a candidate is drawn at
+    random instead. The role's `noise` multiplies the deviation of proto-actions. If `exploration` and `noise` are 0,
+    the path is the one that the policy prefers.
 
     With CATEGORICAL the policy draws one of the allowed steps. With the probability `exploration` all of them have the
     same probability. The role's `noise` is the temperature, and `k` is not used.

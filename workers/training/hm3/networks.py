@@ -118,8 +118,8 @@ class Networks(nn.Module):
         A proto-action is a point in the D-dimensional space of the steps' embeddings. `states` are [..., H] with H
         numbers of each state, and `preference_K` has the weight of each objective. If layers have scales, one more
         number follows: the scale of the last layer of the path so far, as a position in the range of scales. In the
-        paper (equation 16), a network of that layer and of the step's number gives the scale. Here the state contains
-        both.
+        paper (equation 16), a network computes the scale from that layer and the step's number. Here the state contains
+        the layer and the number.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found

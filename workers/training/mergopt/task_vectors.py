@@ -29,8 +29,8 @@ class TaskVectors:
 
     `vectors`[j][i] is the task vector of expert j on parameter i, in the order, shapes, dtypes and devices of the
     parameters that get the offset. `origin` has the values of these parameters in the base, from which the offsets of
-    merges are computed. If it is None, offsets are resampled: for each parameter, a random expert's task vector is
-    taken. Raises ValueError if there is no expert.
+    merges are computed. If `origin` is None, offsets are resampled: for each parameter, a random expert's task vector
+    is taken. Raises ValueError if there is no expert.
     """
 
     vectors: Sequence[Sequence[torch.Tensor]]
