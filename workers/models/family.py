@@ -92,9 +92,10 @@ class ResolvedFamily:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
 
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Tokens of the model `alias` that the base lacks, in two tuples: tokens with an embedding row, and without.
+        """Tokens of the model `alias` that the base lacks: first those with an embedding row, then those without one.
 
-        The tokens of a tuple are in the order of their ids.
+        The result has one tuple of tokens for each of the two groups. The tokens of a tuple are in the order of their
+        ids.
         """
         known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
         checkpoint = self.checkpoints[alias]

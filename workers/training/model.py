@@ -89,7 +89,7 @@ class TrainableModel:
         self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
     def holds(self, recipe: Recipe, bank: Bank) -> bool:
-        """Whether this model can hold a merge of `recipe`, which must have the same number and kinds of layers."""
+        """Whether this model can hold a merge of `recipe`, because both have the same number and kinds of layers."""
         return _of_layers(recipe, bank) == self._of_layers
 
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:

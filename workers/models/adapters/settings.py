@@ -73,9 +73,10 @@ class Settings:
         return self.ranks.get(_pattern(self.ranks, module), self.r)
 
     def scaling(self, module: str) -> float:
-        """Factor of a module's LoRA product B A: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv:2312.03732).
+        """Factor of the product of a module's LoRA matrices: alpha / rank, or alpha / sqrt(rank) if rank-stabilised.
 
-        A and B are the adapter's matrices for the module, r is their rank, alpha a setting of the adapter.
+        alpha is a setting of the adapter. Rank-stabilised adapters (arXiv:2312.03732) have the setting `use_rslora` in
+        adapter_config.json.
         """
         rank = self.rank(module)
         return self.alphas.get(_pattern(self.alphas, module), self.alpha) / (
@@ -84,7 +85,7 @@ class Settings:
 
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """First of `patterns` (regular expressions) that matches the end of the name `module`; "" if none does."""
+    """First regular expression in `patterns` that matches the end of the name `module`; "" if none does."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
 
 

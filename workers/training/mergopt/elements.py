@@ -1,4 +1,4 @@
-"""The index of each element among the elements of all parameters, which determines its noise in MergOPT.
+"""Numbering of the elements of all parameters; an element's number determines its noise in MergOPT.
 
 Parameters follow each other in the optimizer's order, each in C order of its whole shape. A rank that holds a shard of
 a parameter (FSDP2) numbers its elements as if it held the whole parameter. So the shard gets the same noise as that
@@ -85,10 +85,9 @@ def _on_gpu() -> Callable[..., None]:
 
 
 def _local(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The memory of the part of a parameter that this process holds, and the index of its first element.
+    """The part of a parameter in this process's memory, and the index of the part's first element in the parameter.
 
-    The index counts the elements of the whole parameter from 0. Raises ValueError if the parameter is sharded along
-    another dimension than the first.
+    Raises ValueError if the parameter is sharded along another dimension than the first.
     """
     if not isinstance(parameter, DTensor):
         return parameter.detach(), 0

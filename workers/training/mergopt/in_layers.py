@@ -68,9 +68,10 @@ class _Note:
 
 
 class _Draw:
-    """The noise of one optimizer step, with the tensors that currently have this noise, by the address of their memory.
+    """The noise of one optimizer step, and a table of the tensors that currently have this noise.
 
-    `tables` has the quantiles of the noise's distribution for each device; `key` determines the random numbers.
+    The tensors in the table are identified by the address of their memory. `tables` has the quantiles of the noise's
+    distribution for each device; `key` determines the random numbers.
     """
 
     def __init__(self, tables: Mapping[torch.device, torch.Tensor], key: int) -> None:

@@ -48,7 +48,7 @@ class SharpnessAware(OptimizerWrapper):
         self.rho, self.is_adaptive, self.eta = rho, is_adaptive, eta
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update, for which `closure` is called twice; return its first result.
+        """Make one update, for which `closure` is called twice; return the result of the first call.
 
         Raises ValueError without a closure.
         """
