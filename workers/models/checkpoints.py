@@ -38,9 +38,9 @@ BY_CONFIG = "(by config.json, or transformers' default where it is silent)"
 class Checkpoint:
     """A checkpoint on disk whose configuration and safetensors headers were read.
 
-    If it is an adapter, `base` is the model that it changes, and its tensors are those of the base after the change.
-    `files` are the checkpoint's own safetensors files, in order of name. Tensors that `read` returns must not be
-    written to; stored tensors are mapped into memory and keep their dtype.
+    If the checkpoint is an adapter, `base` is the model that it changes, and `tensors` are the base's tensors after the
+    change. `files` are the checkpoint's own safetensors files, in order of name. Tensors that `read` returns must not
+    be written to; stored tensors are mapped into memory and keep their dtype.
     """
 
     directory: Path
@@ -107,7 +107,7 @@ class Checkpoint:
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """Stored tensors from which the checkpoint's tensors are computed, including those of other models."""
+        """Stored tensors from which the checkpoint's tensors are computed, including stored tensors of other models."""
         return frozenset(info for tensor in self.tensors.values() for info in tensor.stored())
 
     @property

@@ -1,8 +1,8 @@
 """Model configurations (config.json) with the key names that all model types share, and with defaults.
 
 GPT-2 calls its number of layers n_layer, and many files leave out the defaults of their model type; transformers'
-configuration classes define both the other names and the defaults. The only check here is whether transformers knows
-the model type.
+configuration classes define the other names and the defaults. The only check here is whether transformers knows the
+model type.
 """
 
 from __future__ import annotations

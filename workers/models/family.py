@@ -455,7 +455,7 @@ def on_this_machine(family: Family, *, note: Callable[[str], None] = log.info) -
     """Replace the directories in a family's description by the directories of the models on this machine.
 
     Another machine may have sent the description. A model whose directory does not exist here is looked up by its
-    origin (a hub id or URL), and downloaded unless this machine has it. If there is such a model, the contents of all
+    origin (a hub id or URL), and downloaded unless this machine has it. If a model is looked up, the contents of all
     models are compared with the fingerprints in `family`. `note` is called with lines about downloads. Raises
     InvalidModel if a model cannot be found, or if its contents differ from the fingerprint.
     """

@@ -417,9 +417,9 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
     """The derivative of the loss with respect to each layer's scale, by the layer's index.
 
-    A layer's scale is a factor on the residual stream after the layer. It is folded into the weights: a scale s divides
-    the last weight of each branch (attention or MLP) in all later layers. The derivative is therefore -1 / s times the
-    sum, over these weights, of the inner product of gradient and weight, which the reducers have computed.
+    A layer's scale is a factor on the residual stream after the layer. The scale is folded into the weights: a scale s
+    divides the last weight of each branch (attention or MLP) in all later layers. The derivative is therefore -1 / s
+    times the sum, over these weights, of the inner product of gradient and weight, which the reducers have computed.
     """
     after = [0.0] * len(recipe.layers)
     for reducer in reducers:

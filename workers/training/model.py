@@ -56,10 +56,10 @@ class TrainableModel:
     architecture, in `dtype` on `device`, with one copy of its weights. Its layers are those of a merge of the recipe
     `like`; if `like` is None, they are the base's. `memory` has the memory of each merged tensor, by the tensor's name.
     `leaves` has the parameters, each with the merged tensors that it contains. A tied output head is a separate
-    parameter in the embedding's memory, so that the gradients of both are computed, and can be freed, one after the
-    other. With `recomputes`, activations within layers are computed again in the backward pass. Raises InvalidModel if
-    transformers holds the tensors of the model in another form, and InvalidRecipe for an order of layers that the
-    configuration cannot express.
+    parameter in the embedding's memory, so that the gradients of embedding and head are computed, and can be freed, one
+    after the other. With `recomputes`, activations within layers are computed again in the backward pass. Raises
+    InvalidModel if transformers holds the tensors of the model in another form, and InvalidRecipe for an order of
+    layers that the configuration cannot express.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TrainableModel:
         self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
     def holds(self, recipe: Recipe, bank: Bank) -> bool:
-        """Whether this model can hold a merge of `recipe`, because both have the same number and kinds of layers."""
+        """Whether a merge of `recipe` can be written into this model: the layers must agree in number and kind."""
         return _of_layers(recipe, bank) == self._of_layers
 
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:

@@ -81,9 +81,9 @@ def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient:
     """The derivatives of a loss with respect to the weights of the merge method `linear`.
 
     The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. Let G be the
-    gradient of the loss with respect to m. The derivative with respect to w_j is <G, theta_j - m> / W. It is computed
-    from the sources' differences from the first source, because the inner products of G with whole tensors are almost
-    equal, and their difference would lose digits.
+    gradient of the loss with respect to m. The derivative with respect to w_j is <G, theta_j - m> / W. This inner
+    product is computed from the sources' differences from the first source, because the inner products of G with whole
+    tensors are almost equal, and their difference would lose digits.
     """
     weights = merge.per_source("weight")
     products = _projections(gradient, tensors, tensors[0])

@@ -80,7 +80,7 @@ class Pipeline:
     def places(self, out: Path) -> dict[str, Path]:
         """The directory in which each expert is trained, by alias.
 
-        It is `out` for a single expert; each expert of a fleet has a separate directory below `out`.
+        The directory of a single expert is `out`; each expert of a fleet has a separate directory below `out`.
         """
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 

@@ -326,8 +326,8 @@ class _Passes:
     def without_averaging(self) -> AbstractContextManager[Any]:
         """Context manager in which backward passes accumulate this rank's gradients without averaging over ranks.
 
-        It is used for all micro-batches of a batch except the last, so that gradients are averaged once for each
-        update.
+        The context is used for all micro-batches of a batch except the last, so that gradients are averaged once for
+        each update.
         """
         if isinstance(self._forward, DistributedDataParallel):
             context: AbstractContextManager[Any] = self._forward.no_sync()

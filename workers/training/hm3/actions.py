@@ -87,9 +87,9 @@ def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
 def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: int) -> Tensor:
     """Convert the given layer scales of several layer paths to positions in the range of scales: [paths, length].
 
-    A layer scale is a factor on the residual stream after a layer. It is applied before the next step: column t of the
-    result has the scale of the layer of step t - 1, or NaN if no scale is given for it. `scales` has the scales of each
-    path. If `scales` is empty, the result has no rows.
+    A layer scale is a factor on the residual stream after a layer. The factor is applied before the next step: column t
+    of the result has the scale of the layer of step t - 1, or NaN if no scale is given for it. `scales` has the scales
+    of each path. If `scales` is empty, the result has no rows.
     """
     found = torch.full((len(scales), length), torch.nan)
     for row, given in enumerate(scales):

@@ -93,9 +93,9 @@ def play(
     With CATEGORICAL the policy draws one of the allowed steps. With the probability `exploration` all of them have the
     same probability. The role's `noise` is the temperature, and `k` is not used.
 
-    A step without an alternative is taken without the policy. The end of a path of maximal length is such a step; it is
-    no part of the episode. If a role gives the path, the policy later learns from the path as if it had chosen it: the
-    embeddings of the path's steps are the proto-actions.
+    A step without an alternative is taken without the policy. For example, after a path of maximal length only the end
+    can follow; this end is no part of the episode. If a role gives the path, the policy later learns from the path as
+    if it had chosen it: the embeddings of the path's steps are the proto-actions.
 
     An episode has random numbers of its own, which `seed` and its number determine. But rounding in an episode depends
     on all episodes that are built with it. Therefore an episode is repeated exactly only together with the same

@@ -97,7 +97,7 @@ class FirstLearner(BaseLearner):
     def _advantages(self, batch: EpisodeBatch) -> Tensor:
         """The advantages [episodes, steps] of an iteration's episodes by generalized advantage estimation (GAE).
 
-        They are normalised over all steps of the iteration, and 0 after an episode's end.
+        The advantages are normalised over all steps of the iteration, and 0 after an episode's end.
         """
         options = self.options
         states = self.networks.states(batch.steps)

@@ -369,7 +369,7 @@ class Learner(BaseLearner):
     def _advantages(self, batch: EpisodeBatch) -> Tensor:
         """The advantages [episodes, steps] of an iteration's episodes by generalized advantage estimation (GAE).
 
-        They are normalised over all steps of the iteration, and 0 after an episode's end.
+        The advantages are normalised over all steps of the iteration, and 0 after an episode's end.
         """
         options = self.options
         found = self.networks.outcomes(self.networks.states(batch.steps), batch.preferences[:, None])

@@ -91,7 +91,7 @@ class Networks(nn.Module):
     def embeddings(self) -> Tensor:
         """The unit-length embeddings of all possible steps of a layer path: [steps + 1, dimensions].
 
-        The last embedding is that of the path's end. The others are those of the layers.
+        The last embedding belongs to the path's end, and each other embedding belongs to a layer.
         """
         paths = self.paths
         found = self.layers.weight[None].expand(len(paths.models), -1, -1)

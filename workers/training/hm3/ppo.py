@@ -71,8 +71,8 @@ def log_density(proto: Tensor, mean: Tensor, log_std_D: Tensor) -> Tensor:
 def surrogate(log_ratio: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
     """PPO's clipped objective (larger is better) for each step, from advantages and ratios of densities.
 
-    It is min(ratio A, clip(ratio, 1 - clip, 1 + clip) A). A is the advantage. The ratio is the density of an action
-    under the new policy divided by the density under the old policy; `log_ratio` is its logarithm.
+    The objective is min(ratio A, clip(ratio, 1 - clip, 1 + clip) A). A is the advantage. The ratio is the density of an
+    action under the new policy divided by the density under the old policy; `log_ratio` is its logarithm.
     """
     ratio = log_ratio.exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)

@@ -2,9 +2,9 @@
 
 Networks and preference vectors follow from the options, the seed and earlier outcomes alone. All iterations have the
 same number of episodes. The networks that build iteration i have learned from the iterations up to i - 2. So the
-episodes of one iteration can be scored while those of the next are built. With one policy for each preference vector,
-the policies take turns, one iteration each. A policy that is conditioned on the vector takes all vectors in each
-iteration, one after the other.
+episodes of one iteration can be scored while the episodes of the next iteration are built. With one policy for each
+preference vector, the policies take turns, one iteration each. A policy that is conditioned on the vector takes all
+vectors in each iteration, one after the other.
 
 A search may begin with given policies. Given policies have no warm-up, and explore from the beginning as rarely as a
 search does at its end. If given policies do not learn, the first episode of each preference vector is the path that the
@@ -48,7 +48,7 @@ class PolicyTrainingOptions:
     - `is_conditioned`: one policy has the preference vector as an input; otherwise each vector has a policy
     - `learns`: if false, the policies that a search begins with build all episodes, and the vectors take turns
     - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by
-      `FirstLearner`, and those of different searches may have the same random numbers.
+      `FirstLearner`, and policies of different searches may have the same random numbers.
     """
 
     episodes: int = 16
@@ -79,9 +79,9 @@ class PolicyTraining:
     """The policies of one search, which build episodes and learn from their outcomes.
 
     `preferences` are the preference vectors, at least one. `descriptors` are statistics of the layers' weights, or
-    None. `saved` has the checkpoints that were saved after iterations of this search, by iteration. Only those of the
-    last two iterations of each policy are needed. `start` has the checkpoint that each policy begins with, or is empty
-    for new policies. Raises ValueError if `start` has another number of checkpoints.
+    None. `saved` has the checkpoints that were saved after iterations of this search, by iteration. Only the
+    checkpoints of the last two iterations of each policy are needed. `start` has the checkpoint that each policy begins
+    with, or is empty for new policies. Raises ValueError if `start` has another number of checkpoints.
     """
 
     def __init__(
@@ -290,13 +290,13 @@ class PolicyTraining:
         return play(learner.networks, roles, seed=seed, k=k, action=action, ideal=learner.ideal)
 
     def seed_of(self, stream: str, number: int) -> int:
-        """A seed for an episode's random numbers that differs from that of every other episode, stream and search."""
+        """A seed for an episode's random numbers; every other episode, stream and search has another seed."""
         return generator_of(self._stream(stream), number).initial_seed()
 
     def _stream(self, name: str) -> int | str:
-        """The seed of a stream of random numbers, which differs from that of every other stream and search.
+        """The seed of a stream of random numbers; every other stream and search has another seed.
 
-        In version 1 of the searcher, all streams of a search have its seed.
+        In version 1 of the searcher, all streams of a search have the seed of the search.
         """
         return self._seed if self.options.version == 1 else f"{self._seed} {name}"
 

@@ -3,7 +3,7 @@
 While a module computes, a tensor with noise replaces each of its parameters that gets an offset. Instead of that
 tensor, autograd saves a description from which the tensor can be recomputed, so that the tensor is freed when the
 module is done. The backward pass recomputes the tensors, one at a time. The tensors of at most one layer exist at once
-or, with activation checkpointing, those of one checkpointed part.
+or, with activation checkpointing, the tensors of one checkpointed part.
 
 A parameter that is read by another module than the one that owns it has no offset in that module. Autocast keeps casts
 of weights, as it does without offsets.

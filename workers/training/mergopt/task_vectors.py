@@ -6,8 +6,8 @@ that a step simulates has K models and the coefficient alpha. There are two kind
     resampled:  (K alpha - 1) z, where z is, for each parameter, the part of a D_j with j drawn anew
     of merges:  (alpha - 1) (theta - theta_0) + alpha sum_j D_j over K - 1 experts, drawn without repetition
 
-The offset of merges is that of equation 5 of the MergOPT paper. The resampled offset and the paper's noise approximate
-it.
+The offset of merges is the offset in equation 5 of the MergOPT paper. The resampled offset and the paper's noise
+approximate it.
 """
 
 from __future__ import annotations
