@@ -500,6 +500,8 @@ def open_family(
 ) -> Family:
     """Locate, check and, if needed, download a family's models, and return their short description.
 
-    The description can be sent to other processes. Raises InvalidModel with every problem of every model.
+    The description can be sent to other processes. `tokenizer` selects the vocabulary of merges. `cache` is the
+    directory of the cache, or None for the default directory. `note` is called with lines about downloads. Raises
+    InvalidModel with every problem of every model.
     """
     return resolve_family(base, experts, tokenizer=tokenizer, cache=cache).fetched(note=note).family

@@ -8,9 +8,8 @@ steps. The logit of a step is the product of the policy network's output with th
 If layers have scales (factors on the residual stream after a layer), a proto-action has one more number: the scale of
 the last layer, as a position in the range of scales.
 
-Axes: B paths of a batch, T steps of a path, A possible steps (the pool's layers, and the end), D dimensions of an
-embedding or numbers of a proto-action, E dimensions of an embedding where a proto-action may have one more number, H
-numbers of a state.
+Axes: B paths of a batch, T steps of a path, A possible steps (the pool's layers, and the end), D numbers of a
+proto-action, E dimensions of an embedding (D is E + 1 if layers have scales, otherwise E), H numbers of a state.
 """
 
 from __future__ import annotations
