@@ -140,7 +140,7 @@ def _last_located(url: str) -> Path | None:
 
 
 def _sums(text: str) -> dict[str, str]:
-    """The sha256 (hex) of each file by name, as printed by the program sha256sum; other lines are ignored."""
+    """Parse the output of the program sha256sum to the sha256 (hex) of each file by name; other lines are ignored."""
     return {found[2]: found[1] for line in text.splitlines() if (found := _SUM.fullmatch(line.strip()))}
 
 

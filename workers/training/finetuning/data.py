@@ -1,4 +1,4 @@
-"""Training data: rows of a JSONL file or dataset as tokenized documents, packed into rows of one length.
+"""Training data: entries of a JSONL file or dataset as tokenized documents, packed into rows of one length.
 
 A token's loss counts if the token belongs to a completion, or ends a completion. The order of rows depends only on the
 seed, so that every rank has the same rows and takes its own part of each batch.

@@ -253,7 +253,7 @@ class _TaskSamples:
 
 
 class _Linearized:
-    """Adapter that gives a linearized model the interface `ModelOfLogits`, from which sample losses are computed."""
+    """Adapter with which a linearized model implements `ModelOfLogits`, so that sample losses can be computed."""
 
     def __init__(self, model: LinearizedModel, device: torch.device) -> None:
         self._model, self.device = model, device

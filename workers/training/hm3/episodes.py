@@ -192,10 +192,10 @@ def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
 
 
 def _after(networks: Networks, hidden_1BH: Tensor, steps_BCD: Tensor) -> tuple[Tensor, Tensor]:
-    """The states and encoder memories of B layer paths after each of C candidate steps: [B, C, H] each.
+    """The states and encoder memories of several layer paths after each candidate for the next step: [B, C, H] each.
 
-    The encoder is a GRU; its states and its memory have H numbers. `hidden_1BH` is the memory before the step,
-    `steps_BCD` are the embeddings of the candidates.
+    There are B paths, with C candidates each. The encoder is a GRU; its states and its memory have H numbers.
+    `hidden_1BH` is the memory before the step, `steps_BCD` are the embeddings of the candidates.
     """
     count, num = steps_BCD.shape[:2]
     before = hidden_1BH.repeat_interleave(num, dim=1)
