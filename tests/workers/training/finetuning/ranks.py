@@ -17,29 +17,36 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from workers.training.finetuning import checkpoints
+from workers.training.finetuning.evaluation import Evaluator
 from workers.training.finetuning.history import CHECKPOINTS
-from workers.training.finetuning.models import load_model
+from workers.training.finetuning.models import check_packing, load_model
+from workers.training.finetuning.result import write_expert
+from workers.training.finetuning.sharding import unread_model
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
-from workers.training.finetuning.trainer import train
+from workers.training.finetuning.trainer import check, train
+from workers.training.mergopt.optimizer import MergOPT
 
 __all__ = ["KILLED_AT", "OBJECTIVE", "TRAININGS", "spec_of"]
 
 OBJECTIVE = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
-LORA: dict[str, Any] = {"adapter": {"rank": 4}, "training": {"precision": "bfloat16"}}
+SHORT = {"steps": 3, "checkpoint_every": 3}
+LORA: dict[str, Any] = {"adapter": {"rank": 4}, "training": {**SHORT, "precision": "bfloat16"}}
 
 # What is trained on one and on two ranks, as differences from `spec_of`'s document.
 TRAININGS: dict[str, dict[str, Any]] = {
     "mergopt": {"evaluation": {"every": 2, "samples": 4, "objectives": [OBJECTIVE]}},
-    "in_layers": {"method": {"in_layers": True}, "training": {"gradient_checkpointing": True}},
-    "task_vectors": {"method": {"noise": "task_vectors", "fit_to": ["expert"]}},
-    "asam": {"method": {"kind": "asam", "optimizer": "sgd"}, "training": {"layers": [1]}},
+    "in_layers": {"method": {"in_layers": True}, "training": {**SHORT, "gradient_checkpointing": True}},
+    "task_vectors": {"method": {"noise": "task_vectors", "fit_to": ["expert"]}, "training": SHORT},
+    "asam": {
+        "method": {"kind": "asam", "optimizer": "sgd"},
+        "training": {**SHORT, "layers": [1], "learning_rate": 0.05},
+    },
     "lora": LORA,
-    "tangent": {"method": {"kind": "tangent"}},
+    "tangent": {"method": {"kind": "tangent"}, "training": SHORT},
 }
 
 # The step at which a rank of the training "killed" ends by SIGKILL; the last checkpoint is that of step 4.
@@ -69,7 +76,6 @@ def fork(place: Path, size: int, work: Callable[[int], Any]) -> None:
         if (pid := os.fork()) == 0:
             status = 1
             try:
-                torch.set_num_threads(1)
                 if size > 1:
                     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
                 else:
@@ -91,40 +97,52 @@ def fork(place: Path, size: int, work: Callable[[int], Any]) -> None:
                 raise RuntimeError("a rank failed")
 
 
-def run(place: Path, name: str, size: int, *, killed: bool = False, **changes: Any) -> None:
-    out = place / f"{name}-{size}"
-    out.mkdir(exist_ok=True)
+def run(place: Path, trainings: Mapping[str, Mapping[str, Any]], size: int, *, killed: bool = False) -> None:
+    """Train on `size` ranks, one training after the other; `killed`: the last rank is killed at step KILLED_AT."""
 
     def work(rank: int) -> None:
         def report(line: Mapping[str, Any]) -> None:
             if killed and rank == size - 1 and line["step"] == KILLED_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        facts = train(spec_of(place, **changes), out, report=report)
-        (out / f"facts-{rank}.json").write_text(json.dumps(facts))
+        for name, changes in trainings.items():
+            out = place / f"{name}-{size}"
+            out.mkdir(exist_ok=True)
+            facts = train(spec_of(place, **changes), out, report=report)
+            (out / f"facts-{rank}.json").write_text(json.dumps(facts))
 
     fork(place, size, work)
 
 
 def measure(place: Path, size: int) -> None:
-    """Write the bytes by which training the model `large` raised each rank's memory at most, without evaluation."""
+    """Write the bytes by which two updates of the model `large` raised each rank's memory.
+
+    The first number is that of its own memory with weights, gradients and moments, the second the highest of all,
+    with the mapped files of the base model.
+    """
 
     def work(rank: int) -> None:
-        before = psutil.Process().memory_info().rss
+        before = _memory()
         Path("/proc/self/clear_refs").write_text("5")  # the peak of this process begins anew
-        spec = spec_of(place, base="large", method={"kind": "adamw"}, training={"steps": 2})
+        spec = spec_of(place, base="large", method={"kind": "adamw"}, training={"steps": 3, "batch": 2})
         out = place / f"large-{size}"
         out.mkdir(exist_ok=True)
-        peaks = []
-        train(spec, out, report=lambda line: peaks.append(_peak()) if line["step"] == 2 else None)
-        (out / f"peak-{rank}").write_text(str(peaks[0] - before))
+
+        def report(line: Mapping[str, Any]) -> None:
+            if line["step"] == 2:  # moments of AdamW exist since the first update
+                now = _memory()
+                used = [now["RssAnon"] - before["RssAnon"], now["VmHWM"] - before["VmRSS"]]
+                (out / f"memory-{rank}.json").write_text(json.dumps(used))
+                os._exit(0)
+
+        train(spec, out, report=report)
 
     fork(place, size, work)
 
 
-def _peak() -> int:
+def _memory() -> dict[str, int]:
     status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) << 10
+    return {key: int(status.split(f"{key}:")[1].split()[0]) << 10 for key in ("VmHWM", "VmRSS", "RssAnon")}
 
 
 def dtypes(place: Path) -> None:
@@ -140,11 +158,34 @@ def dtypes(place: Path) -> None:
     fork(place, 2, work)
 
 
+def warm_up(place: Path) -> None:
+    """Import what trainings import, once for all ranks; without a backward pass, after which torch cannot fork."""
+    import torch._dynamo
+
+    import workers.training.mergopt.kernel  # noqa: F401
+
+    torch.set_num_threads(1)
+    spec = spec_of(place, **TRAININGS["mergopt"])
+    check(spec)
+    model = load_model(spec, place / "base", torch.device("cpu"))
+    Evaluator(spec.evaluation, place / "base", model.module, max_length=64, seed=0) if spec.evaluation else None
+    load_model(spec_of(place, **LORA), place / "base", torch.device("cpu"))
+    unread_model(place / "base", torch.float32)
+    optimizer = MergOPT(torch.optim.AdamW(model.trained.values()))
+    with optimizer.offset(), torch.no_grad():
+        check_packing(model.module)
+    checkpoints.save(place / "warm", step=1, trained=model.trained, optimizer=optimizer, loss=0.0)
+    write_expert(
+        spec, place / "base", model.module, place / "warm" / "model", facts={"steps": 1, "loss": 0.0}, values={}
+    )
+
+
 def main(place: Path) -> None:
-    for name, changes in TRAININGS.items():
-        for size in (1, 2):
-            run(place, name, size, **changes)
-    run(place, "killed", 2, killed=True)
+    warm_up(place)
+    killed: dict[str, dict[str, Any]] = {"killed": {}}
+    for size in (1, 2):
+        run(place, TRAININGS, size)
+    run(place, killed, 2, killed=True)
     newest = checkpoints.latest(place / "killed-2" / CHECKPOINTS)
     assert checkpoints.step_of(newest) == 4
     # What a killed writer of the next checkpoint leaves must not become a part of it.
@@ -156,7 +197,7 @@ def main(place: Path) -> None:
     for size in (1, 3):
         shutil.copytree(place / "killed-2", place / f"killed-{size}")
     for size in (1, 2, 3):
-        run(place, "killed", size)
+        run(place, killed, size)
     measure(place, 2)
     measure(place, 1)
     dtypes(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,11 +33,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     tiny_llama(directory / "base")
     tiny_llama(directory / "expert", seed=3)
-    tiny_llama(directory / "large", layers=8, hidden=512)
+    tiny_llama(directory / "large", layers=4, hidden=384)
     lines = [json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1), "answer": str(i + 1)}) for i in range(40)]
     (directory / "data.jsonl").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "tests.workers.training.finetuning.ranks", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    # Memory of tensors is returned when they are freed, as it is on a GPU. transformers reads weights without threads,
+    # in which torch does not compute after a fork.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16), "HF_DEACTIVATE_ASYNC_LOAD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return directory
 
@@ -69,7 +73,7 @@ def test_two_ranks_train_as_one(place: Path, name: str) -> None:
     assert sorted(path.name for path in (one / EXPERT).iterdir()) == sorted(
         path.name for path in (two / EXPERT).iterdir()
     )
-    assert facts_of(one) == pytest.approx(facts_of(two), rel=tolerance, abs=tolerance)
+    assert facts_of(one)["values"] == facts_of(two)["values"]
     assert facts_of(two, rank=1)["values"] == facts_of(two)["values"] or name == "tangent"
     base = load_file(place / "base" / "model.safetensors")
     if name != "lora":
@@ -102,18 +106,20 @@ def test_ranks_share_a_checkpoint_and_write_one_expert(place: Path) -> None:
     expert, base = open_checkpoint(place / "mergopt-2" / EXPERT), open_checkpoint(place / "base")
     shapes = [{name: tensor.shape for name, tensor in each.tensors.items()} for each in (expert, base)]
     assert shapes[0] == shapes[1]
-    assert not [path for path in (place / "mergopt-2").rglob("*.gathered")]
+    assert not list((place / "mergopt-2").rglob("*.gathered"))
 
 
 def test_two_ranks_take_half_the_memory(place: Path) -> None:
-    """The peak memory of a rank falls by nearly half of the weights, gradients and moments of AdamW, measured."""
-    one, *two = (int((place / file).read_text()) for file in ("large-1/peak-0", "large-2/peak-0", "large-2/peak-1"))
-    state = 4 * 4 * sum(tensor.numel() for tensor in load_file(place / "large" / "model.safetensors").values())
-    print(f"state {state / 1e6:.0f} MB; peak of one rank {one / 1e6:.0f} MB, of two {[each / 1e6 for each in two]} MB")
-    assert one > state
-    for peak in two:
-        assert peak < one - 0.4 * state
-        assert peak < 0.7 * one
+    """Weights, gradients and AdamW's moments take half of the memory on each of two ranks, measured in an update."""
+    one, *two = (
+        json.loads((place / f"large-{name}.json").read_text()) for name in ("1/memory-0", "2/memory-0", "2/memory-1")
+    )
+    weights = (place / "large" / "model.safetensors").stat().st_size
+    print(f"weights {weights / 1e6:.0f} MB; one rank {one}, two ranks {two} bytes")
+    assert one[0] > 3.8 * weights
+    for held, peak in two:
+        assert 0.45 * one[0] < held < 0.6 * one[0]
+        assert peak < one[1] - weights
 
 
 def test_an_adapters_base_has_no_float32_copy(place: Path) -> None:
