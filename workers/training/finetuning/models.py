@@ -57,13 +57,13 @@ def computes_in(spec: FinetuneSpec, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    spec: FinetuneSpec, base: Path, device: torch.device, *, is_sharded: bool = False, recomputes: bool | None = None
+    spec: FinetuneSpec, base: Path, device: torch.device, *, is_sharded: bool = False, recomputes: bool = False
 ) -> TrainedModel:
     """Load the base model for training on `device`, in training mode.
 
     Trained weights are float32; the frozen weights below an adapter have the dtype of activations. With `is_sharded`,
     each rank of the process group holds a shard of each parameter. `recomputes` says whether activations are computed
-    again in the backward pass; None means that the specification says it. Raises InvalidModel for layers that the base
+    again in the backward pass. Raises InvalidModel for layers that the base
     does not have, and for adapter targets that match nothing.
     """
     from transformers import AutoModelForCausalLM
@@ -93,7 +93,7 @@ def load_model(
             moved = tuple(model.parameters())
         if spec.method.noise_layers is not None:
             moved = _of_layers(model, spec.method.noise_layers, "method.noise_layers")
-    if spec.training.gradient_checkpointing if recomputes is None else recomputes:
+    if recomputes:
         if spec.adapter is not None:
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})

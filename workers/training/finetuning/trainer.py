@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -48,6 +50,7 @@ from workers.training.finetuning.history import (
     History,
     Report,
 )
+from workers.training.finetuning.memory_plan import lack_of_memory, recomputes
 from workers.training.finetuning.methods import fitted_scale, make_optimizer, read_task_vectors
 from workers.training.finetuning.models import TrainedModel, check_packing, computes_in, load_model, pad_token
 from workers.training.finetuning.result import write_expert
@@ -93,7 +96,8 @@ def train(
     )
     num_steps = spec.training.steps or math.ceil(len(rows) * float(spec.training.epochs or 0) / spec.training.batch)
     torch.manual_seed(spec.seed)  # adapters begin at random
-    model = load_model(spec, base, ranks.device, is_sharded=ranks.size > 1 and spec.method.kind != "tangent")
+    is_sharded = ranks.size > 1 and spec.method.kind != "tangent"
+    model = load_model(spec, base, ranks.device, is_sharded=is_sharded, recomputes=_recomputes(spec, base, ranks))
     if spec.data.packing:
         check_packing(model.module, model.called)
     fitted = fitted_scale(spec.method, base)
@@ -189,6 +193,22 @@ def _evaluators(
         )
         for name, called in scored.items()
     }
+
+
+def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
+    """Whether activations are computed twice on this rank's device.
+
+    Raises TrainingFailed if not even weights, gradients and the optimizer's state fit into its memory.
+    """
+    checkpoint, is_bfloat16 = open_checkpoint(base), computes_in(spec, ranks.device) is torch.bfloat16
+    if ranks.device.type == "cuda":
+        capacity = torch.cuda.get_device_properties(ranks.device).total_memory
+    else:
+        capacity = psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    lack = lack_of_memory(spec, checkpoint, capacity, is_bfloat16=is_bfloat16)
+    if lack is not None:
+        raise TrainingFailed(lack)
+    return recomputes(spec, checkpoint, capacity, is_bfloat16=is_bfloat16)
 
 
 def _weights(
