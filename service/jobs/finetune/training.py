@@ -22,7 +22,7 @@ from service.jobs.finetune.directory import (
     write_document,
     written_spec,
 )
-from service.jobs.finetune.ray_train import num_side_by_side
+from service.jobs.finetune.ray_train import num_side_by_side, trains_on_gpus
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
 from workers.training.finetuning.spec import FinetuneSpec
@@ -83,6 +83,8 @@ def run_finetune(
         write_document(directory / SPEC_FILE, spec.canonical())
         (directory / FAILURE_FILE).unlink(missing_ok=True)
         with _ray(resources, note):
+            for line in _plan(spec, resources.cluster()):
+                note(line)
             resources.fit(spec, directory, access, side_by_side)
         if (failure := read_document(directory / FAILURE_FILE)) is not None:
             raise FINAL[failure["error"]](failure["message"])
@@ -188,6 +190,25 @@ def _check(spec: FinetuneSpec) -> None:
     from workers.training.finetuning.trainer import check
 
     check(spec)
+
+
+def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
+    """Yield messages about where an expert is trained, on a cluster with `resources`, and the memory that it takes."""
+    from workers.models.checkpoints import open_checkpoint
+    from workers.models.remote import locate
+    from workers.training.finetuning.memory_plan import training_memory
+
+    has_gpus = trains_on_gpus(spec.workers, resources, spec.device)
+    if not has_gpus and spec.device == "auto":
+        yield f"{spec.name} trains on CPU cores: the cluster has no GPU"
+    is_bfloat16 = spec.training.precision == "bfloat16" or (spec.training.precision == "auto" and has_gpus)
+    base, wanted = open_checkpoint(locate(spec.base)), spec.training.gradient_checkpointing
+    plan = training_memory(spec, base, is_bfloat16=is_bfloat16, recomputes=wanted is True)
+    text = f"{spec.name} takes about {plan.text()} on each of {spec.workers} {'GPUs' if has_gpus else 'workers'}"
+    if wanted == "auto" and spec.method.kind != "tangent":
+        least = training_memory(spec, base, is_bfloat16=is_bfloat16, recomputes=True)
+        text += f"; {least.total / (1 << 30):.1f} GiB with activations computed twice, where that does not fit"
+    yield text
 
 
 def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:

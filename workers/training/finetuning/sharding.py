@@ -112,6 +112,8 @@ def shard(
     module on `device` before the module is divided. Gathered weights and activations have the dtype `computes_in`;
     gradients are added up in float32.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=None if computes_in is torch.float32 else computes_in, reduce_dtype=torch.float32

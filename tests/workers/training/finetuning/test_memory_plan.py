@@ -64,7 +64,7 @@ def test_an_adapters_base_takes_two_bytes_a_weight(llama_3_8b: Any) -> None:
 
 
 def test_what_does_not_fit_is_said_with_what_would(llama_3_8b: Any) -> None:
-    """One GPU of 80 GiB cannot hold a full training of 8B weights; the message says what takes memory, and what fits."""
+    """One GPU of 80 GiB cannot hold a full training of 8B weights; the message says what takes it, and what fits."""
     lack = lack_of_memory(spec_of(), llama_3_8b, 80 * GIB, is_bfloat16=True)
     assert lack == (
         "training takes 154.6 GiB (weights 29.9, gradients 29.9, optimizer 59.8, offsets 29.9, activations 5.0) on "
