@@ -77,6 +77,7 @@ def _without_weights(model: Any, dtype: torch.dtype) -> Any:
 
     with init_empty_weights():
         empty = type(model)._from_config(model.config, dtype=dtype)
+    empty.tie_weights()
     empty.generation_config = model.generation_config
     return empty
 

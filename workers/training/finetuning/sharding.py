@@ -29,12 +29,12 @@ __all__ = ["BaseWeights", "ShardedModel", "decoder_layers", "gathered", "local",
 class BaseWeights:
     """The weights of a base model that are not read yet.
 
-    `names` has, by the id of a parameter, the name of its tensor in `checkpoint`. Until a parameter is read, it has one
-    element in memory, which all its elements share.
+    `names` has parameters that are not read yet, by their ids, and the names of their tensors in `checkpoint`. Such a
+    parameter has one element in memory, which all its elements share. It is kept, so that its id stays its own.
     """
 
     checkpoint: Checkpoint
-    names: dict[int, str] = field(default_factory=dict)
+    names: dict[int, tuple[torch.nn.Parameter, str]] = field(default_factory=dict)
 
     @torch.no_grad()
     def read_into(self, module: torch.nn.Module, device: torch.device) -> None:
@@ -48,7 +48,8 @@ class BaseWeights:
                 if parameter is None or id(parameter) not in self.names:
                     continue
                 if id(parameter) not in found:
-                    values = self.checkpoint.read(self.names[id(parameter)])
+                    _, name = self.names[id(parameter)]
+                    values = self.checkpoint.read(name)
                     found[id(parameter)] = torch.nn.Parameter(
                         values.to(device, parameter.dtype, copy=True), requires_grad=parameter.requires_grad
                     )
@@ -67,6 +68,7 @@ def unread_model(base: Path, dtype: torch.dtype) -> tuple[Any, BaseWeights] | No
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model.tie_weights()  # a parameter that was registered twice without memory became two
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
     tied = set(model.state_dict()) - shapes.keys()  # other names of parameters; anything else would be a buffer
@@ -77,15 +79,17 @@ def unread_model(base: Path, dtype: torch.dtype) -> tuple[Any, BaseWeights] | No
         model.generation_config = GenerationConfig.from_pretrained(base)
     weights = BaseWeights(checkpoint)
     placeholders: dict[int, torch.nn.Parameter] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    originals = dict(model.named_parameters())  # kept, so that their ids stay their own
+    names = {id(parameter): name for name, parameter in originals.items()}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in placeholders:
                     # On the CPU instead of "meta", so that adapters around it begin as in an ordinary model.
                     shared = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                    placeholders[id(parameter)] = torch.nn.Parameter(shared)
-                    weights.names[id(placeholders[id(parameter)])] = names[id(parameter)]
+                    unread = torch.nn.Parameter(shared)
+                    placeholders[id(parameter)] = unread
+                    weights.names[id(unread)] = unread, names[id(parameter)]
                 module._parameters[attribute] = placeholders[id(parameter)]
     return model.train(), weights
 

@@ -15,9 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.builders import tiny_llama
-from tests.workers.training.finetuning.ranks import TRAININGS
+from tests.workers.training.finetuning.ranks import TRAININGS, spec_of
 from workers.models.checkpoints import open_checkpoint
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, read_history
+from workers.training.finetuning.memory_plan import training_memory
+from workers.training.finetuning.sharding import decoder_layers, unread_model
 
 pytestmark = pytest.mark.slow  # models are trained
 
@@ -94,6 +96,23 @@ def test_a_killed_rank_changes_nothing(place: Path) -> None:
         assert len(list(newest.glob("shard-*"))) == size
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_weights_are_read_unit_by_unit(tmp_path: Path, is_tied: bool) -> None:
+    """Until a unit is read, its weights take one element each; then they are those of the base, tied ones once."""
+    base = tiny_llama(tmp_path / "base", tied=is_tied)
+    found = unread_model(base, torch.float32)
+    assert found is not None
+    model, unread = found
+    assert {parameter.untyped_storage().nbytes() for parameter in model.parameters()} == {4}
+    for layer in decoder_layers(model):
+        unread.read_into(layer, torch.device("cpu"))
+    assert model.lm_head.weight.untyped_storage().nbytes() == 4
+    unread.read_into(model, torch.device("cpu"))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+    for name, tensor in load_file(base / "model.safetensors").items():
+        assert torch.equal(model.get_parameter(name), tensor)
+
+
 def test_ranks_share_a_checkpoint_and_write_one_expert(place: Path) -> None:
     """Each rank writes its half of each tensor to a checkpoint; the expert is one ordinary model."""
     stored = []
@@ -110,7 +129,7 @@ def test_ranks_share_a_checkpoint_and_write_one_expert(place: Path) -> None:
 
 
 def test_two_ranks_take_half_the_memory(place: Path) -> None:
-    """Weights, gradients and AdamW's moments take half of the memory on each of two ranks, measured in an update."""
+    """Weights, gradients and AdamW's moments take half of the memory on each of two ranks, measured and as planned."""
     one, *two = (
         json.loads((place / f"large-{name}.json").read_text()) for name in ("1/memory-0", "2/memory-0", "2/memory-1")
     )
@@ -120,6 +139,10 @@ def test_two_ranks_take_half_the_memory(place: Path) -> None:
     for held, peak in two:
         assert 0.45 * one[0] < held < 0.6 * one[0]
         assert peak < one[1] - weights
+    for count, held in ((1, one[0]), (2, two[0][0]), (2, two[1][0])):
+        spec = spec_of(place, base="large", method={"kind": "adamw"}, workers=count)
+        planned = training_memory(spec, open_checkpoint(place / "large"), is_bfloat16=False).state
+        assert planned == pytest.approx(held, rel=0.2)
 
 
 def test_an_adapters_base_has_no_float32_copy(place: Path) -> None:
