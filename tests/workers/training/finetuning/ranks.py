@@ -68,8 +68,11 @@ def spec_of(place: Path, **changes: Any) -> FinetuneSpec:
     return parse_spec(document, place)
 
 
-def fork(place: Path, size: int, work: Callable[[int], Any]) -> None:
-    """Call `work` with the rank in `size` new processes of a process group; one that dies ends the others."""
+def fork(place: Path, size: int, work: Callable[[int], Any], *, fails: bool = False) -> None:
+    """Call `work` with the rank in `size` new processes of a process group; one that dies ends the others.
+
+    Raises RuntimeError if a process fails and `fails` is False, or if none fails and it is True.
+    """
     meeting = place / f"meeting-{len(list(place.glob('meeting-*')))}"
     pids = []
     for rank in range(size):
@@ -86,15 +89,16 @@ def fork(place: Path, size: int, work: Callable[[int], Any]) -> None:
                 traceback.print_exc()
             os._exit(status)
         pids.append(pid)
-    alive = set(pids)
+    alive, is_failed = set(pids), False
     while alive:
         pid, status = os.wait()
         alive.discard(pid)
         if status:
+            is_failed = True
             for other in alive:
                 os.kill(other, signal.SIGKILL)
-            if not os.WIFSIGNALED(status):
-                raise RuntimeError("a rank failed")
+    if is_failed != fails:
+        raise RuntimeError("a rank failed" if is_failed else "no rank failed")
 
 
 def run(place: Path, trainings: Mapping[str, Mapping[str, Any]], size: int, *, killed: bool = False) -> None:
@@ -111,7 +115,7 @@ def run(place: Path, trainings: Mapping[str, Mapping[str, Any]], size: int, *, k
             facts = train(spec_of(place, **changes), out, report=report)
             (out / f"facts-{rank}.json").write_text(json.dumps(facts))
 
-    fork(place, size, work)
+    fork(place, size, work, fails=killed)
 
 
 def measure(place: Path, size: int) -> None:
