@@ -25,6 +25,9 @@ from service.jobs.finetune.directory import (
 from service.jobs.finetune.ray_train import num_side_by_side, trains_on_gpus
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
+from workers.models.checkpoints import open_checkpoint
+from workers.models.remote import locate
+from workers.training.finetuning.memory_plan import training_memory
 from workers.training.finetuning.spec import FinetuneSpec
 
 __all__ = ["run_finetune", "run_fleet"]
@@ -194,10 +197,6 @@ def _check(spec: FinetuneSpec) -> None:
 
 def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
     """Yield messages about where an expert is trained, on a cluster with `resources`, and the memory that it takes."""
-    from workers.models.checkpoints import open_checkpoint
-    from workers.models.remote import locate
-    from workers.training.finetuning.memory_plan import training_memory
-
     has_gpus = trains_on_gpus(spec.workers, resources, spec.device)
     if not has_gpus and spec.device == "auto":
         yield f"{spec.name} trains on CPU cores: the cluster has no GPU"
