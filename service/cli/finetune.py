@@ -65,7 +65,13 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
 
     try:
         with _progress(places, as_json=options.json):
-            summaries = run_fleet(pipeline.experts, places, resources=OWN, note=_quiet if options.json else _note)
+            summaries = run_fleet(
+                pipeline.experts,
+                places,
+                resources=OWN,
+                parallel=pipeline.parallel_experts,
+                note=_quiet if options.json else _note,
+            )
     except KeyboardInterrupt:
         print(f"interrupted; the same command resumes the fine-tuning in {out}", file=sys.stderr)
         return 130

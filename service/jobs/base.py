@@ -93,13 +93,15 @@ class Resources:
     - `ray`: connects to Ray.
     - `scorer`: opens scoring replicas. Its arguments are the models, the engine's options and the number of replicas.
       Raises EngineUnavailable.
-    - `fit`: trains an expert on Ray Train. Its arguments are the specification, the directory for the result, and the
-      files that may be read. None for the files is no limit.
+    - `fit`: trains an expert on Ray Train. Its arguments are the specification, the directory for the result, the files
+      that may be read, and the number of experts that train at the same time. None for the files is no limit.
+    - `cluster`: the resources of the cluster to which Ray is connected, numbers by "CPU" and "GPU".
     """
 
     ray: Callable[[], AbstractContextManager[RaySession]]
     scorer: Callable[[Family, EngineOptions, int], AbstractContextManager[Scorer]]
-    fit: Callable[[FinetuneSpec, Path, FileAccess | None], None]
+    fit: Callable[[FinetuneSpec, Path, FileAccess | None, int], None]
+    cluster: Callable[[], Mapping[str, float]]
 
 
 @dataclass(frozen=True)

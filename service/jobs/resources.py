@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from service.cluster.session import RaySession, ray_session
 from service.jobs.base import Resources
-from service.jobs.finetune.ray_train import fit
+from service.jobs.finetune.ray_train import cluster, fit
 from workers.serving.deployment import deploy_scorer, serving
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _ray() -> AbstractContextManager[RaySession]:
 
 
 # For a server: replicas are kept for the next job with the same models.
-SHARED = Resources(ray=_ray, scorer=_shared_scorer, fit=fit)
+SHARED = Resources(ray=_ray, scorer=_shared_scorer, fit=fit, cluster=cluster)
 
 # For one command: its replicas stop when it ends.
-OWN = Resources(ray=_ray, scorer=_own_scorer, fit=fit)
+OWN = Resources(ray=_ray, scorer=_own_scorer, fit=fit, cluster=cluster)

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from search_spaces.study.file import Study
 from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
 from service.schemas.recipe import RecipeDocument
-from workers.training.finetuning.fleet import ANALYSIS, OPTIONAL_SECTIONS, SECTIONS, Analysis
+from workers.training.finetuning.fleet import ANALYSIS, OPTIONAL_SECTIONS, SECTIONS, SIDE_BY_SIDE, Analysis
 from workers.training.finetuning.spec import FinetuneSpec
 
 __all__ = ["pipeline_schemas", "schemas"]
@@ -45,6 +45,12 @@ def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
             "study": {
                 "type": ["object", "null"],
                 "description": "A study file without `models`; its models are the trained experts.",
+            },
+            SIDE_BY_SIDE: {
+                "type": ["integer", "null"],
+                "minimum": 1,
+                "description": "The number of experts that train at the same time. Default: as many as the cluster has "
+                "GPUs for, and one on CPU cores.",
             },
             **analysis,
         },

@@ -26,7 +26,7 @@ from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
 from tests.test_maps import PACKAGES
 from workers.serving.replica import ReplicaMetrics
-from workers.training.finetuning.fleet import ANALYSIS, Analysis, parse_pipeline
+from workers.training.finetuning.fleet import ANALYSIS, SIDE_BY_SIDE, Analysis, parse_pipeline
 from workers.training.finetuning.spec import finetune_json_schema
 
 MAX_README_LINES = 200
@@ -304,7 +304,7 @@ def test_finetuning_options_are_in_a_table() -> None:
     """The table lists every option of a fine-tuning and no other."""
     schema = finetune_json_schema()
     _, text = page_of("docs/reference/finetune-file.md").prose.split("## Options")
-    expected = {f"{ANALYSIS}.{name}" for name in Analysis.model_fields}
+    expected = {SIDE_BY_SIDE, *(f"{ANALYSIS}.{name}" for name in Analysis.model_fields)}
     for name, value in schema["properties"].items():
         kinds = [*value.get("anyOf", ()), value]  # of an optional section
         expected |= max((options_of(name, kind, schema["$defs"]) for kind in kinds), key=len)

@@ -14,11 +14,12 @@ import torch
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
-from service.studies.preflight.gradients import activation_bytes, reduction_bytes
+from service.studies.preflight.gradients import reduction_bytes
 from service.studies.preflight.resources import gradient_model_bytes
 from tests.gpu.conftest import Figure
 from tests.workers.recipes import arithmetic
 from workers.training.gradients import CoefficientGradients
+from workers.training.memory import activation_bytes
 from workers.types import Family, GradientResult, TaskSpec
 
 pytestmark = pytest.mark.gpu

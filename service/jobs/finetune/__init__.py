@@ -3,7 +3,7 @@
 - `kind`: the declaration
 - `request`: checks of a requested fine-tuning
 - `work`: continues a stored fine-tuning to its end
-- `training`: the training of an expert or a fleet, each expert in its directory
+- `training`: the training of an expert or a fleet, each expert in its directory, side by side where there are GPUs
 - `ray_train`: the training of one expert on Ray Train
 - `directory`: the files of a training's directory
 - `events`: events and progress from the histories of running trainings

@@ -10,7 +10,7 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ from workers.file_access import FileAccess
 from workers.training.finetuning.history import Report
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
-__all__ = ["fit", "train_here", "trains_on_gpus"]
+__all__ = ["cluster", "fit", "num_side_by_side", "train_here", "trains_on_gpus"]
 
 # Worker groups that may replace a failed one; a failure of the training itself is not retried.
 MAX_FAILURES = 5
@@ -32,20 +32,54 @@ MAX_FAILURES = 5
 PREDECESSOR_WAIT_S = 120.0
 
 
-def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
+def cluster() -> Mapping[str, float]:
+    """The resources of the cluster to which Ray is connected: numbers by "CPU" and "GPU"."""
+    import ray
+
+    resources: Mapping[str, float] = ray.cluster_resources()
+    return resources
+
+
+def num_side_by_side(specs: Sequence[FinetuneSpec], resources: Mapping[str, float], wanted: int | None = None) -> int:
+    """The number of experts that train at the same time on a cluster with `resources` (numbers by "CPU" and "GPU").
+
+    It is `wanted`, if it is given, but at most the number of experts. Otherwise it is the number of experts for whose
+    workers there are GPUs, and 1 where workers train on CPU cores. Raises Conflict if the cluster has fewer GPUs, or
+    fewer CPU cores where workers train on these, than `wanted` experts need at the same time.
+    """
+    if len(specs) < 2:
+        return len(specs)
+    workers = max(spec.workers for spec in specs)
+    of_each = [trains_on_gpus(spec.workers, resources, spec.device) for spec in specs]  # each may be refused
+    has_gpus = all(of_each)
+    kind, name = ("GPU", "GPUs") if has_gpus else ("CPU", "CPU cores")
+    there = int(resources.get(kind, 0))
+    if wanted is None:
+        return min(len(specs), there // workers) if has_gpus else 1
+    count = min(wanted, len(specs))
+    if count * workers > there:
+        raise Conflict(
+            f"parallel_experts: {wanted} with {workers} workers each need {count * workers} {name}; the cluster has "
+            f"{there}; give at most {max(1, there // workers)}"
+        )
+    return count
+
+
+def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, side_by_side: int = 1) -> None:
     """Train the expert that `spec` describes on Ray Train's workers, which write to `directory`.
 
     The workers write the trained expert and a summary or, if the training fails, a file with the reason. `access`
-    limits the files that evaluation tasks may read; None is no limit. Ray must be connected. Raises the errors of
-    `trains_on_gpus`.
+    limits the files that evaluation tasks may read; None is no limit. `side_by_side` experts train at the same time,
+    and share the CPU cores. Ray must be connected. Raises the errors of `trains_on_gpus`.
     """
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    has_gpus = trains_on_gpus(spec.workers, ray.cluster_resources())
+    resources = cluster()
+    has_gpus = trains_on_gpus(spec.workers, resources, spec.device)
     # Cores that replicas and other trainings leave free; if there are none, each worker waits for one.
-    free = int(ray.available_resources().get("CPU", 0))
+    free = min(int(ray.available_resources().get("CPU", 0)), int(resources.get("CPU", 0)) // side_by_side)
     trainer = TorchTrainer(
         _in_worker,
         train_loop_config={
@@ -68,20 +102,22 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
     trainer.fit()
 
 
-def trains_on_gpus(workers: int, resources: Mapping[str, float]) -> bool:
+def trains_on_gpus(workers: int, resources: Mapping[str, float], device: str = "auto") -> bool:
     """Whether `workers` workers train on a GPU each, on a cluster with `resources` (numbers by "CPU" and "GPU").
 
-    Without any GPU they train on CPU cores. Raises Conflict if the cluster has GPUs, but fewer than workers, or fewer
-    CPU cores than workers.
+    `device` is that of the specification: with "auto", they train on CPU cores if the cluster has no GPU, with "cpu"
+    always. Raises Conflict if the cluster has fewer CPU cores than workers, or fewer GPUs, unless they train on CPU
+    cores.
     """
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if cores < workers:
         raise Conflict(f"workers: {workers}; the cluster has {cores} CPU cores, and each worker needs one")
-    if 0 < gpus < workers:
-        raise Conflict(
-            f"workers: {workers}; the cluster has {gpus} GPUs, and each worker needs one; give at most {gpus} workers"
-        )
-    return gpus > 0
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return False
+    if gpus < workers:
+        advice = f"give at most {gpus} workers" if gpus else "give device: cpu to train on CPU cores"
+        raise Conflict(f"workers: {workers}; the cluster has {gpus} GPUs, and each worker needs one; {advice}")
+    return True
 
 
 def _in_worker(config: Mapping[str, Any]) -> None:

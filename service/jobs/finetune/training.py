@@ -1,8 +1,11 @@
-"""Training of one expert or of several experts in turn, each in its directory and from its last checkpoint."""
+"""Training of one expert or of several experts, each in its directory and from its last checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,18 @@ from service.jobs.finetune.directory import (
     write_document,
     written_spec,
 )
+from service.jobs.finetune.ray_train import num_side_by_side, trains_on_gpus
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
+from workers.models.checkpoints import open_checkpoint
+from workers.models.remote import locate
+from workers.training.finetuning.memory_plan import training_memory
 from workers.training.finetuning.spec import FinetuneSpec
 
 __all__ = ["run_finetune", "run_fleet"]
+
+# Options that change rounding at most, with which a training may continue on other machines.
+CHANGEABLE = ("workers", "device", "training.micro_batch", "training.gradient_checkpointing")
 
 # Errors that another attempt would repeat: workers store them instead of raising them.
 FINAL: dict[str, Callable[[str], Exception]] = {
@@ -40,15 +50,18 @@ def run_finetune(
     resources: Resources,
     note: Callable[[str], None] = lambda _: None,
     access: FileAccess | None = None,
+    side_by_side: int = 1,
 ) -> dict[str, Any]:
     """Train the expert that `spec` describes in `directory`, or continue its training; return the summary.
 
     Args:
         spec: Specification of the expert.
-        directory: Directory of the training, new or from an earlier call with the same `spec`.
+        directory: Directory of the training, new or from an earlier call with the same `spec`. Only the options in
+            CHANGEABLE may differ.
         resources: Functions that connect to Ray and train on Ray Train.
         note: Called with messages about the progress.
         access: Files that evaluation tasks may read; None is no limit.
+        side_by_side: Number of experts that train at the same time.
 
     Raises:
         InvalidModel: The base model cannot be trained.
@@ -59,10 +72,10 @@ def run_finetune(
     """
     with locked(directory):
         before = written_spec(directory)
-        if before is not None and before != spec:
+        if before is not None and (differences := _differences(before, spec)):
             raise Conflict(
                 f"{directory}: holds another fine-tuning ({before.name!r}), which differs in "
-                f"{', '.join(_differences(before, spec))}; give another directory"
+                f"{', '.join(differences)}; give another directory"
             )
         if before is None and (directory / EXPERT_DIR).exists():
             raise Conflict(f"{directory}: holds a model that this fine-tuning did not make; give another directory")
@@ -73,7 +86,9 @@ def run_finetune(
         write_document(directory / SPEC_FILE, spec.canonical())
         (directory / FAILURE_FILE).unlink(missing_ok=True)
         with _ray(resources, note):
-            resources.fit(spec, directory, access)
+            for line in _plan(spec, resources.cluster()):
+                note(line)
+            resources.fit(spec, directory, access, side_by_side)
         if (failure := read_document(directory / FAILURE_FILE)) is not None:
             raise FINAL[failure["error"]](failure["message"])
         summary = read_document(directory / SUMMARY_FILE)
@@ -86,28 +101,80 @@ def run_fleet(
     directories: Mapping[str, Path],
     *,
     resources: Resources,
+    parallel: int | None = None,
     note: Callable[[str], None] = lambda _: None,
     finished: Callable[[str, dict[str, Any]], None] = lambda *_: None,
     access: FileAccess | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Train several experts one after the other, each in its directory, and return their summaries by alias.
+    """Train several experts, each in its directory, and return their summaries by alias.
 
-    All trainings use one connection to Ray. All experts are checked before the first training starts. `specs` and
-    `directories` are by alias. `finished` is called with the alias and the summary of an expert as soon as the expert
-    is trained. `resources` are functions that connect to Ray and train on Ray Train; `note` is called with messages
-    about the progress; `access` limits the files that evaluation tasks may read. Raises the errors of `run_finetune`.
+    All trainings use one connection to Ray. All experts are checked before the first training starts. `parallel`
+    experts train at the same time; if it is None, as many as the cluster has GPUs for, and one where it has no GPU.
+    `specs` and `directories` are by alias. `finished` is called with the alias and the summary of an expert as soon as
+    the expert is trained, in the thread of the caller. `resources` are functions that connect to Ray and train on Ray
+    Train; `note` is called with messages about the progress; `access` limits the files that evaluation tasks may read.
+    If a training fails, those that run are finished, and no other is started. Raises the errors of `run_finetune` and
+    `num_side_by_side`.
     """
     unfinished = [alias for alias in specs if read_document(directories[alias] / SUMMARY_FILE) is None]
     if len(unfinished) > 1:
         for alias in unfinished:
             note(f"Checking base model and data of {alias} ...")
             _check(specs[alias])
-    summaries = {}
+    summaries: dict[str, dict[str, Any]] = {}
     with _ray(resources, note) if len(unfinished) > 1 else nullcontext():
-        for alias, spec in specs.items():
-            summaries[alias] = run_finetune(spec, directories[alias], resources=resources, note=note, access=access)
-            finished(alias, summaries[alias])
-    return summaries
+        count = 1
+        if len(unfinished) > 1:
+            count = num_side_by_side([specs[alias] for alias in unfinished], resources.cluster(), parallel)
+            if count > 1:
+                note(f"{count} of {len(unfinished)} experts train at the same time")
+
+        def train(alias: str) -> dict[str, Any]:
+            return run_finetune(
+                specs[alias], directories[alias], resources=resources, note=note, access=access, side_by_side=count
+            )
+
+        for alias, summary in _results(train, specs, count):
+            summaries[alias] = summary
+            finished(alias, summary)
+    return {alias: summaries[alias] for alias in specs}
+
+
+def _results(
+    train: Callable[[str], dict[str, Any]], aliases: Iterable[str], count: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the alias and the result of `train` for each of `aliases`, as soon as it is there; `count` run at once.
+
+    After an error no other training is started; it is raised when those that run have ended. With `count` 1, trainings
+    run in the caller's thread.
+    """
+    if count == 1:
+        for alias in aliases:
+            yield alias, train(alias)
+        return
+    waiting, errors = deque(aliases), list[BaseException]()
+    ended: queue.Queue[tuple[str, dict[str, Any] | BaseException]] = queue.Queue()
+
+    def run(alias: str) -> None:
+        try:
+            ended.put((alias, train(alias)))
+        except BaseException as error:  # raised in the caller's thread
+            ended.put((alias, error))
+
+    running = 0
+    while running or (waiting and not errors):
+        while waiting and running < count and not errors:
+            # Daemons: an interrupted command ends without them, and they end with the connection to Ray.
+            threading.Thread(target=run, args=(waiting.popleft(),), daemon=True).start()
+            running += 1
+        alias, result = ended.get()
+        running -= 1
+        if isinstance(result, BaseException):
+            errors.append(result)
+        else:
+            yield alias, result
+    if errors:
+        raise errors[0]
 
 
 @contextmanager
@@ -128,6 +195,33 @@ def _check(spec: FinetuneSpec) -> None:
     check(spec)
 
 
+def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
+    """Yield messages about where an expert is trained, on a cluster with `resources`, and the memory that it takes."""
+    has_gpus = trains_on_gpus(spec.workers, resources, spec.device)
+    if not has_gpus and spec.device == "auto":
+        yield f"{spec.name} trains on CPU cores: the cluster has no GPU"
+    is_bfloat16 = spec.training.precision == "bfloat16" or (spec.training.precision == "auto" and has_gpus)
+    base, wanted = open_checkpoint(locate(spec.base)), spec.training.gradient_checkpointing
+    plan = training_memory(spec, base, is_bfloat16=is_bfloat16, recomputes=wanted is True)
+    text = f"{spec.name} takes about {plan.text()} on each of {spec.workers} {'GPUs' if has_gpus else 'workers'}"
+    if wanted == "auto" and spec.method.kind != "tangent":
+        least = training_memory(spec, base, is_bfloat16=is_bfloat16, recomputes=True)
+        text += f"; {least.total / (1 << 30):.1f} GiB with activations computed twice, where that does not fit"
+    yield text
+
+
 def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:
-    one, other = before.canonical(), spec.canonical()
+    """Names of the sections in which two specifications differ, apart from the options in CHANGEABLE."""
+    one, other = _settled(before), _settled(spec)
     return [name for name in one if one[name] != other[name]]
+
+
+def _settled(spec: FinetuneSpec) -> dict[str, Any]:
+    document = spec.canonical()
+    for option in CHANGEABLE:
+        *sections, name = option.split(".")
+        place = document
+        for section in sections:
+            place = place[section]
+        del place[name]
+    return document

@@ -45,7 +45,15 @@ def work(attempt: Attempt) -> None:
     writer.set_state(JobState.RUNNING)
     try:
         with storing_events(store, writer, heartbeat, places, spec_file=SPEC_FILE, worker_file=WRITER_LOCK):
-            run_fleet(pipeline.experts, places, resources=attempt.resources, note=note, finished=keep, access=access)
+            run_fleet(
+                pipeline.experts,
+                places,
+                resources=attempt.resources,
+                parallel=pipeline.parallel_experts,
+                note=note,
+                finished=keep,
+                access=access,
+            )
     except (InvalidModel, InvalidTask, TrainingFailed) as error:
         raise Conflict(str(error)) from error
     store_analysis(store, writer, heartbeat, pipeline, places, note=note, access=access)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from search_spaces.study.file import Study
 from service.disk import gib
@@ -13,15 +13,14 @@ from service.engine_machines import EngineMachines
 from service.studies.preflight.resources import MemoryPlan, gradient_model_bytes, gradient_value_bytes
 from workers.engines.vllm.memory import usable_gpu_bytes
 from workers.models.family import ResolvedFamily
+from workers.training.memory import activation_bytes
 
-__all__ = ["GradientPlace", "activation_bytes", "gradient_place", "reduction_bytes"]
+__all__ = ["GradientPlace", "gradient_place", "reduction_bytes"]
 
 # Tokens of one forward pass (`workers.training.gradients.MAX_TOKENS`); a longer text is read alone.
 PASS_TOKENS = 16_384
 # Bytes of the float32 copies of a chunk of gradient, base, expert and difference (`workers.training.reduction.CHUNK`).
 REDUCTION_CHUNK_BYTES = 6 * 4 * (1 << 22)
-# Activations beside those of the layers, such as logits and losses, as a share of them.
-OTHER_ACTIVATIONS = 0.25
 
 
 @dataclass(frozen=True)
@@ -110,19 +109,3 @@ def reduction_bytes(sources: ResolvedFamily) -> int:
         # A tensor that an adapter changes is float32, and so is the product of which it is the sum.
         copied += 8 * largest if view.base is not None else max(tensor.num_bytes for tensor in view.own)
     return copied + REDUCTION_CHUNK_BYTES
-
-
-def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, *, recomputes: bool) -> int:
-    """Bytes of activations that are kept for a backward pass over `tokens` tokens.
-
-    A value has `value_bytes` bytes. For each token, a layer of a Llama keeps 8 h + 4 d + 4 f values: h is the size of
-    the residual stream, d the size of all keys of a token, f that of the MLP. This was measured with PyTorch's
-    allocator on CPU. If activations are recomputed, those of one layer and the inputs of all layers are kept.
-    """
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    head_size = int(config.get("head_dim") or hidden // heads)
-    keys = int(config.get("num_key_value_heads") or heads) * head_size
-    layers = int(config["num_hidden_layers"])
-    of_layer = 8 * hidden + 4 * keys + 4 * int(config.get("intermediate_size") or 4 * hidden)
-    kept = of_layer + layers * hidden if recomputes else layers * of_layer
-    return int((1 + OTHER_ACTIVATIONS) * kept * tokens * value_bytes)

@@ -1,22 +1,30 @@
 """Checkpoints of a training on disk: trained weights, the optimizer's state, and the step, without pickle.
 
-A checkpoint's directory appears only when it is complete (`workers.directories`), so the newest checkpoint can always
-be loaded.
+All ranks write a checkpoint together by torch.distributed.checkpoint: each writes its shards to a safetensors file. Any
+number of ranks can load it. A checkpoint's directory appears only when it is complete (`workers.directories`), so the
+newest checkpoint can always be loaded. Checkpoints of earlier versions, which one rank wrote, are loaded too.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from workers.directories import appearing
+from workers.training.finetuning.sharding import local, part_of
 
 __all__ = ["KEPT", "latest", "load", "optimizer_state", "save", "step_of"]
 
@@ -24,25 +32,83 @@ __all__ = ["KEPT", "latest", "load", "optimizer_state", "save", "step_of"]
 KEPT = 2
 
 PREFIX = "step-"
-WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+STATE = "state.json"
+# In a checkpoint, the weights NAME and the optimizer's states of parameter number N.
+OF_WEIGHTS, OF_OPTIMIZER = "weights.", "optimizer."
+# The files of earlier versions.
+WEIGHTS, MOMENTS = "weights.safetensors", "optimizer.safetensors"
 
 
 def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], optimizer: Optimizer, loss: float) -> Path:
     """Write a checkpoint of a training below `directory`, after `step` updates, and return its directory.
 
-    `trained` are the trained weights by name; `loss` is the loss of the last update. An existing checkpoint is not
-    changed. Only the newest KEPT checkpoints are kept.
+    All ranks of the process group must call this function. `trained` are the trained weights by name; `loss` is the
+    loss of the last update. An existing checkpoint is not changed. The oldest checkpoints beyond the newest KEPT are
+    removed.
     """
     out = directory / f"{PREFIX}{step:08}"
-    if not out.exists():
+    is_writer, is_alone = _rank() == 0, not dist.is_initialized()
+    if not _agreed(out.exists()):
         tensors, rest = _split(optimizer.state_dict())
-        with appearing(out, "checkpoint") as place:
-            save_file({name: p.detach().cpu().contiguous() for name, p in trained.items()}, place / WEIGHTS)
-            save_file(tensors, place / MOMENTS)
-            (place / STATE).write_text(json.dumps({"step": step, "loss": loss, "optimizer": rest}))
-    for old in _all(directory)[:-KEPT]:
+        content = {OF_WEIGHTS + name: p.detach() for name, p in trained.items()} | tensors
+        with _appearing(out) as place:
+            with _quiet():
+                state_dict_saver.save(
+                    content,
+                    storage_writer=HuggingFaceStorageWriter(str(place), save_distributed=True),
+                    no_dist=is_alone,
+                )
+            if is_writer:
+                (place / STATE).write_text(json.dumps({"step": step, "loss": loss, "optimizer": rest}))
+    for old in _all(directory)[:-KEPT] if is_writer else ():
         shutil.rmtree(old, ignore_errors=True)
+    if not is_alone:
+        dist.barrier()
     return out
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """Context manager that yields, on all ranks, the same new directory, which is renamed to `out` when it is complete.
+
+    Files that a killed training left in the directory are removed, because its ranks may have been others.
+    """
+    if _rank() != 0:
+        yield Path(_of_writer(None))
+        dist.barrier()
+        return
+    with appearing(out, "checkpoint") as place:
+        for file in place.iterdir():
+            file.unlink()
+        yield Path(_of_writer(str(place)))
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _of_writer(value: Any) -> Any:
+    """The value that rank 0 passes, on all ranks."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def _agreed(value: bool) -> bool:
+    return bool(_of_writer(value))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager without torch's warning that a process without a process group saves or loads alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        yield
 
 
 def latest(directory: Path) -> Path | None:
@@ -66,14 +132,55 @@ def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
 def load(checkpoint: Path, *, trained: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
     """Copy the trained weights of a checkpoint into `trained`, and restore the optimizer's state.
 
-    Raises ValueError if the checkpoint has other parameters than `trained`.
+    Shards of another number of ranks are put together. All ranks of the process group must call this function. Raises
+    ValueError if the checkpoint has other parameters than `trained`.
     """
-    weights = load_file(checkpoint / WEIGHTS)
-    if weights.keys() != trained.keys():
+    if (checkpoint / WEIGHTS).exists():
+        weights, moments = load_file(checkpoint / WEIGHTS), load_file(checkpoint / MOMENTS)
+        _check_names(checkpoint, weights, trained)
+        for name, parameter in trained.items():
+            local(parameter).copy_(part_of(weights[name], parameter))
+        tensors = {OF_OPTIMIZER + key: value for key, value in moments.items()}
+        found = {}
+        for key, place in _places(tensors, trained).items():
+            local(place).copy_(part_of(tensors[key], place))
+            found[key] = place
+    else:
+        reader = HuggingFaceStorageReader(str(checkpoint))
+        stored = reader.read_metadata().state_dict_metadata
+        kept = {name.removeprefix(OF_WEIGHTS) for name in stored if name.startswith(OF_WEIGHTS)}
+        _check_names(checkpoint, kept, trained)
+        sizes: dict[str, Any] = {
+            key: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+            for key, each in stored.items()
+            if key.startswith(OF_OPTIMIZER) and isinstance(each, TensorStorageMetadata)
+        }
+        found = _places(sizes, trained)
+        with _quiet():
+            state_dict_loader.load(
+                {OF_WEIGHTS + name: p.detach() for name, p in trained.items()} | found,
+                storage_reader=reader,
+                no_dist=not dist.is_initialized(),
+            )
+    optimizer.load_state_dict(_joined(optimizer_state(checkpoint), found))
+
+
+def _check_names(checkpoint: Path, names: Any, trained: Mapping[str, torch.Tensor]) -> None:
+    if set(names) != set(trained):
         raise ValueError(f"{checkpoint}: holds other parameters than are trained; expected those of this specification")
-    for name, parameter in trained.items():
-        parameter.copy_(weights[name])
-    optimizer.load_state_dict(_joined(optimizer_state(checkpoint), load_file(checkpoint / MOMENTS)))
+
+
+def _places(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """New tensors for the optimizer's states that a checkpoint has, by its names; sharded as their parameters are."""
+    parameters = list(trained.values())
+    found = {}
+    for key, like in stored.items():
+        parameter = parameters[int(key.removeprefix(OF_OPTIMIZER).split(".", 1)[0])]
+        if like.shape == parameter.shape:
+            found[key] = torch.zeros_like(parameter, dtype=like.dtype, requires_grad=False)
+        else:
+            found[key] = torch.zeros(like.shape, dtype=like.dtype)
+    return found
 
 
 def _all(directory: Path) -> list[Path]:
@@ -83,20 +190,21 @@ def _all(directory: Path) -> list[Path]:
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split an optimizer's state (`state_dict`) into its tensors and the rest as plain data.
 
-    A tensor's name is "N.NAME", where N is the number of the parameter and NAME the name in the optimizer's state.
+    A tensor's name is "optimizer.N.NAME", where N is the number of the parameter and NAME the name in the optimizer's
+    state.
     """
     tensors, plain = {}, {}
     for number, entries in state["state"].items():
         plain[str(number)] = {name: value for name, value in entries.items() if not isinstance(value, torch.Tensor)}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"{number}.{name}"] = value.detach().cpu().contiguous()
+                tensors[f"{OF_OPTIMIZER}{number}.{name}"] = value.detach()
     return tensors, {**state, "state": plain}
 
 
 def _joined(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     entries: dict[int, dict[str, Any]] = {int(number): dict(values) for number, values in plain["state"].items()}
     for key, value in tensors.items():
-        number, name = key.split(".", 1)
+        number, name = key.removeprefix(OF_OPTIMIZER).split(".", 1)
         entries[int(number)][name] = value
     return {**plain, "state": entries}

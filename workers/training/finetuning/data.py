@@ -150,7 +150,7 @@ def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
 
 def tensors_of(rows: Sequence[Sequence[Document]], *, pad: int) -> Batch:
     """Convert rows of documents to tensors, padded to the longest row with the token id `pad`."""
-    width = max(sum(len(document.tokens) for document in row) for row in rows)
+    width = max(1, *(sum(len(document.tokens) for document in row) for row in rows))
     tokens = torch.full((len(rows), width), pad)
     positions = torch.zeros_like(tokens)
     labels = torch.full_like(tokens, IGNORED)

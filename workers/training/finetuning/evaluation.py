@@ -15,7 +15,6 @@ from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.metric_process import MetricProcess
 from workers.file_access import FileAccess
 from workers.training.finetuning.spec import Evaluation, task_of
-from workers.training.mergopt.tangent import LinearizedModel
 from workers.types import Span, TaskSpec
 
 __all__ = ["Evaluator", "TaskScorer"]
@@ -53,10 +52,9 @@ class Evaluator:
     """Scores the evaluation objectives of a fine-tuning's specification (`section`) on the model in training.
 
     `base` is the directory of the base model, whose tokenizer is used. `max_length` is the largest number of tokens in
-    a text. With `chat_template`, prompts are formatted with the tokenizer's chat template. `linearized`, a
-    linearization of `model`, is scored in its place. `access` limits the files that tasks may use, or is None for no
-    limit. Raises InvalidTask if a task cannot be built, or if `chat_template` is true and the tokenizer has no chat
-    template.
+    a text. With `chat_template`, prompts are formatted with the tokenizer's chat template. `called`, a linearization of
+    `model` or an adapter around its shards, is called in its place. `access` limits the files that tasks may use, or is
+    None for no limit. Raises InvalidTask if a task cannot be built, and if there is no chat template.
     """
 
     def __init__(
@@ -68,12 +66,12 @@ class Evaluator:
         max_length: int,
         seed: int,
         chat_template: bool = False,
-        linearized: LinearizedModel | None = None,
+        called: Any = None,
         access: FileAccess | None = None,
     ) -> None:
         options = EngineOptions(max_model_len=max_length, chat_template=chat_template)
         self._model = model
-        self._scorer = TaskScorer(str(base), options, model if linearized is None else linearized)
+        self._scorer = TaskScorer(str(base), options, model if called is None else called)
         self._spans = []
         for spec in section.objectives:
             task = task_of(spec, seed=seed, access=access)

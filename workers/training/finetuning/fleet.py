@@ -29,6 +29,7 @@ __all__ = [
     "EXPERTS",
     "OPTIONAL_SECTIONS",
     "SECTIONS",
+    "SIDE_BY_SIDE",
     "STUDY",
     "Analysis",
     "Pipeline",
@@ -41,7 +42,7 @@ __all__ = [
 EXPERTS, STUDY = "experts", "study"
 
 # Keys of a specification besides the options of experts.
-ANALYSIS = "analysis"
+ANALYSIS, SIDE_BY_SIDE = "analysis", "parallel_experts"
 
 # Options that are the same for all experts of a fleet.
 COMMON = ("name", "base")
@@ -67,7 +68,8 @@ class Pipeline:
     `experts` has the specification of each expert by alias. `study` is the content of a study file without models; None
     if no study is to be created. Relative paths in `study` are relative to `directory`. `is_fleet` says whether the
     experts were given as a fleet, which may also have only one expert. `name` is the name of the fleet, or of the
-    single expert.
+    single expert. `parallel_experts` is the number of experts that train at the same time; None means as many as the
+    cluster has GPUs for.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Pipeline:
     directory: Path | None
     is_fleet: bool
     analysis: Analysis | None = None
+    parallel_experts: int | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
         """The directory in which each expert is trained, by alias.
@@ -102,7 +105,8 @@ class Pipeline:
             return {**specs[self.name], **analysis}
         base = next(iter(specs.values()))["base"]
         own = {alias: {k: v for k, v in spec.items() if k not in COMMON} for alias, spec in specs.items()}
-        document = {"name": self.name, "base": base, EXPERTS: own, **analysis}
+        parallel = {} if self.parallel_experts is None else {SIDE_BY_SIDE: self.parallel_experts}
+        document = {"name": self.name, "base": base, EXPERTS: own, **parallel, **analysis}
         study = self.study_of({alias: Path(alias) for alias in self.experts})
         if study is not None:
             document[STUDY] = {key: value for key, value in study.canonical().items() if key != "models"}
@@ -158,7 +162,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
         if problems:
             raise InvalidStudy(tuple(problems))
         return Pipeline(spec.name, {spec.name: spec}, None, directory, is_fleet=False, analysis=analysis)
-    shared = {key: value for key, value in document.items() if key not in (EXPERTS, STUDY, ANALYSIS)}
+    shared = {key: value for key, value in document.items() if key not in (EXPERTS, STUDY, ANALYSIS, SIDE_BY_SIDE)}
     experts: dict[str, FinetuneSpec] = {}
     given, name = document[EXPERTS], document.get("name")
     if not isinstance(name, str) or not re.fullmatch(NAME, name):
@@ -182,12 +186,17 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
             except InvalidStudy as error:
                 problems += [Problem(f"{field}.{p.field}" if p.field else field, p.message) for p in error.problems]
     experts = _with_noise_layers(experts)
+    parallel = document.get(SIDE_BY_SIDE)
+    if parallel is not None and (isinstance(parallel, bool) or not isinstance(parallel, int) or parallel < 1):
+        problems.append(Problem(SIDE_BY_SIDE, f"{parallel!r:.60}; expected a number of experts, at least 1"))
     study = document.get(STUDY)
     if study is not None and (not isinstance(study, Mapping) or "models" in study):
         problems.append(Problem(STUDY, "expected a study without models, which are those of the fleet"))
     if problems:
         raise InvalidStudy(tuple(problems))
-    pipeline = Pipeline(str(name), experts, study, directory, is_fleet=True, analysis=analysis)
+    pipeline = Pipeline(
+        str(name), experts, study, directory, is_fleet=True, analysis=analysis, parallel_experts=parallel
+    )
     try:
         pipeline.study_of({alias: Path("unknown") for alias in experts})
     except InvalidStudy as error:

@@ -5,22 +5,24 @@ A step of each optimizer is the call `step(closure)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from workers.errors import InvalidModel
 from workers.models.checkpoints import Checkpoint, open_checkpoint, read_expert
 from workers.models.remote import locate
+from workers.training.finetuning.sharding import local, part_of
 from workers.training.finetuning.spec import OF_EXPERTS, Method
 from workers.training.mergopt.fit import Fit, fit, sample_of
 from workers.training.mergopt.noise import Gaussian, Laplace, Noise
 from workers.training.mergopt.optimizer import MergOPT
 from workers.training.mergopt.sharpness import SharpnessAware
-from workers.training.mergopt.task_vectors import TaskVectors
+from workers.training.mergopt.task_vectors import TaskVectors, digest_of
 
 __all__ = ["fitted_scale", "make_optimizer", "read_task_vectors"]
 
@@ -43,25 +45,34 @@ def read_task_vectors(
     """Read the task vectors of experts, if MergOPT computes its offsets from them.
 
     MergOPT adds an offset to the parameters while the gradient is computed. The option `fit_to` of `method` names the
-    experts. Returns None if the method is not MergOPT, or if its offsets are random noise. `base` is the directory of
-    the base model. `model` is a transformers model in float32 that still has the weights of the base model. `moved` are
-    the parameters that get an offset; None means all parameters of `model`. Raises InvalidModel if an expert has other
-    tensors than the base model.
+    experts. Of parameters with shards, this rank's parts are read. Returns None if the method is not MergOPT, or if its
+    offsets are random noise. `base` is the directory of the base model. `model` is a transformers model in float32 that
+    still has the weights of the base model. `moved` are the parameters that get an offset; None means all parameters of
+    `model`. Raises InvalidModel if an expert has other tensors than the base model.
     """
     if method.kind != "mergopt" or method.noise not in OF_EXPERTS:
         return None
     wanted = {id(p) for p in (model.parameters() if moved is None else moved)}
-    origins = {name: p.detach().clone() for name, p in model.named_parameters() if id(p) in wanted}
+    parameters = {name: p for name, p in model.named_parameters() if id(p) in wanted}
+    origins = {name: local(p).detach().clone() for name, p in parameters.items()}
     checkpoint = open_checkpoint(base)
-    vectors = []
-    for place in method.fit_to:
-        weights = _weights(model, read_expert(locate(place), checkpoint), checkpoint)
-        vectors.append([weights[name].to(origin.device) - origin for name, origin in origins.items()])
-    return TaskVectors(vectors, list(origins.values()) if method.noise == "merges" else None)
+    experts = [_reader(model, read_expert(locate(place), checkpoint), checkpoint) for place in method.fit_to]
+    vectors = [
+        [part_of(read(name), p).to(origins[name].device) - origins[name] for name, p in parameters.items()]
+        for read in experts
+    ]
+    digest = None
+    if any(isinstance(p, DTensor) for p in parameters.values()):  # of whole tensors, as all ranks together have them
+        digest = digest_of(
+            read(name) - p.full_tensor().cpu() if isinstance(p, DTensor) else read(name) - p.cpu()
+            for read in experts
+            for name, p in parameters.items()
+        )
+    return TaskVectors(vectors, list(origins.values()) if method.noise == "merges" else None, digest)
 
 
-def _weights(model: Any, expert: Checkpoint | None, base: Checkpoint) -> Mapping[str, torch.Tensor]:
-    """The parameters of an expert in float32, by their names in the transformers model `model`.
+def _reader(model: Any, expert: Checkpoint | None, base: Checkpoint) -> Callable[[str], torch.Tensor]:
+    """A function that reads a parameter of an expert in float32, by its name in the transformers model `model`.
 
     Raises InvalidModel if the expert has other tensors than the base model `base`.
     """
@@ -71,9 +82,12 @@ def _weights(model: Any, expert: Checkpoint | None, base: Checkpoint) -> Mapping
         raise InvalidModel(
             (f"method.fit_to: {expert.directory} has other tensors than {base.directory}; expected an expert of it",)
         )
+    if all(shapes[0].get(name) == tuple(p.shape) for name, p in model.named_parameters()):
+        return lambda name: expert.read(name).to(torch.float32)
+    # transformers names or groups the weights of this model otherwise than its files do
     tensors = {name: expert.read(name).to(torch.float32) for name in expert.tensors}
     loaded = type(model).from_pretrained(None, config=model.config, state_dict=tensors, dtype=torch.float32)
-    return dict(loaded.named_parameters())
+    return dict(loaded.named_parameters()).__getitem__
 
 
 def make_optimizer(

@@ -9,61 +9,79 @@ from typing import Any
 import torch
 
 from workers.errors import InvalidModel
+from workers.training.finetuning.sharding import ShardedModel, decoder_layers, shard, unread_model
 from workers.training.finetuning.spec import FinetuneSpec
+from workers.training.finetuning.target_loss import TargetLoss
 from workers.training.mergopt.tangent import TangentModel
 
-__all__ = ["TrainedModel", "check_packing", "load_model", "pad_token"]
+__all__ = ["TrainedModel", "check_packing", "computes_in", "load_model", "pad_token"]
 
 # Tokens of each document with which it is checked that documents in a row do not see each other.
 PROBE = 8
 
 # The largest difference that rounding may make in a logit, relative to the standard deviation of logits. It was 1e-6 in
 # layouts that keep documents apart, and 1e-3 and more in others, with random weights.
-ROUNDING = 1e-4
+# With bfloat16, rounding is 2^16 times as coarse, and states that change logits less than that are not noticed.
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
 @dataclass(frozen=True)
 class TrainedModel:
     """A model in training, with its trained parameters.
 
-    `module` is the model that transformers or peft saves. `forward` is the module that is called in training and
-    returns logits: a wrapper of `module`, or its linearization. `trained` are the parameters that are updated, by name.
-    `moved` are the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
-    parameters, which are then all parameters.
+    `module` is the model that transformers or peft saves. `loss` is the module that is called in training and returns
+    the sum of losses over target tokens. `trained` are the parameters that are updated, by name. `moved` are the
+    parameters to which MergOPT adds its offset while the gradient is computed; None means the trained parameters, which
+    are then all parameters. `tangent` is the linearization that is trained in place of `module`, or None. If
+    `is_sharded`, this rank holds a shard of each parameter, and calls of the model are made by all ranks together.
     """
 
     module: Any
-    forward: torch.nn.Module
+    loss: TargetLoss
     trained: dict[str, torch.nn.Parameter]
     moved: tuple[torch.nn.Parameter, ...] | None
+    tangent: TangentModel | None = None
+    is_sharded: bool = False
+
+    @property
+    def called(self) -> Any:
+        """The model as a function from inputs to outputs, for scoring and checks."""
+        return ShardedModel(self.loss) if self.is_sharded else self.module
 
 
-class _Logits(torch.nn.Module):
-    """Module that wraps a transformers model and returns only the logits [rows, columns, vocabulary]."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> torch.Tensor:
-        logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
-        return logits
+def computes_in(spec: FinetuneSpec, device: torch.device) -> torch.dtype:
+    """The dtype of activations on `device`, and of the frozen weights below an adapter."""
+    wanted = spec.training.precision
+    is_bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
+    return torch.bfloat16 if is_bfloat16 else torch.float32
 
 
-def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedModel:
-    """Load the base model for training, in float32 on `device` and in training mode.
+def load_model(
+    spec: FinetuneSpec, base: Path, device: torch.device, *, is_sharded: bool = False, recomputes: bool = False
+) -> TrainedModel:
+    """Load the base model for training on `device`, in training mode.
 
-    Raises InvalidModel for layers that the base does not have, and for adapter targets that match nothing.
+    Trained weights are float32; the frozen weights below an adapter have the dtype of activations. With `is_sharded`,
+    each rank of the process group holds a shard of each parameter. `recomputes` says whether activations are computed
+    again in the backward pass. Raises InvalidModel for layers that the base
+    does not have, and for adapter targets that match nothing.
     """
     from transformers import AutoModelForCausalLM
 
     is_tangent = spec.method.kind == "tangent"
-    model = AutoModelForCausalLM.from_pretrained(
-        base,
-        dtype=torch.float32,
-        trust_remote_code=False,
-        attn_implementation="eager" if is_tangent else None,
-    ).to(device)
+    dtype = torch.float32 if spec.adapter is None else computes_in(spec, device)
+    unread = unread_model(base, dtype) if is_sharded else None
+    if unread is not None:
+        model, weights = unread
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            base,
+            dtype=dtype,
+            trust_remote_code=False,
+            attn_implementation="eager" if is_tangent else None,
+        )
+        if not is_sharded:  # shards are moved unit by unit
+            model = model.to(device)
     moved: tuple[torch.nn.Parameter, ...] | None = None
     if spec.adapter is not None:
         model, moved = _with_adapter(model, spec)
@@ -75,35 +93,56 @@ def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedM
             moved = tuple(model.parameters())
         if spec.method.noise_layers is not None:
             moved = _of_layers(model, spec.method.noise_layers, "method.noise_layers")
-    if spec.training.gradient_checkpointing:
+    if recomputes:
         if spec.adapter is not None:
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
+    tangent = TangentModel(model) if is_tangent else None
+    loss = TargetLoss(model if tangent is None else tangent)
+    if is_sharded:
+        names = None if moved is None else _names(model, moved)
+        shard(
+            loss,
+            decoder_layers(model),
+            device=device,
+            computes_in=computes_in(spec, device),
+            **({} if unread is None else {"read": weights.read_into}),
+        )
+        parameters = dict(model.named_parameters())
+        moved = None if names is None else tuple(parameters[name] for name in names)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return TrainedModel(model, TangentModel(model) if is_tangent else _Logits(model), trained, moved)
+    return TrainedModel(model, loss, trained, moved, tangent, is_sharded)
+
+
+def _names(model: Any, parameters: tuple[torch.nn.Parameter, ...]) -> list[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for p in parameters]
 
 
 @torch.no_grad()
-def check_packing(model: Any) -> None:
-    """Check that packed documents are independent: no document changes the outputs for the next one in its row.
+def check_packing(model: Any, called: Any = None) -> None:
+    """Check that packed documents are independent: none changes the model's outputs for the next document in its row.
 
-    In `model`, a transformers model in float32, the positions restrict attention to one document, but layers with a
-    state (recurrent or convolutional) keep this state from one document to the next. The check compares two rows whose
-    first documents differ and whose second documents are equal. Raises InvalidModel if the logits of the second
-    documents differ.
+    In `model`, a transformers model, the positions restrict attention to one document, but layers with a state
+    (recurrent or convolutional) keep it from one document to the next. The check compares two rows whose first
+    documents differ and whose second documents are equal. `called` is called in place of a model with shards. Raises
+    InvalidModel if the logits of the second documents differ.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
-    tokens = torch.arange(3 * PROBE, device=model.device) % vocabulary
+    called = model if called is None else called
+    device = next(model.parameters()).device
+    tokens = torch.arange(3 * PROBE, device=device) % vocabulary
     first, other, second = tokens.split(PROBE)
     rows = torch.stack([torch.cat([first, second]), torch.cat([other, second])])
-    positions = torch.arange(PROBE, device=model.device).repeat(2).expand(2, -1)
+    positions = torch.arange(PROBE, device=device).repeat(2).expand(2, -1)
     was_training = model.training
     model.eval()
-    logits = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, PROBE:].float()
+    found = called(input_ids=rows, position_ids=positions, use_cache=False).logits[:, PROBE:]
+    logits = found.float()
     model.train(was_training)
     difference = float((logits[0] - logits[1]).abs().max())
-    if not difference <= ROUNDING * float(logits.std()):
+    if not difference <= ROUNDING[found.dtype] * float(logits.std()):
         raise InvalidModel(
             (
                 f"data.packing: true; in models of type {model.config.model_type!r} a document of a row changes the "

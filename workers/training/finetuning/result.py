@@ -26,26 +26,40 @@ __all__ = ["TRAINING_FILE", "write_expert"]
 # The file, beside the weights, that records how the expert was trained.
 TRAINING_FILE = "finetune.json"
 
+# Size of the files into which large models are divided, each of which is in memory as a whole while it is written.
+MAX_FILE = "5GB"
+
 
 def write_expert(
-    spec: FinetuneSpec, base: Path, model: Any, out: Path, *, facts: Mapping[str, Any], values: Mapping[str, float]
+    spec: FinetuneSpec,
+    base: Path,
+    model: Any,
+    out: Path,
+    *,
+    facts: Mapping[str, Any],
+    values: Mapping[str, float],
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write a trained model, or its adapter, to the new directory `out`, and return `out`.
 
     An existing directory is not changed. `facts` are stored in TRAINING_FILE and shown in the model card; `values` are
-    the values of the last evaluation. The weights of `model` are rounded to the expert's dtype in place.
+    the values of the last evaluation. `weights` are the weights to write, by the names of `model`. If it is None, the
+    weights of `model` are rounded to the expert's dtype in place and written.
     """
     if out.exists():
         return out
     with appearing(out, "expert") as place:
         dtype = getattr(torch, spec.dtype)
         if spec.adapter is None:
-            model.to(dtype).save_pretrained(place)
+            if weights is None:
+                model.to(dtype).save_pretrained(place)
+            else:
+                _without_weights(model, dtype).save_pretrained(place, state_dict=dict(weights), max_shard_size=MAX_FILE)
             for name in TOKENIZER_FILES:
                 if (base / name).is_file():
                     shutil.copyfile(base / name, place / name)
         else:
-            model.save_pretrained(place)
+            model.save_pretrained(place, state_dict=None if weights is None else dict(weights))
         document = {
             "specification": spec.canonical(),
             "sources": _sources(spec, base),
@@ -55,6 +69,17 @@ def write_expert(
         (place / TRAINING_FILE).write_text(json.dumps(document, indent=2) + "\n")
         (place / "README.md").write_text(_card(spec, base, facts=facts, values=values))
     return out
+
+
+def _without_weights(model: Any, dtype: torch.dtype) -> Any:
+    """A transformers model like `model` in `dtype`, without memory for weights."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        empty = type(model)._from_config(model.config, dtype=dtype)
+    empty.tie_weights()
+    empty.generation_config = model.generation_config
+    return empty
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:

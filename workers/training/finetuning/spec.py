@@ -128,8 +128,8 @@ class Training(Section):
     """How the learning rate decays to 0 after the warm-up. constant: it does not decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_gradient_norm: Positive | None = 1.0
-    gradient_checkpointing: bool = False
-    """Whether activations are computed twice, so that fewer are kept in memory."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Whether activations are computed twice, to keep fewer in memory. auto: if they would not fit otherwise."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """The decoder layers whose weights are trained. Default: all weights of the model."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -171,8 +171,17 @@ class FinetuneSpec(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """The dtype of the expert that is written."""
     workers: Count = 1
-    """The number of processes, each with a GPU if there are GPUs; gradients are averaged over the processes."""
+    """The number of processes, each with a GPU if there are GPUs. Each holds a shard of weights, gradients and the
+    optimizer's state; with the method tangent, each holds all of them."""
+    device: Literal["auto", "gpu", "cpu"] = "auto"
+    """Where workers train. auto: on GPUs if the cluster has any, else on CPU cores. gpu: it is an error if the cluster
+    has fewer GPUs than workers."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each worker holds a shard of the weights, the gradients and the optimizer's state."""
+        return self.workers > 1 and self.method.kind != "tangent"
 
     def canonical(self) -> dict[str, Any]:
         """The specification as plain data, with all defaults.
@@ -254,7 +263,9 @@ def _contradictions(spec: FinetuneSpec) -> list[Problem]:
         found.append(
             Problem("method.noise_layers", "with an adapter, noise is in the weights that it changes; leave it out")
         )
-    if method.kind == "tangent" and (spec.adapter is not None or method.in_layers or training.gradient_checkpointing):
+    if method.kind == "tangent" and (
+        spec.adapter is not None or method.in_layers or training.gradient_checkpointing is True
+    ):
         found.append(
             Problem("method.kind", "tangent works without adapter, method.in_layers and gradient_checkpointing")
         )

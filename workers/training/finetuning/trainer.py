@@ -1,14 +1,16 @@
 """The training loop on one or several ranks; the number of ranks changes the results only by rounding.
 
-Ranks share each batch's rows and average gradients (DDP). The loss of an update is the mean over the targets of the
-whole batch, so the number of workers, and of rows in a forward pass, changes only rounding. A training that was killed
-continues from its last checkpoint, which all ranks share.
+Ranks share each batch's rows. Each rank holds a shard of the weights, of the gradients and of the optimizer's state
+(FSDP2); with the method tangent, each holds all of them (DDP). The loss of an update is the mean over the targets of
+the whole batch, so the number of workers, and of rows in a forward pass, changes only rounding. A training that was
+killed continues from its last checkpoint, which all ranks share, on the same or another number of ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,9 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from search_spaces.study.engine import EngineOptions
@@ -30,7 +33,7 @@ from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
 from workers.training.finetuning import checkpoints
 from workers.training.finetuning.data import (
-    IGNORED,
+    Batch,
     Document,
     batch_rows,
     pack,
@@ -47,13 +50,15 @@ from workers.training.finetuning.history import (
     History,
     Report,
 )
+from workers.training.finetuning.memory_plan import lack_of_memory, recomputes
 from workers.training.finetuning.methods import fitted_scale, make_optimizer, read_task_vectors
-from workers.training.finetuning.models import TrainedModel, check_packing, load_model, pad_token
+from workers.training.finetuning.models import TrainedModel, check_packing, computes_in, load_model, pad_token
 from workers.training.finetuning.result import write_expert
+from workers.training.finetuning.sharding import gathered
 from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
 from workers.training.mergopt.optimizer import STATE as MERGOPT_STATE
 from workers.training.mergopt.optimizer import MergOPT
-from workers.training.mergopt.tangent import LinearizedModel, TangentModel
+from workers.training.mergopt.tangent import LinearizedModel
 
 if TYPE_CHECKING:
     from workers.training.finetuning.evaluation import Evaluator
@@ -92,9 +97,10 @@ def train(
     )
     num_steps = spec.training.steps or math.ceil(len(rows) * float(spec.training.epochs or 0) / spec.training.batch)
     torch.manual_seed(spec.seed)  # adapters begin at random
-    model = load_model(spec, base, ranks.device)
+    is_sharded = ranks.size > 1 and spec.method.kind != "tangent"
+    model = load_model(spec, base, ranks.device, is_sharded=is_sharded, recomputes=_recomputes(spec, base, ranks))
     if spec.data.packing:
-        check_packing(model.module)
+        check_packing(model.module, model.called)
     fitted = fitted_scale(spec.method, base)
     optimizer = make_optimizer(
         spec.method,
@@ -112,7 +118,9 @@ def train(
     if newest is not None:
         _load(newest, spec, model, optimizer)
     history.forget_after(start)
-    evaluators = _evaluators(spec, base, model, access=access) if ranks.rank == 0 else {}
+    # All ranks score a model with shards, in lockstep, because each has a part of it.
+    is_scorer = ranks.rank == 0 or model.is_sharded
+    evaluators = _evaluators(spec, base, model, access=access) if is_scorer else {}
     passes = _Passes(spec, model, rows, ranks, pad=pad_token(spec, prompts.tokenizer, base))
     loss, weights_loss = history.last("loss"), history.last("weights_loss")
     values: dict[str, dict[str, float]] = {name: history.last(name) or {} for name in (VALUES, LINEARIZED)}
@@ -142,11 +150,7 @@ def train(
             found = {name: each for name, each in values.items() if each or name == VALUES}
             history.add({"step": step + 1, **found})
         if is_last or (step + 1) % spec.training.checkpoint_every == 0:
-            if ranks.rank == 0:
-                checkpoints.save(
-                    out / CHECKPOINTS, step=step + 1, trained=model.trained, optimizer=optimizer, loss=loss
-                )
-            ranks.wait()
+            checkpoints.save(out / CHECKPOINTS, step=step + 1, trained=model.trained, optimizer=optimizer, loss=loss)
             newest = checkpoints.latest(out / CHECKPOINTS)
     facts: dict[str, Any] = {"steps": num_steps, "loss": loss, "rows": len(rows), VALUES: values[VALUES]}
     if values[LINEARIZED]:
@@ -155,8 +159,9 @@ def train(
         facts["weights_loss"] = weights_loss
     if fitted is not None:
         facts["noise"] = asdict(fitted)
-    if ranks.rank == 0:
-        write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values[VALUES])
+    with _weights(spec, model, out if ranks.rank == 0 else None) as weights:
+        if ranks.rank == 0:
+            write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values[VALUES], weights=weights)
     ranks.wait()
     return facts
 
@@ -173,8 +178,9 @@ def _evaluators(
         return {}
     from workers.training.finetuning.evaluation import Evaluator
 
-    tangent = model.forward if isinstance(model.forward, TangentModel) else None
-    scored = {VALUES: None} | ({} if tangent is None else {LINEARIZED: LinearizedModel(tangent)})
+    scored: dict[str, Any] = {VALUES: model.called}
+    if model.tangent is not None:
+        scored[LINEARIZED] = LinearizedModel(model.tangent)
     return {
         name: Evaluator(
             spec.evaluation,
@@ -183,11 +189,42 @@ def _evaluators(
             max_length=spec.data.max_length,
             seed=spec.seed,
             chat_template=writes_chats(spec),
-            linearized=linearized,
+            called=called,
             access=access,
         )
-        for name, linearized in scored.items()
+        for name, called in scored.items()
     }
+
+
+def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
+    """Whether activations are computed twice on this rank's device.
+
+    Raises TrainingFailed if not even weights, gradients and the optimizer's state fit into its memory.
+    """
+    checkpoint, is_bfloat16 = open_checkpoint(base), computes_in(spec, ranks.device) is torch.bfloat16
+    if ranks.device.type == "cuda":
+        capacity = torch.cuda.get_device_properties(ranks.device).total_memory
+    else:
+        capacity = psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    lack = lack_of_memory(spec, checkpoint, capacity, is_bfloat16=is_bfloat16)
+    if lack is not None:
+        raise TrainingFailed(lack)
+    return recomputes(spec, checkpoint, capacity, is_bfloat16=is_bfloat16)
+
+
+def _weights(
+    spec: FinetuneSpec, model: TrainedModel, directory: Path | None
+) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
+    """Context manager that gives the whole weights of a model with shards, or None for a model without.
+
+    The weights of the trained expert have the dtype of the specification; adapters are float32. They are in files below
+    `directory` while the context is open.
+    """
+    if not model.is_sharded:
+        return nullcontext()
+    dtype = torch.float32 if spec.adapter is not None else getattr(torch, spec.dtype)
+    tensors = model.trained if spec.adapter is not None else model.module.state_dict(keep_vars=True)
+    return gathered(tensors, dtype, directory)
 
 
 def noise_seed(spec: FinetuneSpec) -> int:
@@ -308,29 +345,35 @@ class _Passes:
     ) -> None:
         self.spec, self.rows, self.ranks, self.pad = spec, rows, ranks, pad
         self.parameters = list(model.trained.values())
-        self._forward = model.forward if ranks.size == 1 else DistributedDataParallel(model.forward)
-        wanted = spec.training.precision
-        is_bfloat16 = wanted == "bfloat16" or (wanted == "auto" and ranks.device.type == "cuda")
-        self._autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=is_bfloat16)
+        is_replicated = ranks.size > 1 and not model.is_sharded
+        self._loss = DistributedDataParallel(model.loss) if is_replicated else model.loss
+        is_bfloat16 = computes_in(spec, ranks.device) is torch.bfloat16
+        # Shards are gathered in the dtype of activations.
+        self._autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=is_bfloat16 and not model.is_sharded)
 
     def update(self, step: int, optimizer: torch.optim.Optimizer, *, kept: Path | None) -> _Update:
         numbers = batch_rows(len(self.rows), batch=self.spec.training.batch, step=step, seed=self.spec.seed)
         return _Update(self, optimizer, step, numbers, kept)
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The sum of the losses over the target tokens of a batch of rows."""
         device = self.ranks.device
         with self._autocast:
-            logits: torch.Tensor = self._forward(input_ids=tokens.to(device), position_ids=positions.to(device))
-        return logits
+            total: torch.Tensor = self._loss(
+                labels=batch.labels.to(device),
+                input_ids=batch.tokens.to(device),
+                position_ids=batch.positions.to(device),
+            )
+        return total
 
     def without_averaging(self) -> AbstractContextManager[Any]:
         """Context manager in which backward passes accumulate this rank's gradients without averaging over ranks.
 
-        The context is used for all micro-batches of a batch except the last, so that gradients are averaged once for
-        each update.
+        It is used for all portions of a batch except the last, so that gradients are averaged once for each update.
+        Shards of gradients are averaged after each portion, because no rank has room for whole gradients.
         """
-        if isinstance(self._forward, DistributedDataParallel):
-            context: AbstractContextManager[Any] = self._forward.no_sync()
+        if isinstance(self._loss, DistributedDataParallel):
+            context: AbstractContextManager[Any] = self._loss.no_sync()
             return context
         return nullcontext()
 
@@ -375,7 +418,8 @@ class _Update:
                 torch.autograd.backward(loss * (ranks.size / self.num_targets))
                 total += float(loss.detach())
         limit = self._passes.spec.training.max_gradient_norm
-        norm = float(torch.nn.utils.clip_grad_norm_(self._passes.parameters, math.inf if limit is None else limit))
+        clipped = torch.nn.utils.clip_grad_norm_(self._passes.parameters, math.inf if limit is None else limit)
+        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
         mean = ranks.total(total) / self.num_targets
         if not math.isfinite(mean) or not math.isfinite(norm):
             raise TrainingFailed(self._failure(mean, norm))
@@ -399,19 +443,19 @@ class _Update:
 
     def _loss(self, rows: Sequence[tuple[Document, ...]]) -> torch.Tensor:
         """The sum of the losses over the target tokens of some rows."""
-        batch = tensors_of(rows, pad=self._passes.pad)
-        logits = self._passes.logits(batch.tokens, batch.positions).flatten(0, 1).float()
-        return cross_entropy(logits, batch.labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
+        return self._passes.loss(tensors_of(rows, pad=self._passes.pad))
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
         """Yield this rank's micro-batches of the batch, each with a flag that is True for the last one.
 
-        One forward pass takes the rows of one micro-batch.
+        One forward pass takes the rows of one micro-batch. All ranks have the same number of micro-batches, because
+        they gather weights together. A rank without rows left has one without targets.
         """
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]
-        for start in range(0, len(mine), size):
-            yield mine[start : start + size], start + size >= len(mine)
+        most = len(self._batch[:: ranks.size])
+        for start in range(0, most, size):
+            yield mine[start : start + size] or [()], start + size >= most
 
     def _failure(self, loss: float, norm: float) -> str:
         origins = [document.origin for row in self._batch for document in row]

@@ -18,20 +18,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from workers.training.mergopt import kernel
 from workers.training.mergopt.noise import add_plainly
 
-__all__ = ["Part", "parts_of"]
+__all__ = ["Part", "add", "parts_of"]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
     """The part of a parameter that this process holds: all of it, or a shard.
 
-    `tensor` shares the parameter's memory. `start` is the index of its first element among the elements of all
-    parameters.
+    `tensor` shares the parameter's memory. Its first element has the number `start` among the elements of all
+    parameters; the parameter's first element has the number `first`.
     """
 
     parameter: torch.Tensor
     tensor: torch.Tensor
     start: int
+    first: int
 
     def add_noise(self, quantiles: torch.Tensor, *, key: int) -> None:
         """Add MergOPT's noise to this part of a parameter in place.
@@ -57,7 +58,7 @@ def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
         if not parameter.is_floating_point():
             raise ValueError(f"mergopt: a parameter of dtype {parameter.dtype}; expected a floating dtype")
         local, offset = _local(parameter)
-        found.append(Part(parameter, local, start + offset))
+        found.append(Part(parameter, local, start + offset, start))
         start += math.prod(parameter.shape)
     return found
 

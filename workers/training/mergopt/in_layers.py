@@ -1,9 +1,10 @@
 """MergOPT's offsets, added where layers read their weights, so that parameters never change and need no copy.
 
-While a module computes, a tensor with noise replaces each of its parameters that gets an offset. Instead of that
-tensor, autograd saves a description from which the tensor can be recomputed, so that the tensor is freed when the
-module is done. The backward pass recomputes the tensors, one at a time. The tensors of at most one layer exist at once
-or, with activation checkpointing, the tensors of one checkpointed part.
+While a module computes, a tensor with noise replaces a parameter with an offset. Instead of that tensor, autograd saves
+a description from which it can be recomputed, so that the tensor is freed when the module is done. The backward pass
+recomputes the tensors, one at a time. At most one layer's tensors exist at once; with activation checkpointing, those
+of a checkpointed part. Of sharded parameters (FSDP2), the gathered parameter gets the noise that an unsharded one gets;
+if it is gathered in bfloat16, the noise is added after rounding to bfloat16.
 
 A parameter that is read by another module than the one that owns it has no offset in that module. Autocast keeps casts
 of weights, as it does without offsets.
@@ -15,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from workers.training.mergopt.elements import Part
+from workers.training.mergopt.elements import Part, add
 
 __all__ = ["offset_in_layers"]
 
@@ -31,9 +32,9 @@ def offset_in_layers(
 ) -> Iterator[None]:
     """Context manager in which forward and backward passes of `model` see its parameters with noise added.
 
-    `parts` are the parameters that get noise, as far as this process holds them. `key` determines the random numbers
-    (`noise.draw_key`). `tables` has the quantiles of the noise's distribution for each device. Raises ValueError if
-    `model` lacks one of the parameters.
+    `parts` are the parameters that get noise, as far as this process holds them; layers read whole parameters. `key`
+    determines the random numbers (`noise.draw_key`). `tables` has the quantiles of the noise's distribution for each
+    device. Raises ValueError if `model` lacks one of the parameters.
     """
     known = {id(part.parameter): part for part in parts}
     owners: list[tuple[torch.nn.Module, dict[str, Part]]] = []
@@ -57,14 +58,31 @@ def offset_in_layers(
 class _Note:
     """Description from which the backward pass recomputes a tensor with noise; autograd saves it, not the tensor.
 
-    The tensor is a view of the parameter's `part` with noise. Its shape is `size`, its strides are `stride`, and
-    `place` is the index of its first element in the memory of the part.
+    The tensor is a view of the parameter `read` with noise. Its shape is `size`, its strides are `stride`, and `place`
+    is the offset of its first element in memory.
     """
 
-    part: Part
+    read: _Read
     size: tuple[int, ...]
     stride: tuple[int, ...]
     place: Any
+
+
+class _Read(NamedTuple):
+    """A parameter as a layer reads it: the parameter `name` of `module`, whose first element has the number `first`.
+
+    The parameter is looked up anew each time, because FSDP2 replaces it by the gathered one while the layer computes.
+    """
+
+    module: torch.nn.Module
+    name: str
+    first: int
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        found = self.module._parameters[self.name]
+        assert found is not None
+        return found
 
 
 class _Draw:
@@ -76,12 +94,13 @@ class _Draw:
 
     def __init__(self, tables: Mapping[torch.device, torch.Tensor], key: int) -> None:
         self._tables, self._key = tables, key
-        self._alive: dict[int, Part] = {}
+        self._alive: dict[int, tuple[_Read, torch.dtype]] = {}
 
     def hide(self, named: Mapping[str, Part], module: torch.nn.Module, _: Any) -> None:
         for name, part in named.items():
-            noisy: torch.Tensor = _with_noise(part.parameter, partial(self._made, part))
-            self._alive[noisy.untyped_storage().data_ptr()] = part
+            read = _Read(module, name, part.first)
+            noisy: torch.Tensor = _with_noise(read.parameter, partial(self._made, read))
+            self._alive[noisy.untyped_storage().data_ptr()] = read, noisy.dtype
             module.__dict__[name] = noisy  # hides the parameter, which state_dict still finds
 
     def show(self, named: Mapping[str, Part], module: torch.nn.Module, *_: Any) -> None:
@@ -91,20 +110,20 @@ class _Draw:
                 self._alive.pop(noisy.untyped_storage().data_ptr(), None)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Note:
-        part = self._alive.get(tensor.untyped_storage().data_ptr())
-        if part is None or tensor.dtype != part.tensor.dtype:
+        read, dtype = self._alive.get(tensor.untyped_storage().data_ptr(), (None, None))
+        if read is None or tensor.dtype != dtype:
             return tensor
-        return _Note(part, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return _Note(read, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
     def unpack(self, kept: torch.Tensor | _Note) -> torch.Tensor:
         if not isinstance(kept, _Note):
             return kept
-        return self._made(kept.part).as_strided(kept.size, kept.stride, kept.place)
+        return self._made(kept.read).as_strided(kept.size, kept.stride, kept.place)
 
-    def _made(self, part: Part) -> torch.Tensor:
+    def _made(self, read: _Read) -> torch.Tensor:
         with torch.no_grad():
-            noisy = part.tensor.clone(memory_format=torch.contiguous_format)
-            Part(part.parameter, noisy, part.start).add_noise(self._tables[noisy.device], key=self._key)
+            noisy = read.parameter.detach().clone(memory_format=torch.contiguous_format)
+            add(noisy, self._tables[noisy.device], key=self._key, start=read.first)
         return noisy
 
 

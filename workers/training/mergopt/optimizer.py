@@ -91,7 +91,7 @@ class MergOPT(OptimizerWrapper):
     Outside of `offset` the parameters are theta, bit for bit. By default the parameters are restored from a copy, which
     needs the memory of all parameters. With `model` the parameters never change: the noise is added where the layers of
     `model` read their weights, and computed again in the backward pass, which needs the memory of the largest tensor
-    (`in_layers`). Sharded parameters need a copy, so `model` cannot be given for them.
+    (`in_layers`).
 
     `noise` is the distribution of z, or the task vectors of experts from which offsets are made. If offsets simulate
     merges of N given experts, K is at most N + 1. alpha is drawn from `coefficients`, and K from 1 to `max_models`.
@@ -124,8 +124,6 @@ class MergOPT(OptimizerWrapper):
         of_optimizer = (p for group in optimizer.param_groups for p in group["params"])
         self._parts = parts_of(of_optimizer if moved is None else moved)
         self._model = model
-        if model is not None and any(part.tensor.shape != part.parameter.shape for part in self._parts):
-            raise ValueError("mergopt: sharded parameters need a copy; leave `model` out")
         if isinstance(noise, TaskVectors):
             _check_fit(noise, self._parts, in_layers=model is not None)
         self._copies: list[torch.Tensor] = []
@@ -272,7 +270,7 @@ def _check_fit(noise: TaskVectors, parts: Sequence[Part], *, in_layers: bool) ->
     """
     if in_layers:
         raise ValueError("mergopt: offsets of task vectors need a copy; leave `model` out")
-    shapes = [part.tensor.shape for part in parts]
+    shapes = [part.tensor.shape for part in parts]  # of this rank's parts
     for given in (*noise.vectors, *([noise.origin] if noise.origin is not None else [])):
         if [tensor.shape for tensor in given] != shapes:
             raise ValueError(

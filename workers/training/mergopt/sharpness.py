@@ -28,12 +28,12 @@ SAM_RHO, ASAM_RHO, ASAM_ETA = 0.05, 0.5, 0.01
 class SharpnessAware(OptimizerWrapper):
     """Wrapper of any optimizer for sharpness-aware minimization (SAM or ASAM).
 
-    `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss. `step`
-    calls the closure twice, at the parameters and at the parameters plus an offset, and returns the first loss. `rho` >
-    0 is the size of the offset; None means the value in the paper, SAM_RHO or ASAM_RHO. `is_adaptive` selects ASAM,
-    which scales the offset by the magnitudes of the parameters plus `eta`. Under data parallelism gradients are
-    averaged over ranks before the offset is computed, so that all ranks have the same offset. Sharded parameters are
-    refused (ValueError).
+    `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss. The
+    closure is called twice, at the parameters and at an offset of them; the first loss is returned. `rho` > 0 is the
+    size of the offset; if it is None, it is the paper's. `is_adaptive` selects ASAM, which scales the offset by the
+    magnitudes of the parameters plus `eta`. Under data parallelism gradients are averaged over ranks before the offset
+    is computed, so that all ranks have the same offset. Of sharded parameters each rank has its part of the offset; the
+    gradient's norm is that over all ranks.
     """
 
     def __init__(
@@ -42,8 +42,6 @@ class SharpnessAware(OptimizerWrapper):
         rho = (ASAM_RHO if is_adaptive else SAM_RHO) if rho is None else rho
         if not 0 < rho < float("inf"):
             raise ValueError(f"sam: rho {rho}; expected a finite number above 0")
-        if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError("sam: sharded parameters; expected whole ones, or replicas of them")
         super().__init__(optimizer)
         self.rho, self.is_adaptive, self.eta = rho, is_adaptive, eta
 
@@ -63,7 +61,7 @@ class SharpnessAware(OptimizerWrapper):
 
     @torch.no_grad()
     def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters that have a gradient, each with the offset for the second gradient.
+        """This rank's parts of the parameters that have a gradient, each with the offset for the second gradient.
 
         The loss rises in the direction of the offset. The result is empty if all gradients are 0, or if no parameter
         has a gradient.
@@ -72,16 +70,29 @@ class SharpnessAware(OptimizerWrapper):
         if not moved:
             return []
         # T g and T^2 g; T is 1 for SAM
-        scales = [self._scale(p) for p in moved]
-        scaled = [p.grad * scale for p, scale in zip(moved, scales, strict=True)]
+        parts = [_local(p) for p in moved]
+        scales = [self._scale(part) for part in parts]
+        scaled = [_local(p.grad) * scale for p, scale in zip(moved, scales, strict=True)]
         norm = torch.stack([each.float().norm() for each in scaled]).norm()
+        if isinstance(moved[0], DTensor):
+            square = norm.square()
+            torch.distributed.all_reduce(square, group=moved[0].device_mesh.get_group())
+            norm = square.sqrt()
         if norm == 0:
             return []
         factor = self.rho / norm
-        return [(p, each * scale * factor.to(p.dtype)) for p, each, scale in zip(moved, scaled, scales, strict=True)]
+        return [
+            (part, each * scale * factor.to(part.dtype))
+            for part, each, scale in zip(parts, scaled, scales, strict=True)
+        ]
 
     def _scale(self, parameter: torch.Tensor) -> torch.Tensor | float:
         return parameter.abs() + self.eta if self.is_adaptive and parameter.dim() > 1 else 1.0
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter or gradient that this rank holds, sharing its memory; all of it without shards."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Moved:

@@ -14,13 +14,21 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-__all__ = ["TaskVectors"]
+__all__ = ["TaskVectors", "digest_of"]
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """A hash of the elements of `tensors`, the whole task vectors of all experts one after the other."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +36,14 @@ class TaskVectors:
     """Task vectors of experts from which MergOPT's offsets are computed.
 
     `vectors`[j][i] is the task vector of expert j on parameter i, in the order, shapes, dtypes and devices of the
-    parameters that get the offset. `origin` has the values of these parameters in the base, from which the offsets of
-    merges are computed. If `origin` is None, offsets are resampled: for each parameter, a random expert's task vector
-    is taken. Raises ValueError if there is no expert.
+    parameters that get the offset. `origin` has these parameters of the base, for offsets of merges; if it is None,
+    offsets are resampled. Of sharded parameters both have this rank's parts, and `known_digest` is the digest of the
+    whole task vectors (`digest_of`). Raises ValueError without an expert.
     """
 
     vectors: Sequence[Sequence[torch.Tensor]]
     origin: Sequence[torch.Tensor] | None = None
+    known_digest: str | None = None
 
     def __post_init__(self) -> None:
         if not self.vectors:
@@ -48,11 +57,7 @@ class TaskVectors:
     @cached_property
     def digest(self) -> str:
         """A hash of the elements of all task vectors."""
-        digest = hashlib.blake2b(digest_size=16)
-        for vector in self.vectors:
-            for tensor in vector:
-                digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
-        return digest.hexdigest()
+        return self.known_digest or digest_of(tensor for vector in self.vectors for tensor in vector)
 
     def add(self, parameters: Sequence[torch.Tensor], *, alpha: float, num_models: int, key: int) -> None:
         """Add the offset of a merge of `num_models` models with coefficient `alpha` to `parameters`, in place.

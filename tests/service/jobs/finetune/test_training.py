@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tarfile
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -24,7 +25,7 @@ from service.jobs.finetune import ray_train
 from service.jobs.finetune.directory import EXPERT_DIR, FAILURE_FILE
 from service.jobs.finetune.events import _HistoryEvents, _is_older
 from service.jobs.finetune.study import begin_study
-from service.jobs.finetune.training import run_finetune
+from service.jobs.finetune.training import run_finetune, run_fleet
 from service.jobs.heartbeat import Heartbeat
 from service.resolved_study import ResolvedStudy
 from service.results.training import stored_analysis
@@ -44,7 +45,7 @@ from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
 
-def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
+def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, _: int = 1) -> None:
     """Train in this process, without Ray Train."""
     ray_train.train_here(spec, directory, report=lambda _: None, is_writer=True, access=access)
 
@@ -56,7 +57,7 @@ def no_scorer(*_: Any) -> Any:
 def with_fit(fit: Any) -> Resources:
     """Resources without Ray, whose trainings are those of `fit`."""
     session = RaySession(is_own=True, dashboard_url=None)
-    return Resources(ray=lambda: nullcontext(session), scorer=no_scorer, fit=fit)
+    return Resources(ray=lambda: nullcontext(session), scorer=no_scorer, fit=fit, cluster=lambda: {"CPU": 4.0})
 
 
 HERE = with_fit(fit)
@@ -143,7 +144,7 @@ def test_trained_expert_is_an_artifact(store: Store, tmp_path: Path) -> None:
     artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
     begun = []
 
-    def interrupted(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
+    def interrupted(spec: FinetuneSpec, directory: Path, access: FileAccess | None, _: int) -> None:
         begun.append(spec.name)
         if begun == ["one", "two"]:
             raise ConnectionError("Ray is gone")
@@ -310,6 +311,50 @@ def test_a_directory_is_of_one_specification(tmp_path: Path) -> None:
         run_finetune(spec_of(tmp_path), tmp_path / "other", resources=HERE)
 
 
+def test_other_machines_continue_a_training(tmp_path: Path) -> None:
+    """Options that change rounding at most may differ when a training is continued."""
+    out = tmp_path / "out"
+    summary = run_finetune(spec_of(tmp_path), out, resources=HERE)
+    other = spec_of(tmp_path, micro_batch=1, gradient_checkpointing=True).model_copy(update={"workers": 2})
+    assert run_finetune(other, out, resources=HERE) == summary
+
+
+def test_experts_train_side_by_side(tmp_path: Path) -> None:
+    """With `parallel_experts: 2`, two of three experts train at the same time; a failure starts no further one."""
+    specs = {alias: spec_of(tmp_path).model_copy(update={"name": alias}) for alias in ("one", "two", "three")}
+    places = {alias: tmp_path / alias for alias in specs}
+    both, one = threading.Barrier(2), threading.Lock()
+    shares = []
+
+    def fit_two(spec: FinetuneSpec, directory: Path, access: FileAccess | None, side_by_side: int) -> None:
+        shares.append(side_by_side)
+        if spec.name != "three":
+            both.wait(60)  # one after the other would wait for ever
+        with one:  # transformers loads one model at a time in a process
+            fit(spec, directory, access)
+
+    told: list[str] = []
+    found = run_fleet(
+        specs, places, resources=with_fit(fit_two), parallel=2, finished=lambda alias, _: told.append(alias)
+    )
+    assert list(found) == ["one", "two", "three"]
+    assert sorted(told) == sorted(specs)
+    assert shares == [2, 2, 2]
+
+    begun = []
+
+    def failing(spec: FinetuneSpec, directory: Path, *_: Any) -> None:
+        begun.append(spec.name)
+        both.wait(60)
+        failure = {"error": "TrainingFailed", "message": f"{spec.name} failed"}
+        (directory / FAILURE_FILE).write_text(json.dumps(failure))
+
+    others = {alias: tmp_path / f"{alias}-again" for alias in specs}
+    with pytest.raises(TrainingFailed, match=r"(one|two) failed"):
+        run_fleet(specs, others, resources=with_fit(failing), parallel=2)
+    assert sorted(begun) == ["one", "two"]
+
+
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     with locked(tmp_path / "out"), pytest.raises(Conflict, match="is using this directory"):
         run_finetune(spec_of(tmp_path), tmp_path / "out", resources=HERE)
@@ -325,7 +370,7 @@ def test_nothing_is_started_for_data_that_cannot_be_used(tmp_path: Path) -> None
 
 def test_a_failed_training_says_so_and_may_be_tried_again(tmp_path: Path) -> None:
     failure = {"error": "TrainingFailed", "message": "step 2: the loss is nan"}
-    failing = with_fit(lambda _, directory, __: (directory / FAILURE_FILE).write_text(json.dumps(failure)))
+    failing = with_fit(lambda _, directory, *__: (directory / FAILURE_FILE).write_text(json.dumps(failure)))
     with pytest.raises(TrainingFailed, match="step 2: the loss is nan"):
         run_finetune(spec_of(tmp_path), tmp_path / "out", resources=failing)
     assert run_finetune(spec_of(tmp_path), tmp_path / "out", resources=HERE)["steps"] == 3

@@ -14,12 +14,12 @@ from service.engine_machines import EngineMachines
 from service.studies.preflight.dtype import dtype_note
 from service.studies.preflight.gradients import (
     GradientPlace,
-    activation_bytes,
     gradient_place,
     reduction_bytes,
 )
 from service.studies.preflight.resources import MemoryPlan
 from tests.workers.merging.test_devices import peak_of
+from workers.training.memory import activation_bytes
 
 GB, TB = 10**9, 10**12
 LLAMA_3_8B = {

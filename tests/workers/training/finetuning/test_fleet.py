@@ -64,8 +64,9 @@ def test_the_study_merges_the_fleets_experts(tmp_path: Path) -> None:
 
 
 def test_the_canonical_form_gives_the_same_pipeline(tmp_path: Path) -> None:
-    pipeline = parse_pipeline({**FLEET, "study": STUDY}, tmp_path)
+    pipeline = parse_pipeline({**FLEET, "study": STUDY, "parallel_experts": 2}, tmp_path)
     again = parse_pipeline(pipeline.canonical())
+    assert again.parallel_experts == 2
     assert (again.name, again.experts) == (pipeline.name, pipeline.experts)
     assert again.canonical() == pipeline.canonical()
     places = pipeline.places(tmp_path)
@@ -90,6 +91,7 @@ def test_one_expert_is_no_fleet(tmp_path: Path) -> None:
         ({"experts": {"math": {"data": {"fil": "x"}}}}, "experts.math.data.fil"),
         ({"data": 3, "experts": {"math": {"data": {"file": "a"}}}}, "data: 3 is no mapping"),
         ({"method": None}, "method: None is no mapping"),
+        ({"parallel_experts": 0}, "parallel_experts: 0; expected a number of experts, at least 1"),
         ({"name": "a b"}, "name: 'a b' is no name"),
         ({"study": {**STUDY, "models": {}}}, "study: expected a study without models"),
         ({"study": {**STUDY, "objectives": []}}, "study.objectives"),

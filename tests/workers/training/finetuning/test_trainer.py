@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from search_spaces.errors import InvalidStudy
 from tests.builders import tiny_llama
@@ -115,6 +115,30 @@ def test_a_training_that_was_killed_ends_with_the_same_bits(place: Path, tmp_pat
     assert [line["step"] for line in read_history(parts / METRICS)] == [1, 2, 3, 4, 5, 6]
     assert are_equal(weights(parts), weights(whole))
     assert not are_equal(weights(parts), load_file(place / "base" / "model.safetensors"))
+
+
+def test_checkpoints_of_earlier_versions_are_continued(place: Path, tmp_path: Path) -> None:
+    """A training continues from a checkpoint in the format of earlier versions, with the bits of one that was whole."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(place, whole)
+    parts.mkdir()
+
+    def killing(line: Mapping[str, Any]) -> None:
+        if line["step"] == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(spec_of(place), parts, report=killing)
+    newest = checkpoints.latest(parts / CHECKPOINTS)
+    assert newest is not None
+    (file,) = newest.glob("shard-*")
+    stored = load_file(file)
+    for name, prefix in (("weights", "weights."), ("optimizer", "optimizer.")):
+        own = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
+        save_file(own, newest / f"{name}.safetensors")
+    file.unlink()
+    train(spec_of(place), parts)
+    assert are_equal(weights(parts), weights(whole))
 
 
 @pytest.mark.parametrize("noise", ["task_vectors", "merges"])

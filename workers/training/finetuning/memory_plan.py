@@ -1,0 +1,188 @@
+"""The memory that a fine-tuning takes on each of its workers, computed from the headers of the base model's files.
+
+Weights, gradients and the optimizer's state are exact. Activations and gathered weights are estimates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workers.models.checkpoints import Checkpoint
+from workers.training.finetuning.spec import OF_EXPERTS, Adapter, FinetuneSpec
+from workers.training.memory import activation_bytes
+
+__all__ = ["TrainingMemory", "lack_of_memory", "recomputes", "training_memory"]
+
+FLOAT32 = 4
+GIB = 1 << 30
+
+# Elements of logits in memory at once (`workers.training.finetuning.target_loss.CHUNK`), and the bytes of each: as
+# computed, in float32, and its gradient.
+LOGITS, LOGIT_BYTES = 1 << 26, 12
+
+# The share of a device's memory that a training may plan to use: the rest is for the allocator and for kernels.
+USABLE = 0.9
+
+# Numbers of workers among which a message looks for one that fits.
+WORKERS = (2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of memory that a training takes on each of its workers.
+
+    `weights`, `gradients` and `optimizer` are those of this worker's shard. `offset` is what the method needs beside
+    them: MergOPT's copy of the weights and its task vectors, the offset of SAM, or the origin of tangent. `gathered`
+    are weights and gradients of the units that are whole while they compute. `activations` include logits.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    offset: int
+    gathered: int
+    activations: int
+
+    @property
+    def state(self) -> int:
+        """Bytes that are taken for the whole training, whatever the rows."""
+        return self.weights + self.gradients + self.optimizer + self.offset
+
+    @property
+    def total(self) -> int:
+        return self.state + self.gathered + self.activations
+
+    def text(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "offsets": self.offset,
+            "gathered weights": self.gathered,
+            "activations": self.activations,
+        }
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+        return f"{self.total / GIB:.1f} GiB ({listed})"
+
+
+def training_memory(
+    spec: FinetuneSpec, base: Checkpoint, *, is_bfloat16: bool, recomputes: bool = False
+) -> TrainingMemory:
+    """Plan the memory of a training on each of the specification's workers.
+
+    `is_bfloat16` says whether activations are bfloat16; otherwise they are float32. `recomputes` says whether
+    activations are computed twice.
+    """
+    value = 2 if is_bfloat16 else FLOAT32
+    sizes = {name: math.prod(tensor.shape) for name, tensor in base.tensors.items()}
+    whole = sum(sizes.values())
+    layers = _of_layers(sizes)
+    method = spec.method
+    if spec.adapter is not None:
+        trained = _adapter_elements(spec, {name: tuple(each.shape) for name, each in base.tensors.items()})
+        frozen, frozen_bytes = whole, value
+        moved = sum(size for name, size in sizes.items() if _is_adapted(spec, name, tuple(base.tensors[name].shape)))
+    else:
+        chosen = spec.training.layers
+        trained = whole if chosen is None else sum(layers.get(layer, 0) for layer in chosen)
+        frozen, frozen_bytes = whole - trained, FLOAT32
+        noisy = method.noise_layers
+        moved = whole if noisy is None else sum(layers.get(layer, 0) for layer in noisy)
+    moved_bytes = frozen_bytes if spec.adapter is not None else FLOAT32
+    is_sgd = method.kind == "sgd" or (method.kind != "adamw" and method.optimizer == "sgd")
+    moments = (1 if method.momentum else 0) if is_sgd else 2
+    offset = 0
+    if method.kind == "mergopt":
+        offset = 0 if method.in_layers else moved * moved_bytes
+        if method.noise in OF_EXPERTS:
+            offset += (len(method.fit_to) + (method.noise == "merges")) * moved * FLOAT32
+    elif method.kind in ("sam", "asam"):
+        offset = 3 * trained * FLOAT32  # the scaled gradient, the offset, and the copy
+    elif method.kind == "tangent":
+        offset = 2 * trained * FLOAT32
+    shards = spec.workers if spec.is_sharded else 1
+    gathered = 0
+    if shards > 1:
+        unit, rest = max(layers.values(), default=0), whole - sum(layers.values())
+        # The unit that computes, the one that is gathered for the next step, and a gradient before it is divided.
+        gathered = (2 * unit + rest) * value + (max(unit, rest) * (value + FLOAT32) if trained == whole else 0)
+    tokens = spec.training.micro_batch * spec.data.max_length
+    activations = activation_bytes(base.settings, tokens, value, recomputes=recomputes)
+    if method.kind == "tangent":
+        activations *= 2
+    vocabulary = int(base.settings.get("vocab_size") or 0)
+    logits = tokens * vocabulary if method.kind == "tangent" else min(tokens * vocabulary, LOGITS)
+    return TrainingMemory(
+        weights=(trained * FLOAT32 + frozen * frozen_bytes) // shards,
+        gradients=trained * FLOAT32 // shards,
+        optimizer=moments * trained * FLOAT32 // shards,
+        offset=offset // shards,
+        gathered=gathered,
+        activations=activations + logits * LOGIT_BYTES,
+    )
+
+
+def lack_of_memory(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat16: bool) -> str | None:
+    """The reason why a training cannot fit into `capacity` bytes on each worker, and what would; None if it may fit."""
+    plan = training_memory(spec, base, is_bfloat16=is_bfloat16, recomputes=spec.method.kind != "tangent")
+    if plan.state <= capacity:
+        return None
+
+    def fits(other: FinetuneSpec) -> bool:
+        found = training_memory(other, base, is_bfloat16=is_bfloat16, recomputes=True)
+        return found.total <= USABLE * capacity
+
+    ways = []
+    if spec.method.kind != "tangent":
+        more = (count for count in WORKERS if count > spec.workers)
+        workers = next((count for count in more if fits(spec.model_copy(update={"workers": count}))), None)
+        if workers is not None:
+            ways.append(f"workers: {workers}")
+    is_whole = spec.adapter is None and spec.training.layers is None and spec.method.kind != "tangent"
+    if is_whole and fits(spec.model_copy(update={"adapter": Adapter()})):
+        ways.append("an adapter")
+    advice = f"; what fits is {' or '.join(ways)}" if ways else ""
+    return (
+        f"training takes {plan.text()} on each of {spec.workers} workers, which have {capacity / GIB:.1f} GiB "
+        f"each{advice}"
+    )
+
+
+def recomputes(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat16: bool) -> bool:
+    """Whether activations are computed twice: as the specification says, or if they would not fit into `capacity`."""
+    wanted = spec.training.gradient_checkpointing
+    if wanted != "auto":
+        return wanted
+    if spec.method.kind == "tangent":
+        return False
+    return training_memory(spec, base, is_bfloat16=is_bfloat16).total > USABLE * capacity
+
+
+def _of_layers(sizes: Mapping[str, int]) -> dict[int, int]:
+    """The number of elements of each decoder layer, by its number."""
+    found: dict[int, int] = {}
+    for name, size in sizes.items():
+        parts = name.split(".")
+        number = next((int(each) for each in parts if each.isdecimal()), None)
+        if number is not None:
+            found[number] = found.get(number, 0) + size
+    return found
+
+
+def _is_adapted(spec: FinetuneSpec, name: str, shape: tuple[int, ...]) -> bool:
+    assert spec.adapter is not None
+    targets = spec.adapter.targets
+    parts = name.split(".")
+    if len(shape) < 2 or parts[-1] != "weight":
+        return False
+    if isinstance(targets, str):
+        return targets != "all-linear" or any(each.isdecimal() for each in parts)
+    return any(parts[-2] == target or ".".join(parts[:-1]).endswith(f".{target}") for target in targets)
+
+
+def _adapter_elements(spec: FinetuneSpec, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    assert spec.adapter is not None
+    adapted = (shape for name, shape in shapes.items() if _is_adapted(spec, name, shape))
+    return sum(math.prod(shape[:-2]) * spec.adapter.rank * sum(shape[-2:]) for shape in adapted)
