@@ -18,7 +18,7 @@ from service.jobs.base import Accepted, JobKind
 from service.resolved_study import ResolvedStudy
 from service.store import blobs, schema
 from service.store.artifacts import ArtifactStore
-from service.types import JobState
+from service.types import Account, JobState
 from tests.s3_server import S3
 from tests.service.api.harness import ApiServer, QuickPreflight, document, finished_study, rung, stored_study
 from workers.object_store import ObjectStore
@@ -276,7 +276,9 @@ class ChainedPreflight(QuickPreflight):
 
     url = ""
 
-    async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
+    async def accept(
+        self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
+    ) -> Accepted:
         accepted = await super().accept(content, is_json=is_json, kind=kind, client=client)
         source = {"study": "", "name": "first", "trial": 2, "recipe_digest": "0" * 64, "directory": self.url}
         return replace(accepted, facts={**accepted.facts, "chained": {"merged": source}})
