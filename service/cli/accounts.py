@@ -31,6 +31,8 @@ __all__ = [
     "list_teams",
     "list_tokens",
     "list_users",
+    "login",
+    "logout",
     "remove_team",
     "revoke_token",
     "set_role",
@@ -160,6 +162,46 @@ def revoke_token(options: argparse.Namespace) -> int:
             kind = "no token has it" if not found else f"{len(found)} tokens have it"
             raise NotFound(f"token {options.token!r:.80}: give the id or the prefix of one token; {kind}")
         return _print_tokens(options, [accounts.revoke_token(found[0].id, actor=actor)], one=True)
+
+
+def login(options: argparse.Namespace) -> int:
+    from service.cli.remote import server_url
+    from service.client import Client
+    from service.client.credentials import TOKEN_VARIABLE, store_token
+
+    url = server_url(options.server)
+    if options.token_file is not None:
+        token = options.token_file.read_text().strip()
+    elif (given := os.environ.get(TOKEN_VARIABLE)) or not sys.stdin.isatty():
+        token = given or sys.stdin.readline().strip()
+    else:
+        token = getpass.getpass(f"token for {url}: ").strip()
+    if not token:
+        raise Conflict(f"token: is missing; give --token-file, {TOKEN_VARIABLE}, or the token on standard input")
+    with Client(url, token=token) as client:
+        user = client.me()["user"]
+        if user is None:
+            raise Conflict(f"{client.url}: the server has no accounts, so that no token is needed")
+        file = store_token(client.url, token)
+    if options.json:
+        print_json({"server": client.url, "user": user["name"], "file": str(file)})
+    else:
+        print(f"{client.url}: logged in as {user['name']}; the token is in {file}")
+    return 0
+
+
+def logout(options: argparse.Namespace) -> int:
+    from service.cli.remote import server_url
+    from service.client.credentials import forget_token
+    from service.client.transport import address
+
+    url = address(server_url(options.server))
+    was_there = forget_token(url)
+    if options.json:
+        print_json({"server": url, "removed": was_there})
+    else:
+        print(f"{url}: {'the token was removed from this machine' if was_there else 'there was no token'}")
+    return 0
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

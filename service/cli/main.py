@@ -31,6 +31,8 @@ RUN_OR_JOB = "directory of a run, or a job on a server: its id, a prefix of its 
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+SHARING = ("private", "team", "all")
+
 SCHEMAS = ("study", "finetune", "trial", "summary", "pareto", "recipe")
 
 # New objects before the garbage collector runs (Python's default: 700). Imports make hundreds of thousands of objects,
@@ -164,6 +166,22 @@ def _parser() -> argparse.ArgumentParser:
         help="benchmarks of jobs may name the endpoint URL as a judge; repeatable (default: no judge)",
     )
     command.add_argument(
+        "--no-accounts",
+        action="store_true",
+        help="let everybody who reaches the server do everything (default: requests need a token once the database has "
+        "a user; without a user, only a loopback --host is accepted)",
+    )
+    command.add_argument(
+        "--rate-limit",
+        type=_rate,
+        metavar="N",
+        help="requests a second of each token, or of each address without accounts; ten times as many at once "
+        "(default: 100 of a token)",
+    )
+    command.add_argument(
+        "--open-metrics", action="store_true", help="let everybody read /metrics, which names the jobs of all teams"
+    )
+    command.add_argument(
         "--allow-host",
         action="append",
         default=[],
@@ -266,6 +284,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="idempotency key: a repeated submission with the same key returns the job that the first one created",
     )
+
+    command.add_argument("--team", metavar="TEAM", help="team of the job; needed by members of several teams")
+    command.add_argument("--sharing", choices=SHARING, help="who else may read the job (default: its team)")
+
+    command = server_verb("share", verbs.share, "Change who may read a job on a server, and its team.")
+    command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
+    command.add_argument("sharing", choices=SHARING, metavar="SHARING", help="%(choices)s")
+    command.add_argument("--team", metavar="TEAM", help="team of the job from now on")
+
+    command = server_verb("login", accounts.login, "Store your token for a server, in a file that only you may read.")
+    command.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with the token (default: $MERGESEARCH_TOKEN, or asked)"
+    )
+    server_verb("logout", accounts.logout, "Remove your token for a server from this machine.")
 
     for kind in KINDS.values():
         server_verb(kind.collection, partial(verbs.list_jobs, kind.name), f"List a server's {kind.plural}.")
@@ -554,6 +586,17 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; give 0 or more, such as 60")
     return seconds
+
+
+def _rate(text: str) -> float:
+    """Parse a number of requests a second above 0. Raises ArgumentTypeError for an invalid text."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests a second; give one above 0, such as 50")
+    return rate
 
 
 def _prefix(text: str) -> str:
