@@ -20,6 +20,7 @@ from service.cli.terminal import console, print_json
 from service.errors import Conflict, NotFound
 
 if TYPE_CHECKING:
+    from service.auth.tokens import NewToken
     from service.store.accounts import AccountStore, Actor
     from service.types import TeamRecord, TokenRecord, UserRecord
 
@@ -64,11 +65,11 @@ def add_user(options: argparse.Namespace) -> int:
         else:
             user = accounts.add_user(options.name, is_admin=options.admin, actor=actor)
         if token is not None:
-            _deploy(accounts, user, token, actor)
+            _deploy(accounts, user, token, options.token_scope, actor)
         return _print_users(options, [user], one=True)
 
 
-def _deploy(accounts: AccountStore, user: UserRecord, token: Any, actor: Actor) -> None:
+def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: str, actor: Actor) -> None:
     """Let the user have the token of the deployment, and revoke the token that it had before."""
     from service.types import Scope
 
@@ -78,13 +79,12 @@ def _deploy(accounts: AccountStore, user: UserRecord, token: Any, actor: Actor) 
         if other.name == DEPLOYED and other.revoked_at is None and not is_this:
             accounts.revoke_token(other.id, actor=actor)
     if found is None:
-        scope = Scope.ADMIN if user.is_admin else Scope.SUBMIT
         accounts.add_token(
             user.name,
             name=DEPLOYED,
             digest=token.digest,
             prefix=token.prefix,
-            scope=scope,
+            scope=Scope(scope),
             lifetime_s=None,
             actor=actor,
         )

@@ -33,6 +33,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 SHARING = ("private", "team", "all")
 
+SCOPES = ("read", "submit", "admin")
+
 SCHEMAS = ("study", "finetune", "trial", "summary", "pareto", "recipe")
 
 # New objects before the garbage collector runs (Python's default: 700). Imports make hundreds of thousands of objects,
@@ -464,6 +466,9 @@ def _add_accounts(commands: Any) -> None:
         metavar="FILE",
         help="file with a token that the user gets, for deployments; it replaces the one of the last call",
     )
+    command.add_argument(
+        "--token-scope", choices=SCOPES, default="admin", help="what this token may be used for (default %(default)s)"
+    )
     for name, text, defaults in (
         ("disable", "Disable a user: the tokens of the user are refused.", {"is_disabled": True, "is_admin": None}),
         ("enable", "Enable a user again.", {"is_disabled": False, "is_admin": None}),
@@ -490,9 +495,7 @@ def _add_accounts(commands: Any) -> None:
     command = action("create", accounts.create_token, "Create a token and print it, once.")
     command.add_argument("--user", type=_name, required=True, metavar="NAME", help="whose token it is")
     command.add_argument("--name", type=_name, default="token", metavar="NAME", help="name of the token, for lists")
-    command.add_argument(
-        "--scope", choices=("read", "submit", "admin"), default="submit", help="what it may do (default %(default)s)"
-    )
+    command.add_argument("--scope", choices=SCOPES, default="submit", help="what it may do (default %(default)s)")
     command.add_argument("--expires", type=_days, metavar="DAYS", help="days until it expires (default: never)")
     command = action("revoke", accounts.revoke_token, "Revoke a token; every server refuses it within a second.")
     command.add_argument("token", metavar="TOKEN", help="id or prefix of the token")
