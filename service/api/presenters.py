@@ -90,8 +90,11 @@ def user_document(user: UserRecord) -> UserDocument:
 
 
 def team_document(team: TeamRecord) -> TeamDocument:
-    members = {user: role.value for user, role in team.members.items()}
-    return {"name": team.name, "created_at": rfc_3339(team.created_at), "members": members}
+    return {
+        "name": team.name,
+        "created_at": rfc_3339(team.created_at),
+        "members": {user: role.value for user, role in team.members.items()},
+    }
 
 
 def token_document(token: TokenRecord) -> TokenDocument:

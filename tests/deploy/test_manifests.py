@@ -145,7 +145,7 @@ def test_commands_are_those_of_the_command_line(profile: str, rendered: Rendered
     commands += [shlex.split(job["spec"]["entrypoint"])[1:] for job in manifests.of("RayJob")]
     parser = command_line._parser()
     names = {parser.parse_args(each).call.__name__ for each in commands}
-    assert names == ({"run"} if profile == "kueue" else {"serve", "migrate_database"})
+    assert names == ({"run"} if profile == "kueue" else {"serve", "migrate_database", "add_user"})
 
 
 def test_an_option_that_is_not_there_is_noticed(capsys: pytest.CaptureFixture[str], helm: Helm) -> None:
@@ -228,7 +228,8 @@ def test_another_token_replaces_all_pods_that_have_it(helm: Helm, rendered: Rend
         (cluster,), (deployment,) = manifests.of("RayCluster"), manifests.of("Deployment")
         assert cluster["spec"]["authOptions"]["secretName"] == name
         assert f'"{name}"' in json.dumps(deployment)
-        assert [each["metadata"]["name"] for each in manifests.of("Secret")] == [name]
+        secrets = {each["metadata"]["name"] for each in manifests.of("Secret")}
+        assert secrets == {name, "demo-mergesearch-accounts"}
 
 
 def test_a_group_has_settings_of_its_own(helm: Helm, tmp_path: Path) -> None:

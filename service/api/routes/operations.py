@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from sqlalchemy.exc import SQLAlchemyError
@@ -32,18 +32,17 @@ class ReadinessDocument(TypedDict):
     status: Literal["ready"]
 
 
-@router.get("/healthz", dependencies=[open_to_all()], response_model=None, responses={200: {"model": HealthDocument}})
+OPEN = [open_to_all()]
+READINESS: dict[int | str, dict[str, Any]] = {200: {"model": ReadinessDocument}, **refusals(503)}
+
+
+@router.get("/healthz", dependencies=OPEN, response_model=None, responses={200: {"model": HealthDocument}})
 async def healthz() -> Response:
     """Report that the server's process is alive."""
     return Json(HealthDocument(status="alive"))
 
 
-@router.get(
-    "/readyz",
-    dependencies=[open_to_all()],
-    response_model=None,
-    responses={200: {"model": ReadinessDocument}, **refusals(503)},
-)
+@router.get("/readyz", dependencies=OPEN, response_model=None, responses=READINESS)
 def readyz(services: Context) -> Response:
     """Report whether the database responds and jobs can make progress.
 

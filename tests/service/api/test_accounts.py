@@ -97,7 +97,7 @@ def test_a_stream_of_events_ends_with_its_token(server: ApiServer, company: Comp
         assert any("created" in line for line in lines)
         company.own(record, sharing=Sharing.PRIVATE)
         time.sleep(1.2)
-        writer.add_event("note", {"text": "secret of the team"})  # type: ignore[arg-type]
+        writer.add_event("note", {"text": "secret of the team"})
         assert not any("secret of the team" in line for line in lines)
     writer.set_state(JobState.CANCELLED)
 

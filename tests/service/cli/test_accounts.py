@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from service.auth.tokens import digest_of, new_token
+from service.errors import Conflict
+from service.server import _protection, serve
 from service.store import Store
-from service.store.accounts import AccountStore
+from service.store.accounts import AccountStore, Actor
 from service.types import Scope
+from tests.service.api.accounts import Company
+from tests.service.api.harness import ApiServer, stored_study
 from tests.service.cli.terminals import Terminal
 
 
@@ -90,6 +95,54 @@ def test_a_deployment_gives_its_administrator(terminal: Terminal, tmp_path: Path
     code, _, err = terminal.run(*command)
     assert code == 2
     assert err.startswith(f"mergesearch: --token-file {file}: not a token")
+
+
+def test_login_stores_a_token_that_works(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`login` checks the token and stores it; commands then send it, until `logout`."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("MERGESEARCH_TOKEN", raising=False)
+    file = tmp_path / "token"
+    (tmp_path / "data").mkdir()
+    with ApiServer(tmp_path / "data") as server:
+        at = ("--server", server.url)
+        file.write_text(new_token().secret)
+        code, _, err = terminal.run("login", *at, "--token-file", file)
+        assert (code, "the server has no accounts" in err) == (2, True)
+        company = Company.on(server)
+        study = company.own(stored_study(server.store))
+        time.sleep(0.6)
+        code, _, err = terminal.run("studies", *at)
+        assert (code, "`mergesearch login`" in err) == (2, True)
+        code, _, err = terminal.run("login", *at, "--token-file", file)
+        assert (code, "the token is not valid" in err) == (2, True)
+        file.write_text(company.tokens["owner", Scope.SUBMIT] + "\n")
+        code, out, err = terminal.run("login", *at, "--token-file", file)
+        assert (code, err) == (0, "")
+        assert out.startswith(f"{server.url}: logged in as owner; the token is in {tmp_path}")
+        assert study.name in terminal.run("studies", *at)[1]
+        code, out, _ = terminal.run("share", study.id, "all", *at)
+        assert (code, out) == (0, f"study {study.name}: {study.id}, team red, shared: all\n")
+        monkeypatch.setenv("MERGESEARCH_TOKEN", company.tokens["stranger", Scope.SUBMIT])
+        code, _, err = terminal.run("cancel", study.id, *at)
+        assert (code, "only its owner and administrators may change it" in err) == (2, True)
+        monkeypatch.delenv("MERGESEARCH_TOKEN")
+        assert terminal.run("logout", *at)[1] == f"{server.url}: the token was removed from this machine\n"
+        assert terminal.run("studies", *at)[0] == 2
+
+
+def test_the_server_is_not_open_by_accident(tmp_path: Path) -> None:
+    """On an address that others reach, the server does not start without a user, unless it is told to."""
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(Conflict, match=rf"--host {host}: others can reach this address, .* has no user; add an"):
+            serve(tmp_path, host=host, port=0)
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    assert "every user of this machine may do everything" in _protection(store, "127.0.0.1", has_accounts=True)
+    assert "every user of this machine may do everything" in _protection(store, "localhost", has_accounts=True)
+    assert "(--no-accounts): everybody" in _protection(store, "0.0.0.0", has_accounts=False)
+    AccountStore(store).add_user("ann", is_admin=True, actor=Actor(None, "test"))
+    for host in ("0.0.0.0", "127.0.0.1"):
+        assert _protection(store, host, has_accounts=True).startswith("requests need a token")
+    store.close()
 
 
 def test_the_database_must_be_named(terminal: Terminal, tmp_path: Path) -> None:
