@@ -8,16 +8,25 @@ import logging
 import sqlite3
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from search_spaces.errors import InvalidStudy
+from search_spaces.study.models import AnotherStudy
 from service.api.limits.headers import HEADERS
 from service.api.limits.rates import Rate, RateLimits
-from service.types import JobState, Role, Scope, Sharing
+from service.api.preflight_process import PreflightProcess
+from service.errors import NotFound
+from service.jobs.base import RequestContext
+from service.jobs.search.request import accept
+from service.studies.chains import on_server
+from service.types import Account, JobState, Role, Scope, Sharing
 from tests.service.api.accounts import OPERATOR, Company, bearer
 from tests.service.api.harness import ApiServer, document, finished_study, stored_study
+from workers.file_access import FileAccess
 
 
 @pytest.fixture
@@ -163,6 +172,50 @@ def test_idempotency_keys_are_of_a_user(company: Company) -> None:
         other = stranger.post("/v1/studies", json=document("other"), headers=key)
     assert [answer.status_code for answer in (first, again, other)] == [201, 200, 201]
     assert again.json()["id"] == first.json()["id"] != other.json()["id"]
+
+
+@pytest.mark.slow
+def test_another_study_is_read_by_right(company: Company) -> None:
+    """A study may name one that its sender may read; another team's is refused as an unknown id is."""
+    study = company.finished()
+    context = RequestContext(store_url=company.server.store.url, data_dir=company.server.data_dir)
+
+    def refusal(user: str, named: str) -> str:
+        request = document()
+        request["models"]["experts"]["merged"] = {"from_study": {"id": named}}
+        account = company.accounts.user(user).account
+        with pytest.raises(InvalidStudy) as refused:  # the stored study has made-up models, which nobody can merge
+            accept(request, replace(context, reader=account))
+        return str(refused.value).replace(named, "ID")
+
+    unknown = refusal("stranger", "0" * 32)
+    assert "job 'ID': no such job" in unknown
+    for user, may_read in (("stranger", False), ("loner", False), ("viewer", True), ("owner", True), ("root", True)):
+        assert (refusal(user, study.id) != unknown) is may_read, user
+
+
+def test_drivers_read_with_the_owners_rights(company: Company) -> None:
+    """A driver opens other studies with the present rights of its job's owner."""
+    study, store = company.finished(), company.server.store
+    for owner, may_read in (("stranger", False), ("viewer", True), (None, True)):
+        reader = company.accounts.account_of(replace(study, owner=owner))
+        open_study = on_server(store, reader=reader)
+        if may_read:
+            with open_study(AnotherStudy(id=study.id)) as (_, record):
+                assert record.id == study.id
+        else:
+            with pytest.raises(NotFound, match="no such job"), open_study(AnotherStudy(id=study.id)):
+                pass
+
+
+def test_users_may_not_name_the_servers_files(tmp_path: Path) -> None:
+    """For users, the data directory is closed, whatever the operator allows; without accounts it is as before."""
+    preflight = PreflightProcess(RequestContext(FileAccess((str(tmp_path),)), "sqlite:///x", tmp_path))
+    for reader, is_closed in ((None, False), (Account("eve", is_admin=True), True)):
+        context = preflight._context_of(reader)
+        assert context.access is not None
+        assert (context.access.refusal(tmp_path / "exports" / "x") is not None) is is_closed
+        assert context.reader == reader
 
 
 def test_a_token_is_shown_once(company: Company) -> None:
