@@ -13,6 +13,7 @@ A package imports only packages listed below it, and the modules at the end of t
 - `tune`: the search, on Ray Tune
 - `results`: statistics, result files and the report
 - `cluster`: Ray, and one driver for every job on it
+- `auth`: who sends a request: tokens, and their check
 - `schemas`: the shapes of result files and of the API's documents
 - `store`: jobs and their results in SQL
 - `resolved_study`: the stored models, tasks, rungs and objectives of an accepted study file

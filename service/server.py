@@ -7,6 +7,7 @@ server that was killed continues when it is restarted.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL
 
     from service.retention.limits import Limit
+    from service.store import Store
 
 __all__ = ["alone", "bind", "serve"]
 
@@ -56,6 +58,9 @@ def serve(
     files: str | None = None,
     artifact_quota_bytes: int | None = None,
     keep: Mapping[str, Limit] | None = None,
+    has_accounts: bool = True,
+    requests_per_s: float | None = None,
+    has_open_metrics: bool = False,
 ) -> None:
     """Run the HTTP server until SIGTERM or SIGINT.
 
@@ -82,14 +87,18 @@ def serve(
         artifact_quota_bytes: Size of all experts and policies beyond which fine-tunings are refused; by default a tenth
             of the disk, or no limit in an object store.
         keep: Limits on the data that are kept of ended jobs, by kind; by default all data are kept.
+        has_accounts: Whether requests need a token once the database has a user.
+        requests_per_s: Requests a second that are accepted of each token, or of each address without accounts.
+        has_open_metrics: Whether everybody may read the metrics.
 
     Raises:
-        Conflict: The port or the data directory is taken, the database or `files` cannot be used, or the variable
-            MERGESEARCH_ENGINE_NODES cannot be read.
+        Conflict: The server has no user, and others than this machine may reach it; the port or the data directory is
+            taken, the database or `files` cannot be used, or the variable MERGESEARCH_ENGINE_NODES cannot be read.
     """
     import uvicorn
 
     from service.api.app import create_app
+    from service.api.limits.rates import RateLimits
     from service.api.preflight_process import PreflightProcess, default_access
     from service.cluster.reconciler import RayCluster
     from service.store import Store
@@ -110,6 +119,7 @@ def serve(
         check_location(files or artifacts_dir(data_dir))
         store = Store(address)
         try:
+            protection = _protection(store, host, has_accounts=has_accounts)
             # A Ray of others has the variable for its drivers; engines there may read the data directory.
             by_variable = not database and bool(os.environ.get(VARIABLE)) and "RAY_ADDRESS" in os.environ
             remember(data_dir, address, by_variable=by_variable)
@@ -127,10 +137,14 @@ def serve(
                 files=files,
                 artifact_quota_bytes=artifact_quota_bytes,
                 retention=keep,
+                has_accounts=has_accounts,
+                rates=None if requests_per_s is None else RateLimits.of(requests_per_s),
+                has_open_metrics=has_open_metrics,
             )
             url = "http://{}:{}".format(*listener.getsockname()[:2])
             places = f"data in {data_dir}, database {store.place}"
             print(f"mergesearch: {url}, documentation under /docs, {places}", flush=True)
+            print(f"mergesearch: {protection}", flush=True)
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S)
             server = uvicorn.Server(config)
             for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again once it has shut down
@@ -138,6 +152,34 @@ def serve(
             server.run(sockets=[listener])
         finally:
             store.close()
+
+
+def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
+    """Say who may use a server that listens on `host`.
+
+    Raises Conflict if everybody who reaches it could use it, and its address is not a loopback one.
+    """
+    from service.store.accounts import AccountStore
+
+    if not has_accounts:
+        return "no accounts (--no-accounts): everybody who reaches this address may do everything"
+    if AccountStore(store).has_users():
+        return "requests need a token: `mergesearch tokens create`"
+    if not _is_loopback(host):
+        raise Conflict(
+            f"--host {host}: others can reach this address, and the database {store.place} has no user; add an "
+            "administrator (`mergesearch users add NAME --admin`), or say --no-accounts to let everybody do everything"
+        )
+    return "no accounts: every user of this machine may do everything; `mergesearch users add` adds an administrator"
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only programs of this machine can reach `host`. Raises Conflict if it is no address."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise Conflict(f"--host {host}: no such address: {error}") from error
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
 @contextmanager

@@ -13,7 +13,9 @@ from search_spaces.recipe import Recipe, may_keep_equal
 __all__ = [
     "HEARTBEAT_S",
     "RESUMED_BY_REQUEST",
+    "Account",
     "ArtifactRecord",
+    "AuditRecord",
     "Comparison",
     "Estimate",
     "EventKind",
@@ -23,11 +25,17 @@ __all__ = [
     "JobState",
     "Origin",
     "RecipeDigest",
+    "Role",
     "RungRecord",
+    "Scope",
+    "Sharing",
     "StoredRecipe",
+    "TeamRecord",
+    "TokenRecord",
     "TrialRecord",
     "TrialResult",
     "TrialState",
+    "UserRecord",
 ]
 
 # The interval of a driver's heartbeats; a driver without one for several intervals is considered dead.
@@ -267,6 +275,130 @@ class TrialRecord(TrialResult):
         return replace(found, samples_scored=self.samples_scored + num_scored, state=state)
 
 
+class Scope(StrEnum):
+    """What a token may be used for: to read, to submit and change jobs too, or to manage accounts too."""
+
+    READ = "read"
+    SUBMIT = "submit"
+    ADMIN = "admin"
+
+    def allows(self, needed: Scope) -> bool:
+        """Whether a token of this scope may be used for a request that needs the scope `needed`."""
+        return list(Scope).index(self) >= list(Scope).index(needed)
+
+
+class Role(StrEnum):
+    """Role of a user in a team: reads its jobs (`viewer`), submits jobs too (`member`), or manages it (`admin`)."""
+
+    VIEWER = "viewer"
+    MEMBER = "member"
+    ADMIN = "admin"
+
+
+class Sharing(StrEnum):
+    """Who may read a job besides its owner and administrators: nobody, its team, or every user of the server."""
+
+    PRIVATE = "private"
+    TEAM = "team"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class Account:
+    """A user's rights: the user's name, whether the user administers the server, and the user's role in each team.
+
+    The administrators of a job are those of the server and those of the job's team.
+    """
+
+    user: str
+    is_admin: bool = False
+    roles: Mapping[str, Role] = field(default_factory=dict)
+
+    def may_read(self, job: JobRecord) -> bool:
+        """Whether the user may read the job and everything that belongs to it."""
+        if self._administers(job) or job.sharing is Sharing.ALL:
+            return True
+        return job.sharing is Sharing.TEAM and job.team in self.roles
+
+    def may_use(self, job: JobRecord) -> bool:
+        """Whether the user may have models of the job exported, and delete these exports."""
+        return self._administers(job) or (self.may_read(job) and self.roles.get(job.team or "") is Role.MEMBER)
+
+    def may_change(self, job: JobRecord) -> bool:
+        """Whether the user may cancel, resume, extend, share and delete the job."""
+        return self._administers(job)
+
+    def _administers(self, job: JobRecord) -> bool:
+        is_owner = job.owner == self.user
+        return self.is_admin or is_owner or self.roles.get(job.team or "") is Role.ADMIN
+
+
+@dataclass(frozen=True)
+class UserRecord:
+    """A stored user. `is_admin` says whether the user administers the server. A disabled user has no rights."""
+
+    name: str
+    is_admin: bool
+    is_disabled: bool
+    created_at: float
+    roles: Mapping[str, Role] = field(default_factory=dict)
+
+    @property
+    def account(self) -> Account:
+        """Rights of the user. A disabled user has them too, so check `is_disabled` before."""
+        return Account(self.name, self.is_admin, self.roles)
+
+
+@dataclass(frozen=True)
+class TeamRecord:
+    """A stored team, with the role of each of its members by the member's name."""
+
+    name: str
+    created_at: float
+    members: Mapping[str, Role] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """What is stored of an API token besides the hash by which it is recognized.
+
+    `prefix` is the token's beginning, by which users recognize it. Times are in seconds since the epoch; None is never.
+    """
+
+    id: str
+    user: str
+    name: str
+    prefix: str
+    scope: Scope
+    created_at: float
+    expires_at: float | None = None
+    last_used_at: float | None = None
+    revoked_at: float | None = None
+
+    def is_valid(self, *, now: float) -> bool:
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+@dataclass(frozen=True)
+class AuditRecord:
+    """An entry of the audit log: who did what to which object, from where, and the object before and after.
+
+    `user` is None if the server had no accounts. `origin` is the address that the request came from, or names the user
+    and the machine of a command. `token` is the prefix of the token that was used. `before` and `after` are JSON
+    objects; None if the object did not exist.
+    """
+
+    id: int
+    time: float
+    user: str | None
+    origin: str
+    token: str | None
+    action: str
+    target: str
+    before: Mapping[str, Any] | None
+    after: Mapping[str, Any] | None
+
+
 @dataclass(frozen=True)
 class JobRecord:
     """A stored job: a study or a fine-tuning.
@@ -286,6 +418,9 @@ class JobRecord:
     - `progressed_at`: time at which the driver last made progress.
     - `patience_s`: seconds without progress after which the driver counts as hung; None if not known.
     - `waiting_for`: what the driver waits for; None if it does not wait.
+    - `owner`: name of the user who created the job; None if the server had no accounts then.
+    - `team`: name of the team that the job belongs to; None for a job of its owner alone.
+    - `sharing`: who may read the job besides its owner and administrators.
     """
 
     id: str
@@ -307,6 +442,9 @@ class JobRecord:
     progressed_at: float | None = None
     patience_s: float | None = None
     waiting_for: str | None = None
+    owner: str | None = None
+    team: str | None = None
+    sharing: Sharing = Sharing.TEAM
 
     def has_driver(self, *, now: float) -> bool:
         """Whether a driver works on the job: the job has not ended, and there was a heartbeat shortly before `now`."""

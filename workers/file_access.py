@@ -27,13 +27,15 @@ class FileAccess:
     `readable` and `trusted` are absolute directories. Files below any of them may be read; task files below `trusted`
     may also name Python functions. Symbolic links are resolved before a path is compared with the directories. `urls`
     are folders in object stores; models and files below these may be read too. `judges` are the URLs of endpoints with
-    a language model that may judge completions.
+    a language model that may judge completions. Files below a directory of `closed` may not be read, unless they are
+    below a directory of `readable` or `trusted` that is itself below the closed one.
     """
 
     readable: tuple[str, ...]
     trusted: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()
     judges: tuple[str, ...] = ()
+    closed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> FileAccess:
@@ -61,8 +63,16 @@ class FileAccess:
             return self.url_refusal(str(path))
         if os.path.basename(os.path.realpath(path)) == DATABASE_URL:
             return f"{path}: may hold the password of the server's database, which no study may read"
-        if _is_below(path, (*self.readable, *self.trusted)):
+        opened = (*self.readable, *self.trusted)
+        for closed in self.closed:
+            if _is_below(path, [closed]):
+                opened = tuple(
+                    place for place in opened if _is_below(os.path.dirname(os.path.realpath(place)), [closed])
+                )
+        if _is_below(path, opened):
             return None
+        if len(opened) < len(self.readable) + len(self.trusted):
+            return f"{path}: is among the server's own files, which studies may not name by their paths"
         return (
             f"{path}: is not below a directory that studies may read ({', '.join((*self.readable, *self.trusted))}; "
             "symbolic links are followed); the server's operator can add its directory with --allow-dir"
@@ -108,7 +118,7 @@ class FileAccess:
 
         They may be run if the directory is below one of the directories `trusted`.
         """
-        if _is_below(directory, self.trusted):
+        if _is_below(directory, self.trusted) and not _is_below(directory, self.closed):
             return None
         return (
             f"{directory}: its task files name Python functions (!function), which are run only from directories that "

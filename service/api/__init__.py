@@ -2,11 +2,12 @@
 
 - `app`: creates the application
 - `protocols`: the interface to the cluster, and the sender of a request
+- `permissions`: what each route needs, and who sends a request
 - `dependencies`: services and path parameters that routes depend on
 - `routes`: the routes, by topic
 - `limits`: what requests may do
 - `prefix`: serves the application below a path prefix
-- `requests`: reads a request: its body, limited in size, and its sender
+- `requests`: reads the body of a request, limited in size
 - `problems`: errors as problem details (RFC 9457) with HTTP status codes
 - `presenters`: stored records as documents
 - `conditional`: results that a client may have already

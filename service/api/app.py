@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from service.api.dependencies import Services
@@ -17,23 +17,28 @@ from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
 from service.api.limits.artifacts import ArtifactQuota
 from service.api.limits.exports import ExportLimits
+from service.api.limits.headers import SecureHeaders
 from service.api.limits.origin import CheckOrigin
+from service.api.limits.rates import RateLimits
 from service.api.openapi import install_docs, install_openapi
+from service.api.permissions import Guard, check_rules
 from service.api.prefix import BelowPrefix
 from service.api.preflight_process import Preflight, PreflightProcess, default_access
-from service.api.problems import install_handlers
+from service.api.problems import install_handlers, refusals
 from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
 from service.api.regular_cleaning import clean_regularly
 from service.api.request_counter import CountRequests, RequestCounter
-from service.api.requests import principal
+from service.api.routes import accounts as account_routes
 from service.api.routes import exports, finetunes, jobs, operations, results
 from service.api.sample_mover import move_old_samples
+from service.auth.authenticator import Authenticator
 from service.disk import artifacts_dir
 from service.jobs.base import RequestContext
 from service.retention.cleaning import Cleaner
 from service.retention.limits import Limit
 from service.store import Store
+from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
 
 __all__ = ["create_app"]
@@ -53,6 +58,9 @@ def create_app(
     files: str | Path | None = None,
     artifact_quota_bytes: int | None = None,
     retention: Mapping[str, Limit] | None = None,
+    has_accounts: bool = True,
+    rates: RateLimits | None = None,
+    has_open_metrics: bool = False,
 ) -> FastAPI:
     """Create the server's FastAPI application, which starts and stops `cluster`; the caller closes `store`.
 
@@ -68,8 +76,13 @@ def create_app(
         artifact_quota_bytes: Bytes that experts and policies may take; by default a tenth of the disk, or no limit in
             an object store.
         retention: Limits on the data that are kept of ended jobs, by kind; by default all data are kept.
+        has_accounts: Whether requests need a token once the database has a user.
+        rates: Limits on the number of requests; by default `RateLimits()`.
+        has_open_metrics: Whether everybody may read the metrics, also with accounts.
     """
     requests = RequestCounter()
+    accounts = AccountStore(store)
+    authenticator = Authenticator(accounts, is_on=has_accounts)
     artifacts = ArtifactStore(store, files or artifacts_dir(data_dir))
     services = Services(
         store=store,
@@ -82,6 +95,8 @@ def create_app(
         hub=EventHub(store),
         records=RunRecords(store),
         requests=requests,
+        accounts=accounts,
+        authenticator=authenticator,
     )
 
     @asynccontextmanager
@@ -93,11 +108,13 @@ def create_app(
         moving = asyncio.create_task(move_old_samples(store), name="samples of earlier versions")
         cleaner = Cleaner(store, data_dir, artifacts, retention or {}, delete_job=services.exports.delete_job_now)
         cleaning = asyncio.create_task(clean_regularly(cleaner, is_leader=cluster.is_leader), name="retention")
+        using = asyncio.create_task(authenticator.record_uses(), name="last uses of tokens")
         try:
             yield
         finally:
             moving.cancel()
             cleaning.cancel()
+            using.cancel()
             await run_in_threadpool(services.hub.stop)
             await services.exports.stop()
             await run_in_threadpool(services.preflight.stop)
@@ -113,13 +130,16 @@ def create_app(
         redoc_url=None,
     )
     app.state.services = services
+    app.state.guard = Guard(authenticator, rates or RateLimits(), has_open_metrics)
     app.add_middleware(CheckOrigin, hosts=tuple(hosts))
     app.add_middleware(CountRequests, counter=requests)
+    app.add_middleware(SecureHeaders)
     if prefix:
         app.add_middleware(BelowPrefix, prefix=prefix)  # the last one added gets requests first
     install_handlers(app)
     install_openapi(app)
     app.router.routes.extend(_router().routes)
+    check_rules(app.routes)
     install_docs(app)
     return app
 
@@ -127,8 +147,8 @@ def create_app(
 @cache
 def _router() -> APIRouter:
     """Router of all routes except the documentation's; it is created once per process, because that takes 0.2 s."""
-    router = APIRouter(dependencies=[Depends(principal)])
-    for part in (*jobs.routers(), finetunes.router, results.router, exports.router):
-        router.include_router(part, prefix="/v1")
+    router = APIRouter()
+    for part in (*jobs.routers(), finetunes.router, results.router, exports.router, account_routes.router):
+        router.include_router(part, prefix="/v1", responses=refusals(401, 403, 429))
     router.include_router(operations.router)
     return router

@@ -16,32 +16,37 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
 from service.api.limits.artifacts import ArtifactQuota
+from service.api.permissions import Right, Rule, Sender, check_right, declares, needs, sender_with
 from service.api.preflight_process import Preflight
 from service.api.problems import Refusal
 from service.api.protocols import Cluster, Principal
 from service.api.record_cache import RunRecords
 from service.api.request_counter import RequestCounter
-from service.api.requests import principal
+from service.auth.authenticator import Authenticator
 from service.errors import NotFound
 from service.jobs.base import JobKind
 from service.jobs.finetune.kind import FINETUNE
 from service.jobs.registry import kind_of
 from service.jobs.search.kind import SEARCH
 from service.store import Store
+from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
-from service.types import JobRecord
+from service.types import JobRecord, Scope
 
 __all__ = [
     "MAX_ID",
     "MAX_NUMBER",
     "PAGE_HEADERS",
     "Against",
+    "ChangedStudy",
     "Context",
     "Finetune",
-    "Sender",
+    "Reader",
     "Services",
     "Study",
+    "Submitter",
     "TrialNumber",
+    "UsedStudy",
     "given",
 ]
 
@@ -67,6 +72,8 @@ class Services:
     hub: EventHub
     records: RunRecords
     requests: RequestCounter
+    accounts: AccountStore
+    authenticator: Authenticator
     # Requests with the same idempotency key run one at a time, so later ones find the job of the first.
     key_locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
@@ -85,29 +92,38 @@ class _Segment(StringConvertor):
 register_url_convertor("segment", _Segment())
 
 Context = Annotated[Services, Depends(_services)]
-Sender = Annotated[Principal, Depends(principal)]
 TrialNumber = Annotated[int, PathParameter(description="The `number` of the trial.", ge=0, le=MAX_NUMBER)]
 
 
 ID_PATTERN = "^[0-9a-f]{32}$"
 
 
-def given(kind: JobKind) -> Any:
+# Senders of requests whose path names no job.
+Reader = Annotated[Principal, needs(Scope.READ)]
+Submitter = Annotated[Principal, needs(Scope.SUBMIT)]
+
+
+def given(kind: JobKind, right: Right = Right.READ) -> Any:
     """FastAPI dependency that returns the stored job whose id is in the request's path.
 
-    The server refuses the request with status 404 if the job does not exist or is not of this `kind`.
+    The server refuses the request with status 404 if the job does not exist, is not of this `kind`, or may not be read
+    by the sender, and with 403 if the sender may read it but has not the `right`, or the token lacks the scope.
     """
+    scope = Scope.READ if right is Right.READ else Scope.SUBMIT
     # A default instead of an annotation: FastAPI cannot evaluate annotations that name local variables.
     path = PathParameter(alias=f"{kind.resource}_id", description=f"The `id` of the {kind.noun}.", pattern=ID_PATTERN)
 
-    def found(services: Context, job_id: str = path) -> JobRecord:
-        return _found(services, job_id, kind)
+    sending = sender_with(scope)
 
-    return Depends(found)
+    def found(services: Context, sender: Principal = sending, job_id: str = path) -> JobRecord:
+        return _found(services, sender, job_id, kind, right)
+
+    return declares(Rule(scope, right), found)
 
 
 def _against(
     services: Context,
+    sender: Sender,
     against: Annotated[
         list[Annotated[str, StringConstraints(pattern=ID_PATTERN)]],
         Query(
@@ -117,19 +133,24 @@ def _against(
         ),
     ],
 ) -> list[JobRecord]:
-    return [_found(services, finetune_id, FINETUNE) for finetune_id in against]
+    return [_found(services, sender, finetune_id, FINETUNE, Right.READ) for finetune_id in against]
 
 
-def _found(services: Services, job_id: str, kind: JobKind) -> JobRecord:
+def _found(services: Services, sender: Principal, job_id: str, kind: JobKind, right: Right) -> JobRecord:
+    """Read a job on which the sender has the `right`. A job that the sender may not read is one that does not exist."""
     try:
         record = services.store.job(job_id)
-    except NotFound as error:
-        raise Refusal(404, f"{kind.noun} {job_id!r}: there is no such {kind.noun}") from error
+    except NotFound:
+        record = None
+    if record is None or not check_right(sender, record, right, noun=kind_of(record.kind).noun):
+        raise Refusal(404, f"{kind.noun} {job_id!r}: there is no such {kind.noun}")
     if record.kind != kind.name:
         raise Refusal(404, f"{kind.noun} {job_id!r}: is a {kind_of(record.kind).noun}, not a {kind.noun}")
     return record
 
 
 Study = Annotated[JobRecord, given(SEARCH)]
+UsedStudy = Annotated[JobRecord, given(SEARCH, Right.USE)]
+ChangedStudy = Annotated[JobRecord, given(SEARCH, Right.CHANGE)]
 Finetune = Annotated[JobRecord, given(FINETUNE)]
 Against = Annotated[list[JobRecord], Depends(_against)]

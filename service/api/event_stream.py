@@ -95,6 +95,11 @@ class EventHub:
     def _pause_s(self) -> float:
         return max(self._poll_s, ANNOUNCED_POLL_S) if self._notifications.is_listening else self._poll_s
 
+    def job(self, job_id: str) -> JobRecord | None:
+        """The job as it was last read for its streams; None if it was not read yet, or has no stream."""
+        feed = self._feeds.get(job_id)
+        return None if feed is None else feed.job
+
     async def watch(self, job_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
         """Yield the job's events with ids above `after` as server-sent events.
 
@@ -121,6 +126,7 @@ class _Feed:
 
     def __init__(self, store: Store, job_id: str, pause_s: Callable[[], float], threads: anyio.CapacityLimiter) -> None:
         self.watchers = 0
+        self.job: JobRecord | None = None
         self.announced = asyncio.Event()  # set when the database has announced new events
         self._store = store
         self._job_id = job_id
@@ -220,6 +226,7 @@ class _Feed:
         return self._store.events(self._job_id, after=after, limit=BATCH)
 
     def _publish(self, job: JobRecord, events: Iterable[EventRecord], *, is_last: bool) -> None:
+        self.job = job
         is_changed = False
         for event in events:
             self._window.append((event.id, _frame_of(event)))

@@ -30,7 +30,7 @@ from service.jobs.base import Accept, Accepted, JobKind, RequestContext
 from service.jobs.registry import kind_of
 from service.studies.benchmarks import check_added
 from service.studies.preflight.dtype import engine_dtype
-from service.types import JobRecord
+from service.types import Account, JobRecord
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 from workers.engines.host_memory import total_host_bytes
 from workers.file_access import FileAccess
@@ -80,20 +80,25 @@ class Preflight(Protocol):
 
     def stop(self) -> None: ...
 
-    async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
+    async def accept(
+        self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
+    ) -> Accepted:
         """Check the body of a request that describes a job of the kind `kind`.
 
         The body `content` is JSON if `is_json`, else YAML. `client` names the sender. Many requests of one client do
-        not delay the requests of other clients. Raises InvalidStudy with every problem, and Unavailable if no check is
-        possible at the moment.
+        not delay the requests of other clients. `reader` has the sender's rights, with which the job may refer to other
+        jobs; None is every right. Raises InvalidStudy with every problem, and Unavailable if no check is possible at
+        the moment.
         """
 
-    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
+    async def check_benchmarks(
+        self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "", reader: Account | None = None
+    ) -> None:
         """Check the benchmarks that a client wants to add to a stored study.
 
         `stored` is the server's record of the study. `document` is the study file with the new benchmarks added.
-        `client` names the sender. Raises InvalidStudy with every problem, and Unavailable if no check is possible at
-        the moment.
+        `client` names the sender, and `reader` has its rights. Raises InvalidStudy with every problem, and Unavailable
+        if no check is possible at the moment.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
@@ -141,9 +146,11 @@ class PreflightProcess:
         for validator in self._validators:
             validator.stop()
 
-    async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
+    async def accept(
+        self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
+    ) -> Accepted:
         async with self._queue.turn(client):
-            context, node, cluster = self._context, None, self._cluster
+            context, node, cluster = self._context_of(reader), None, self._cluster
             if cluster is not None:
                 node, machines = await self._waited(_place(cluster))
                 context = replace(context, machines=machines)
@@ -158,9 +165,11 @@ class PreflightProcess:
             call = self._limited(on_node, check_on_node, content, kind.name, context, is_json=is_json)
             return await self._waited(call)
 
-    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
+    async def check_benchmarks(
+        self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "", reader: Account | None = None
+    ) -> None:
         async with self._queue.turn(client):
-            node, cluster, access = None, self._cluster, self._context.access
+            node, cluster, access = None, self._cluster, self._context_of(reader).access
             if cluster is not None:
                 node, _ = await self._waited(_place(cluster))
             if cluster is None or node is None:
@@ -173,6 +182,20 @@ class PreflightProcess:
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         async with self._queue.turn(client), self._validator() as validator:
             return await self._limited(validator.call, _engine_dtype, document)
+
+    def _context_of(self, reader: Account | None) -> RequestContext:
+        """Context of the checks of a job that `reader` submits.
+
+        A user may refer to other jobs by their ids only, which is checked: the paths of their files in the data
+        directory are closed.
+        """
+        context = self._context
+        if reader is None:
+            return context
+        access = context.access
+        if access is not None and context.data_dir is not None:
+            access = replace(access, closed=(str(context.data_dir.resolve()),))
+        return replace(context, reader=reader, access=access)
 
     async def _limited(self, call: Callable[..., Awaitable[Result]], *args: Any, **kwargs: Any) -> Result:
         """Await `call` with the given arguments, within the limits on the checks of one request.

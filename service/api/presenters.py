@@ -9,11 +9,36 @@ from service.api.prefix import below_root, with_root
 from service.api.protocols import Cluster
 from service.jobs.base import JobKind, View
 from service.jobs.search.kind import SEARCH
-from service.schemas.api import EventDocument, ExportDocument
+from service.schemas.api import (
+    AuditEntryDocument,
+    EventDocument,
+    ExportDocument,
+    TeamDocument,
+    TokenDocument,
+    UserDocument,
+)
 from service.store import EventRecord
-from service.types import ExportRecord, ExportState, JobRecord
+from service.types import (
+    AuditRecord,
+    ExportRecord,
+    ExportState,
+    JobRecord,
+    TeamRecord,
+    TokenRecord,
+    UserRecord,
+)
 
-__all__ = ["event_document", "export_document", "export_path", "job_document", "rfc_3339"]
+__all__ = [
+    "audit_document",
+    "event_document",
+    "export_document",
+    "export_path",
+    "job_document",
+    "rfc_3339",
+    "team_document",
+    "token_document",
+    "user_document",
+]
 
 
 def rfc_3339(time_s: float) -> str:
@@ -45,10 +70,62 @@ def job_document(job: JobRecord, kind: JobKind, view: View, *, cluster: Cluster)
         "attempt": job.attempt,
         **view.fields,
         "job": cluster.ray_job(job),
+        "owner": job.owner,
+        "team": job.team,
+        "sharing": job.sharing.value,
         "links": {"self": path, **{name: f"{path}/{name}" for name in kind.links}, **view.links},
     }
     shown: dict[str, Any] = with_root(document)
     return shown
+
+
+def user_document(user: UserRecord) -> UserDocument:
+    return {
+        "name": user.name,
+        "is_admin": user.is_admin,
+        "is_disabled": user.is_disabled,
+        "created_at": rfc_3339(user.created_at),
+        "teams": {team: role.value for team, role in user.roles.items()},
+    }
+
+
+def team_document(team: TeamRecord) -> TeamDocument:
+    return {
+        "name": team.name,
+        "created_at": rfc_3339(team.created_at),
+        "members": {user: role.value for user, role in team.members.items()},
+    }
+
+
+def token_document(token: TokenRecord) -> TokenDocument:
+    def shown(time: float | None) -> str | None:
+        return None if time is None else rfc_3339(time)
+
+    return {
+        "id": token.id,
+        "user": token.user,
+        "name": token.name,
+        "prefix": token.prefix,
+        "scope": token.scope.value,
+        "created_at": rfc_3339(token.created_at),
+        "expires_at": shown(token.expires_at),
+        "last_used_at": shown(token.last_used_at),
+        "revoked_at": shown(token.revoked_at),
+    }
+
+
+def audit_document(entry: AuditRecord) -> AuditEntryDocument:
+    return {
+        "id": entry.id,
+        "time": rfc_3339(entry.time),
+        "user": entry.user,
+        "origin": entry.origin,
+        "token": entry.token,
+        "action": entry.action,
+        "target": entry.target,
+        "before": None if entry.before is None else dict(entry.before),
+        "after": None if entry.after is None else dict(entry.after),
+    }
 
 
 def event_document(event: EventRecord) -> EventDocument:

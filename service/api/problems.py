@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -24,6 +25,8 @@ __all__ = [
     "InvalidRequest",
     "Json",
     "Refusal",
+    "TooManyRequests",
+    "Unauthorized",
     "Unavailable",
     "install_handlers",
     "problem_response",
@@ -54,6 +57,19 @@ class InvalidRequest(Exception):
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__(problems)
         self.problems = problems
+
+
+class Unauthorized(Exception):
+    """Raised if a request has no valid token. The response has status 401."""
+
+
+class TooManyRequests(Exception):
+    """Raised if a sender sends too many requests. The response has status 429 and says to wait `wait_s` seconds."""
+
+    def __init__(self, detail: str, wait_s: float) -> None:
+        super().__init__(detail, wait_s)
+        self.detail = detail
+        self.wait_s = wait_s
 
 
 class Unavailable(Exception):
@@ -100,7 +116,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
         described[status] = {"description": HTTPStatus(status).phrase, "content": content}
-        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
             header = {"description": "Seconds to wait before a retry.", "schema": {"type": "integer"}}
             described[status]["headers"] = {"Retry-After": header}
     return described
@@ -144,6 +160,13 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, Refusal)
         return problem_response(error.status, error.detail)
 
+    async def unauthorized(_: Request, error: Exception) -> Response:
+        return problem_response(401, str(error), headers={"WWW-Authenticate": 'Bearer realm="mergesearch"'})
+
+    async def too_many(_: Request, error: Exception) -> Response:
+        assert isinstance(error, TooManyRequests)
+        return problem_response(429, error.detail, headers={"Retry-After": str(math.ceil(error.wait_s))})
+
     async def unavailable(_: Request, error: Exception) -> Response:
         return problem_response(503, str(error), headers={"Retry-After": str(RETRY_AFTER_S)})
 
@@ -167,6 +190,8 @@ def install_handlers(app: FastAPI) -> None:
         NotFound: respond_with(404),
         Conflict: respond_with(409),
         StaleAttempt: respond_with(409),
+        Unauthorized: unauthorized,
+        TooManyRequests: too_many,
         Unavailable: unavailable,
         ConnectionError: unavailable,
         SQLAlchemyError: database_error,

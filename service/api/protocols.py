@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.schemas.api import RayJobDocument
-from service.types import JobRecord
+from service.store.accounts import Actor
+from service.types import Account, JobRecord, TokenRecord
 
 __all__ = ["Cluster", "Principal"]
 
@@ -47,6 +48,19 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Principal:
-    """Sender of a request, known by `name`."""
+    """Sender of a request.
+
+    `name` is the name of the user, or the address if the server has no accounts. In this case `account` and `token` are
+    None, and the sender may do everything.
+    """
 
     name: str
+    address: str
+    account: Account | None = None
+    token: TokenRecord | None = None
+
+    @property
+    def actor(self) -> Actor:
+        """The sender in the audit log."""
+        user = None if self.account is None else self.account.user
+        return Actor(user, self.address, None if self.token is None else self.token.prefix)

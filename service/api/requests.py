@@ -1,28 +1,26 @@
-"""Reads requests: the body, which is limited in size, and the sender."""
+"""Reads the body of a request, which is limited in size."""
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from fastapi import Request
 from fastapi.datastructures import Headers
+from pydantic import BaseModel, ValidationError
 
-from service.api.problems import Refusal
-from service.api.protocols import Principal
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.study.yaml import parse_document
+from service.api.problems import InvalidRequest, Refusal
 
-__all__ = ["JSON_TYPES", "MAX_BODY_BYTES", "YAML_TYPES", "principal", "read_body", "sent_as_json"]
+__all__ = ["JSON_TYPES", "MAX_BODY_BYTES", "YAML_TYPES", "body_of", "read_body", "read_object", "sent_as_json"]
+
+Body = TypeVar("Body", bound=BaseModel)
 
 MAX_BODY_BYTES = 2**20
 
 JSON_TYPES = ("application/json",)
 # The first is the registered name, the others are older names.
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
-
-
-async def principal(request: Request) -> Principal:
-    """FastAPI dependency of every route of the API: the sender of the request.
-
-    There are no accounts. Senders are distinguished by their IP address.
-    """
-    return Principal(request.client.host if request.client is not None else "unknown")
 
 
 def sent_as_json(headers: Headers, *, accepted: tuple[str, ...]) -> bool:
@@ -41,6 +39,28 @@ def sent_as_json(headers: Headers, *, accepted: tuple[str, ...]) -> bool:
     if (encoding := headers.get("content-encoding", "identity")) != "identity":
         raise Refusal(415, f"the body's encoding is {encoding[:40]!r}; send it without one")
     return content_type in JSON_TYPES
+
+
+async def read_object(request: Request, model: type[Body]) -> Body:
+    """Read the JSON object in the body of `request`, as a pydantic model. Raises InvalidRequest with every problem."""
+    sent_as_json(request.headers, accepted=JSON_TYPES)
+    try:
+        document = parse_document(await read_body(request), "the request's body", is_json=True)
+        return model.model_validate(document)
+    except InvalidStudy as error:
+        raise InvalidRequest(error.problems) from error
+    except ValidationError as error:
+        problems = (
+            Problem(".".join(map(str, details["loc"])), f"{details['msg'][:1].lower()}{details['msg'][1:]}")
+            for details in error.errors(include_url=False, include_input=False)
+        )
+        raise InvalidRequest(tuple(problems)) from error
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI description of a request body that is an object of `model`."""
+    content = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 async def read_body(request: Request) -> bytes:

@@ -4,6 +4,7 @@
 - `verbs`: what each verb (subcommand) does
 - `finetune`: the verb that trains experts
 - `finetune_tables`: fine-tunings of a server as tables
+- `accounts`: the verbs of users, teams and tokens
 - `remote`: the verbs that send requests to a server
 - `job_views`: how a server's jobs of each kind are shown
 - `terminal`: output as JSON or tables

@@ -11,13 +11,13 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, SearchSpaceError
-from service.cli import verbs
+from service.cli import accounts, verbs
 from service.disk import parse_bytes
 from service.errors import Conflict, NotFound, RequestRefused, ServiceError
 from service.jobs.registry import KINDS
@@ -30,6 +30,10 @@ RUN_OR_STUDY = "directory of a run, or a study on a server: its id, a prefix of 
 RUN_OR_JOB = "directory of a run, or a job on a server: its id, a prefix of its id, or its name"
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+SHARING = ("private", "team", "all")
+
+SCOPES = ("read", "submit", "admin")
 
 SCHEMAS = ("study", "finetune", "trial", "summary", "pareto", "recipe")
 
@@ -164,6 +168,22 @@ def _parser() -> argparse.ArgumentParser:
         help="benchmarks of jobs may name the endpoint URL as a judge; repeatable (default: no judge)",
     )
     command.add_argument(
+        "--no-accounts",
+        action="store_true",
+        help="let everybody who reaches the server do everything (default: requests need a token once the database has "
+        "a user; without a user, only a loopback --host is accepted)",
+    )
+    command.add_argument(
+        "--rate-limit",
+        type=_rate,
+        metavar="N",
+        help="requests a second of each token, or of each address without accounts; ten times as many at once "
+        "(default: 100 of a token)",
+    )
+    command.add_argument(
+        "--open-metrics", action="store_true", help="let everybody read /metrics, which names the jobs of all teams"
+    )
+    command.add_argument(
         "--allow-host",
         action="append",
         default=[],
@@ -272,6 +292,8 @@ def _parser() -> argparse.ArgumentParser:
         help="how long to wait for a database that does not answer (default %(default)g)",
     )
 
+    _add_accounts(commands)
+
     command = server_verb("submit", verbs.submit, "Submit a job to a server: a study or a fine-tuning.")
     command.add_argument(
         "file", type=Path, metavar="FILE", help="study file, or specification of a fine-tuning (YAML or JSON)"
@@ -282,6 +304,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="idempotency key: a repeated submission with the same key returns the job that the first one created",
     )
+
+    command.add_argument("--team", metavar="TEAM", help="team of the job; needed by members of several teams")
+    command.add_argument("--sharing", choices=SHARING, help="who else may read the job (default: its team)")
+
+    command = server_verb("share", verbs.share, "Change who may read a job on a server, and its team.")
+    command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
+    command.add_argument("sharing", choices=SHARING, metavar="SHARING", help="%(choices)s")
+    command.add_argument("--team", metavar="TEAM", help="team of the job from now on")
+
+    command = server_verb("login", accounts.login, "Store your token for a server, in a file that only you may read.")
+    command.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with the token (default: $MERGESEARCH_TOKEN, or asked)"
+    )
+    server_verb("logout", accounts.logout, "Remove your token for a server from this machine.")
 
     for kind in KINDS.values():
         server_verb(kind.collection, partial(verbs.list_jobs, kind.name), f"List a server's {kind.plural}.")
@@ -416,6 +452,82 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_accounts(commands: Any) -> None:
+    """Declare the commands `users`, `teams` and `tokens`, each with its actions."""
+
+    def group(name: str, text: str) -> Callable[..., argparse.ArgumentParser]:
+        actions = commands.add_parser(name, help=text, description=text).add_subparsers(
+            title="commands", metavar="COMMAND", required=True
+        )
+
+        def action(name: str, call: Any, text: str, **defaults: Any) -> argparse.ArgumentParser:
+            command: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+            command.set_defaults(call=call, **defaults)
+            command.add_argument("--json", action="store_true", help="machine-readable output on standard output")
+            command.add_argument("--data", type=Path, metavar="DIR", help="data directory of the server")
+            command.add_argument(
+                "--database", metavar="URL", help="database of the server, as for serve (default: that in --data)"
+            )
+            return command
+
+        return action
+
+    action = group("users", "Manage the users of a server, in its database.")
+    action("list", accounts.list_users, "List the users and their teams.")
+    command = action("add", accounts.add_user, "Add a user; the first one must be an administrator.")
+    command.add_argument("name", type=_name, metavar="NAME")
+    command.add_argument("--admin", action="store_true", help="the user administers the server")
+    command.add_argument("--if-absent", action="store_true", help="a user who exists is no error, and is not changed")
+    command.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with a token that the user gets, for deployments; it replaces the one of the last call",
+    )
+    command.add_argument(
+        "--token-scope", choices=SCOPES, default="admin", help="what this token may be used for (default %(default)s)"
+    )
+    for name, text, defaults in (
+        ("disable", "Disable a user: the tokens of the user are refused.", {"is_disabled": True, "is_admin": None}),
+        ("enable", "Enable a user again.", {"is_disabled": False, "is_admin": None}),
+        ("promote", "Let a user administer the server.", {"is_disabled": None, "is_admin": True}),
+        ("demote", "End that a user administers the server.", {"is_disabled": None, "is_admin": False}),
+    ):
+        command = action(name, accounts.change_user, text, **defaults)
+        command.add_argument("name", type=_name, metavar="NAME")
+
+    action = group("teams", "Manage the teams of a server, in its database.")
+    action("list", accounts.list_teams, "List the teams and their members.")
+    command = action("add", accounts.add_team, "Add a team without members.")
+    command.add_argument("team", type=_name, metavar="TEAM")
+    command = action("remove", accounts.remove_team, "Remove a team that has no jobs.")
+    command.add_argument("team", type=_name, metavar="TEAM")
+    command = action("set", accounts.set_role, "Give a user a role in a team, or end the membership.")
+    command.add_argument("team", type=_name, metavar="TEAM")
+    command.add_argument("user", type=_name, metavar="USER")
+    command.add_argument("role", choices=("viewer", "member", "admin", "none"), metavar="ROLE", help="%(choices)s")
+
+    action = group("tokens", "Manage the API tokens of a server, in its database.")
+    command = action("list", accounts.list_tokens, "List tokens: prefix, user, scope, expiry and last use.")
+    command.add_argument("--user", type=_name, metavar="NAME", help="only those of one user")
+    command = action("create", accounts.create_token, "Create a token and print it, once.")
+    command.add_argument("--user", type=_name, required=True, metavar="NAME", help="whose token it is")
+    command.add_argument("--name", type=_name, default="token", metavar="NAME", help="name of the token, for lists")
+    command.add_argument("--scope", choices=SCOPES, default="submit", help="what it may do (default %(default)s)")
+    command.add_argument("--expires", type=_days, metavar="DAYS", help="days until it expires (default: never)")
+    command = action("revoke", accounts.revoke_token, "Revoke a token; every server refuses it within a second.")
+    command.add_argument("token", metavar="TOKEN", help="id or prefix of the token")
+
+
+def _name(text: str) -> str:
+    """Parse the name of a user, a team or a token. Raises ArgumentTypeError for an invalid name."""
+    from service.store.accounts import name_problem
+
+    if problem := name_problem(text):
+        raise argparse.ArgumentTypeError(problem)
+    return text
+
+
 def _add_prefer(
     command: argparse.ArgumentParser,
     *,
@@ -495,6 +607,17 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; give 0 or more, such as 60")
     return seconds
+
+
+def _rate(text: str) -> float:
+    """Parse a number of requests a second above 0. Raises ArgumentTypeError for an invalid text."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests a second; give one above 0, such as 50")
+    return rate
 
 
 def _prefix(text: str) -> str:

@@ -26,12 +26,17 @@ if TYPE_CHECKING:
     from search_spaces.study.benchmarks import AddedBenchmarks
     from service.schemas.api import JobDocument
 
-__all__ = ["DEFAULT_SERVER", "SERVER_VARIABLE", "ServerVerbs", "server_verbs"]
+__all__ = ["DEFAULT_SERVER", "SERVER_VARIABLE", "ServerVerbs", "server_url", "server_verbs"]
 
 DEFAULT_SERVER = "http://127.0.0.1:8080"
 SERVER_VARIABLE = "MERGESEARCH_SERVER"
 
 INTERRUPTED = 130
+
+
+def server_url(server: str | None) -> str:
+    """Address of the server of a command: `server`, else that of MERGESEARCH_SERVER, else the default one."""
+    return server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
 
 
 @contextmanager
@@ -69,10 +74,10 @@ class ServerVerbs:
         self._client = client
         self._as_json = as_json
 
-    def submit(self, file: Path, *, key: str | None, watch: bool) -> int:
+    def submit(self, file: Path, *, key: str | None, team: str | None, sharing: str | None, watch: bool) -> int:
         document = read_document(file)
         kind = next((kind for kind in KINDS.values() if kind.is_document(document)), SEARCH)
-        job = self._client.submit_job(kind.name, file, idempotency_key=key)
+        job = self._client.submit_job(kind.name, file, idempotency_key=key, team=team, sharing=sharing)
         if watch:
             if self._as_json:
                 print_json_line({"kind": "submitted", "id": None, "time": job["created_at"], "payload": job})
@@ -82,6 +87,15 @@ class ServerVerbs:
         else:
             self._print_state(job)
             print(f"follow it with `mergesearch watch {short_id(job)}`")
+        return 0
+
+    def share(self, reference: str, sharing: str, *, team: str | None) -> int:
+        job = self._client.share(self._client.find(reference), sharing, team=team)
+        if self._as_json:
+            print_json(job)
+        else:
+            place = f"team {job['team']}" if job["team"] else "no team"
+            print(f"{_noun(job)} {job['name']}: {job['id']}, {place}, shared: {job['sharing']}")
         return 0
 
     def list_jobs(self, kind: str) -> int:

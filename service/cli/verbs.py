@@ -57,6 +57,7 @@ __all__ = [
     "run",
     "schema",
     "serve",
+    "share",
     "show",
     "submit",
     "trials",
@@ -146,6 +147,9 @@ def serve(options: argparse.Namespace) -> int:
         export_quota_bytes=options.export_quota,
         files=options.files,
         artifact_quota_bytes=options.artifact_quota,
+        has_accounts=not options.no_accounts,
+        requests_per_s=options.rate_limit,
+        has_open_metrics=options.open_metrics,
     )
     return 0
 
@@ -333,7 +337,14 @@ def drain(options: argparse.Namespace) -> int:
 
 def submit(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.submit(options.file, key=options.name_key, watch=options.watch)
+        return server.submit(
+            options.file, key=options.name_key, team=options.team, sharing=options.sharing, watch=options.watch
+        )
+
+
+def share(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.share(options.job, options.sharing, team=options.team)
 
 
 def list_jobs(kind: str, options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ Importing this package loads neither httpx nor anything heavy.
 - `finetune_flows`: flows of the calls about fine-tunings
 - `requests`: one request: retries, responses, refusals
 - `transport`: requests and responses in terms of httpx
+- `credentials`: tokens of servers on the user's machine
 - `events`: parses the stream of a job's events
 - `download`: unpacks a merged model from its tar stream
 

@@ -33,11 +33,14 @@ class AsyncClient:
 
     Args:
         url: Address of the server. An address without a scheme, such as `gpu-box:8080`, means http.
+        token: API token. By default that of the variable MERGESEARCH_TOKEN, or the one that `mergesearch login` stored
+            for this address, if there is any.
         timeout_s: Seconds that one response may take.
         patience_s: Seconds for which `events` tries to reconnect to a server that has responded before.
 
     Raises:
         NotFound: `url` is not an address.
+        Conflict: `token` is not printable ASCII, or the file of stored tokens cannot be used.
 
     Examples:
         >>> async with AsyncClient("http://gpu-box:8080") as client:
@@ -46,13 +49,22 @@ class AsyncClient:
         ...         print(event.kind, event.payload)
     """
 
-    def __init__(self, url: str, *, timeout_s: float = transport.TIMEOUT_S, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = transport.TIMEOUT_S,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         import httpx
 
         self.url = transport.address(url)
         self._timeout_s = timeout_s
         self._patience_s = patience_s
-        self._http = httpx.AsyncClient(timeout=transport.timeout(timeout_s))
+        self._http = httpx.AsyncClient(
+            timeout=transport.timeout(timeout_s), headers=transport.authorization(self.url, token)
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -71,6 +83,8 @@ class AsyncClient:
     studies = awaited(flows.studies)
     study = awaited(flows.study)
     find = awaited(job_flows.find)
+    share = awaited(job_flows.share)
+    me = awaited(job_flows.me)
     cancel = awaited(job_flows.cancel)
     resume = awaited(job_flows.resume)
     delete = awaited(job_flows.delete)

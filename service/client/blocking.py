@@ -32,23 +32,35 @@ class Client:
 
     Args:
         url: Address of the server. An address without a scheme, such as `gpu-box:8080`, means http.
+        token: API token. By default that of the variable MERGESEARCH_TOKEN, or the one that `mergesearch login` stored
+            for this address, if there is any.
         timeout_s: Seconds that one response may take.
         patience_s: Seconds for which `events` tries to reconnect to a server that has responded before.
 
     Raises:
         NotFound: `url` is not an address.
+        Conflict: `token` is not printable ASCII, or the file of stored tokens cannot be used.
 
     Examples:
         >>> with Client("http://gpu-box:8080") as client:
         ...     study = client.submit("study.yaml")
     """
 
-    def __init__(self, url: str, *, timeout_s: float = transport.TIMEOUT_S, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = transport.TIMEOUT_S,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         import httpx
 
         self.url = transport.address(url)
         self._patience_s = patience_s
-        self._http = httpx.Client(timeout=transport.timeout(timeout_s))
+        self._http = httpx.Client(
+            timeout=transport.timeout(timeout_s), headers=transport.authorization(self.url, token)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -67,6 +79,8 @@ class Client:
     studies = blocking(flows.studies)
     study = blocking(flows.study)
     find = blocking(job_flows.find)
+    share = blocking(job_flows.share)
+    me = blocking(job_flows.me)
     cancel = blocking(job_flows.cancel)
     resume = blocking(job_flows.resume)
     delete = blocking(job_flows.delete)

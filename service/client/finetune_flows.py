@@ -19,7 +19,11 @@ __all__ = ["analysis", "curves", "expert_download", "finetune", "finetunes", "su
 
 
 def submit_finetune(
-    specification: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None
+    specification: Path | str | Mapping[str, Any],
+    *,
+    idempotency_key: str | None = None,
+    team: str | None = None,
+    sharing: str | None = None,
 ) -> Flow[FinetuneDocument]:
     """Submit the fine-tuning of an expert, or of a fleet of experts.
 
@@ -30,6 +34,8 @@ def submit_finetune(
             file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same specification returns the
             fine-tuning that the first call created. Without a key, each call creates a new one.
+        team: Team that the fine-tuning belongs to; None is the only team for which you may submit.
+        sharing: Who may read it besides you and administrators: "private", "team" or "all"; None is "team".
 
     Returns:
         The server's document of the fine-tuning.
@@ -44,7 +50,9 @@ def submit_finetune(
         ...     print(event.kind, event.payload)
         >>> client.download(finetune, "math", "experts/math")
     """
-    submitted = yield from submit_job(FINETUNE.name, specification, idempotency_key=idempotency_key)
+    submitted = yield from submit_job(
+        FINETUNE.name, specification, idempotency_key=idempotency_key, team=team, sharing=sharing
+    )
     return cast("FinetuneDocument", submitted)
 
 

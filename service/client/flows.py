@@ -62,7 +62,13 @@ PAGE = 500
 # -- studies -----------------------------------------------------------------------------------------------------------
 
 
-def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None) -> Flow[StudyDocument]:
+def submit(
+    study: Path | str | Mapping[str, Any],
+    *,
+    idempotency_key: str | None = None,
+    team: str | None = None,
+    sharing: str | None = None,
+) -> Flow[StudyDocument]:
     """Submit a study.
 
     The server reads models and data, so their paths must exist on the server's machine.
@@ -71,6 +77,8 @@ def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None
         study: Path of a study file, or the content of one. Relative paths in a file start at the file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same study returns the study that the
             first call created. Without a key, each call creates a new study.
+        team: Team that the study belongs to; None is the only team for which you may submit.
+        sharing: Who may read the study besides you and administrators: "private", "team" or "all"; None is "team".
 
     Returns:
         The server's document of the study.
@@ -83,7 +91,8 @@ def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None
         >>> client.submit("study.yaml")
         >>> client.submit({"name": "math-text", "models": {...}, ...}, idempotency_key="nightly-2031-05-04")
     """
-    return cast("StudyDocument", (yield from submit_job(SEARCH.name, study, idempotency_key=idempotency_key)))
+    submitted = submit_job(SEARCH.name, study, idempotency_key=idempotency_key, team=team, sharing=sharing)
+    return cast("StudyDocument", (yield from submitted))
 
 
 def studies(*, state: str | None = None, name: str | None = None) -> Flow[list[StudyDocument]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,13 +13,18 @@ from service.jobs.base import JobKind
 from service.jobs.registry import KINDS, kind_of
 
 if TYPE_CHECKING:
-    from service.schemas.api import JobDocument
+    from service.schemas.api import JobDocument, MeDocument
 
-__all__ = ["cancel", "delete", "find", "job", "jobs", "log", "resume", "submit_job"]
+__all__ = ["cancel", "delete", "find", "job", "jobs", "log", "me", "resume", "share", "submit_job"]
 
 
 def submit_job(
-    kind: str, document: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None
+    kind: str,
+    document: Path | str | Mapping[str, Any],
+    *,
+    idempotency_key: str | None = None,
+    team: str | None = None,
+    sharing: str | None = None,
 ) -> Flow[JobDocument]:
     """Submit a job of any kind.
 
@@ -28,6 +34,8 @@ def submit_job(
             file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same document returns the job that the
             first call created. Without a key, each call creates a new job.
+        team: Team that the job belongs to; None is the only team for which you may submit.
+        sharing: Who may read the job besides you and administrators: "private", "team" or "all"; None is "team".
 
     Returns:
         The server's document of the job.
@@ -42,7 +50,8 @@ def submit_job(
     """
     declared = kind_of(kind)
     content = document if isinstance(document, Mapping) else declared.load(Path(document))
-    created = yield from submitted(declared.path, content, idempotency_key)
+    query = {key: value for key, value in (("team", team), ("sharing", sharing)) if value is not None}
+    created = yield from submitted(declared.path, content, idempotency_key, query)
     return cast("JobDocument", {"kind": kind, **created})
 
 
@@ -87,6 +96,44 @@ def job(job: Reference) -> Flow[JobDocument]:
     """
     kind = {} if isinstance(job, str) else {"kind": job["kind"]}
     return cast("JobDocument", {**kind, **(yield from document_of(Call("GET", path_of(job))))})
+
+
+def share(job: Reference, sharing: str, *, team: str | None = None) -> Flow[JobDocument]:
+    """Change who may read a job.
+
+    Args:
+        job: Id of a study, or the server's document of a job of any kind.
+        sharing: Who may read it besides its owner and administrators: "private", "team" or "all".
+        team: Team that the job belongs to from now on; None leaves it in its team.
+
+    Returns:
+        The server's document of the job.
+
+    Raises:
+        RequestRefused: The server has no such job, or you may not change it (status 403).
+
+    Examples:
+        >>> client.share("5f0c...", "all")
+    """
+    content = json.dumps({"sharing": sharing, **({} if team is None else {"team": team})}).encode()
+    kind = {} if isinstance(job, str) else {"kind": job["kind"]}
+    call = Call("PUT", path_of(job, "sharing"), {}, {"Content-Type": "application/json"}, content)
+    return cast("JobDocument", {**kind, **(yield from document_of(call))})
+
+
+def me() -> Flow[MeDocument]:
+    """Return your user with its teams, and your token without its secret, as the server knows them.
+
+    Returns:
+        The server's document; its keys "user" and "token" are None if the server has no accounts.
+
+    Raises:
+        RequestRefused: The token is missing or not valid (status 401).
+
+    Examples:
+        >>> client.me()["user"]["name"]
+    """
+    return cast("MeDocument", (yield from document_of(Call("GET", "/v1/me"))))
 
 
 def _known(kind: JobKind) -> Flow[list[JobDocument]]:

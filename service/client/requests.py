@@ -174,11 +174,13 @@ def respond(call: Call) -> Flow[Response]:
         yield pause_s
 
 
-def submitted(path: str, document: Mapping[str, Any], idempotency_key: str | None) -> Flow[dict[str, Any]]:
+def submitted(
+    path: str, document: Mapping[str, Any], idempotency_key: str | None, query: Mapping[str, str]
+) -> Flow[dict[str, Any]]:
     """Submit a job to the collection at `path`, and return the server's document of the job.
 
-    `document` is the content of the file that describes the job. The idempotency key, by default a random one, makes it
-    safe to repeat the request after a lost connection.
+    `document` is the content of the file that describes the job, and `query` has the query of the request. The
+    idempotency key, by default a random one, makes it safe to repeat the request after a lost connection.
 
     Raises:
         InvalidStudy: `document` cannot be written as JSON.
@@ -201,7 +203,7 @@ def submitted(path: str, document: Mapping[str, Any], idempotency_key: str | Non
             }
         )
     headers = {"Content-Type": "application/json", "Idempotency-Key": key}
-    return (yield from document_of(Call("POST", path, {}, headers, content)))
+    return (yield from document_of(Call("POST", path, query, headers, content)))
 
 
 def _parsed(response: Response) -> Any:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
+from service.client.credentials import token_for
 from service.client.events import SILENCE_S
 from service.client.requests import Call, Response, TransportError
-from service.errors import NotFound
+from service.errors import Conflict, NotFound
 
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["TIMEOUT_S", "address", "listening", "lost", "reason_of", "reply", "request", "timeout"]
+__all__ = ["TIMEOUT_S", "address", "authorization", "listening", "lost", "reason_of", "reply", "request", "timeout"]
 
 CONNECT_S = 10.0
 
@@ -35,6 +37,20 @@ def address(url: str) -> str:
     if not is_whole or parsed.query or parsed.fragment:
         raise NotFound(f"server {url!r}: is not an address; write http://HOST:PORT")
     return str(parsed).rstrip("/")
+
+
+def authorization(url: str, token: str | None) -> dict[str, str]:
+    """Headers that send a token to the server at `url`: `token`, or by default the user's one for this server.
+
+    Raises:
+        Conflict: The token cannot be sent, or the file of stored tokens cannot be used.
+    """
+    token = token or token_for(url)
+    if token is None:
+        return {}
+    if not re.fullmatch("[!-~]+", token):  # the message must not show it
+        raise Conflict("token: has characters that are not printable ASCII; give the token as it was printed")
+    return {"Authorization": f"Bearer {token}"}
 
 
 def request(url: str, call: Call) -> dict[str, Any]:

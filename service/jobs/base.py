@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from service.jobs.heartbeat import Heartbeat
     from service.store import JobWriter, Store
     from service.store.artifacts import ArtifactStore
-    from service.types import JobRecord
+    from service.types import Account, JobRecord
     from workers.file_access import FileAccess
     from workers.training.finetuning.spec import FinetuneSpec
     from workers.types import Family, Scorer
@@ -44,6 +44,7 @@ class RequestContext:
     - `files`: the location of the server's artifacts, a directory or the URL of an object store; None is a directory in
       `data_dir`
     - `machines`: the cluster's machines that can run engines, if any are known
+    - `reader`: the rights of the sender, with which the job may refer to other jobs; None is every right
     - `lift_limits`: removes the limits of memory and processor time from the checks that follow; called before large
       files are read or written
     """
@@ -53,6 +54,7 @@ class RequestContext:
     data_dir: Path | None = None
     files: str | Path | None = None
     machines: Sequence[EngineMachines] = ()
+    reader: Account | None = None
     lift_limits: Callable[[], None] = _nothing
 
 

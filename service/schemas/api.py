@@ -17,6 +17,8 @@ from service.schemas.files import Number, PreferredDocument, State, TrialDocumen
 
 __all__ = [
     "AnalysisDocument",
+    "AuditDocument",
+    "AuditEntryDocument",
     "CurvesDocument",
     "DeletedDocument",
     "EndDocument",
@@ -33,15 +35,26 @@ __all__ = [
     "FleetAnalysisDocument",
     "JobDocument",
     "LandscapeDocument",
+    "MeDocument",
     "MergeLossDocument",
+    "NewTokenDocument",
     "PlotsDocument",
     "ProblemDocument",
     "ProgressDocument",
     "RayJobDocument",
+    "RoleName",
+    "ScopeName",
+    "SharingName",
     "StudyDocument",
     "TaskVectorDocument",
+    "TeamDocument",
+    "TeamsDocument",
+    "TokenDocument",
+    "TokensDocument",
     "TrainingProgressDocument",
     "TrialsDocument",
+    "UserDocument",
+    "UsersDocument",
     "list_document",
 ]
 
@@ -77,6 +90,11 @@ class ProgressDocument(TypedDict):
     ]
 
 
+SharingName = Literal["private", "team", "all"]
+RoleName = Literal["viewer", "member", "admin"]
+ScopeName = Literal["read", "submit", "admin"]
+
+
 class RayJobDocument(TypedDict):
     """Ray Job in which the driver of a job runs."""
 
@@ -97,6 +115,9 @@ class JobDocument(TypedDict):
     wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on the job.")]
     attempt: Annotated[int, Field(description="Number of drivers that have worked on the job so far.")]
     job: RayJobDocument | None
+    owner: Annotated[str | None, Field(description="User who created the job; null if there were no accounts.")]
+    team: Annotated[str | None, Field(description="Team of the job; null if it is its owner's alone.")]
+    sharing: Annotated[SharingName, Field(description="Who may read it besides its owner and administrators.")]
     links: Annotated[dict[str, str], Field(description="URL paths of the job (self) and of its results, by name.")]
 
 
@@ -360,6 +381,83 @@ class ProblemDocument(TypedDict):
     status: int
     detail: str
     problems: NotRequired[list[FieldProblem]]
+
+
+class UserDocument(TypedDict):
+    """User of the server."""
+
+    name: str
+    is_admin: Annotated[bool, Field(description="Whether the user administers the server.")]
+    is_disabled: Annotated[bool, Field(description="Whether the tokens of the user are refused.")]
+    created_at: Time
+    teams: Annotated[dict[str, RoleName], Field(description="Role of the user in each team.")]
+
+
+class UsersDocument(TypedDict):
+    users: list[UserDocument]
+
+
+class TeamDocument(TypedDict):
+    """Team of users, which share jobs."""
+
+    name: str
+    created_at: Time
+    members: Annotated[dict[str, RoleName], Field(description="Role of each member.")]
+
+
+class TeamsDocument(TypedDict):
+    teams: list[TeamDocument]
+
+
+class TokenDocument(TypedDict):
+    """API token, without its secret."""
+
+    id: str
+    user: str
+    name: str
+    prefix: Annotated[str, Field(description="Beginning of the token, by which its user recognizes it.")]
+    scope: ScopeName
+    created_at: Time
+    expires_at: Annotated[Time | None, Field(description="Null: never.")]
+    last_used_at: Annotated[Time | None, Field(description="Null: not yet. It may be 10 s behind.")]
+    revoked_at: Time | None
+
+
+class NewTokenDocument(TokenDocument):
+    """API token that was just created. No later response has its secret."""
+
+    token: Annotated[str, Field(description="The whole token; it is not stored and cannot be read again.")]
+
+
+class TokensDocument(TypedDict):
+    tokens: list[TokenDocument]
+
+
+class MeDocument(TypedDict):
+    """Sender of the request."""
+
+    user: Annotated[UserDocument | None, Field(description="Null: the server has no accounts.")]
+    token: TokenDocument | None
+
+
+class AuditEntryDocument(TypedDict):
+    """Entry of the audit log."""
+
+    id: int
+    time: Time
+    user: Annotated[str | None, Field(description="Null: a command on the server's machine, or no accounts.")]
+    origin: Annotated[str, Field(description="Address of the sender, or the machine of a command.")]
+    token: Annotated[str | None, Field(description="Beginning of the token.")]
+    action: Annotated[str, Field(description='Such as "job.cancel".')]
+    target: Annotated[str, Field(description='Such as "job 5f0c...".')]
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
+class AuditDocument(TypedDict):
+    """Part of the audit log, oldest entries first."""
+
+    entries: list[AuditEntryDocument]
 
 
 def list_document(collection: str, document: type) -> type:

@@ -7,6 +7,7 @@
 - `steps`: computations of searchers besides scores, and their JSON
 - `documents`: results of a study's closing stages, and their JSON
 - `artifacts`: directories of files that drivers create, each with a row in SQL
+- `accounts`: users, teams, tokens and the audit log
 - `blobs`: files stored by content, in a directory or an object store
 - `database_url`: URLs of databases, and where servers and drivers look for the URL
 - `availability`: whether the database answers, and calls that wait until it does

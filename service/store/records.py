@@ -14,6 +14,7 @@ from service.types import (
     Origin,
     RecipeDigest,
     RungRecord,
+    Sharing,
     StoredRecipe,
     TrialRecord,
     TrialResult,
@@ -128,7 +129,8 @@ class EngineFaultRecord:
 
 def job_record(row: sa.RowMapping) -> JobRecord:
     values = {name: value for name, value in row.items() if name not in ("idempotency_key", "facts")}
-    return JobRecord(**{**values, "state": JobState(row["state"]), "accepted": row["facts"]})
+    changed = {"state": JobState(row["state"]), "accepted": row["facts"], "sharing": Sharing(row["sharing"])}
+    return JobRecord(**{**values, **changed})
 
 
 def trial_record(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialRecord:

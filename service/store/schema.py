@@ -27,6 +27,7 @@ __all__ = [
     "REVISION",
     "SCHEMA_VERSION",
     "artifacts",
+    "audit",
     "brackets",
     "commit_tokens",
     "documents",
@@ -36,6 +37,7 @@ __all__ = [
     "evidence",
     "exports",
     "judgments",
+    "memberships",
     "metadata",
     "prompt_templates",
     "rungs",
@@ -45,12 +47,15 @@ __all__ = [
     "samples",
     "search_steps",
     "studies",
+    "teams",
+    "tokens",
     "trials",
+    "users",
 ]
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0014"
+REVISION = "0015"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -97,6 +102,11 @@ studies = Table(
     Column("waiting_for", LosslessText),
     # The kind of job: a JobKind.
     Column("kind", string(16), nullable=False, server_default="search"),
+    # Names of the user who created the job and of its team, and who else may read it: a Sharing. Without accounts, the
+    # first two are NULL.
+    Column("owner", string(64)),
+    Column("team", string(64)),
+    Column("sharing", string(16), nullable=False, server_default="team"),
 )
 
 
@@ -360,3 +370,63 @@ commit_tokens = Table(
 
 # A row while the servers are drained, with the time since when; else empty.
 drains = Table("drains", metadata, Column("since", Float, primary_key=True))
+
+# Users and teams are known by their names, which are never given to others: users are disabled, not deleted.
+users = Table(
+    "users",
+    metadata,
+    Column("name", string(64), primary_key=True),
+    Column("is_admin", Boolean, nullable=False),
+    Column("is_disabled", Boolean, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+
+teams = Table(
+    "teams",
+    metadata,
+    Column("name", string(64), primary_key=True),
+    Column("created_at", Float, nullable=False),
+)
+
+memberships = Table(
+    "memberships",
+    metadata,
+    Column("user", string(64), primary_key=True),
+    Column("team", string(64), primary_key=True),
+    Column("role", string(16), nullable=False),
+    ForeignKeyConstraint(["user"], ["users.name"]),
+    ForeignKeyConstraint(["team"], ["teams.name"], ondelete="CASCADE"),
+)
+
+# API tokens: the sha256 of each, and its beginning, which is shown.
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", string(32), primary_key=True),
+    Column("user", string(64), nullable=False),
+    Column("name", string(64), nullable=False),
+    Column("digest", string(64), nullable=False, unique=True),
+    Column("prefix", string(16), nullable=False),
+    Column("scope", string(16), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("last_used_at", Float),
+    Column("revoked_at", Float),
+    ForeignKeyConstraint(["user"], ["users.name"]),
+)
+
+# The audit log. Triggers of the database refuse to change or delete its rows.
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", BIG_NUMBER, primary_key=True),
+    Column("time", Float, nullable=False),
+    Column("user", string(64)),
+    Column("origin", LosslessText, nullable=False),
+    Column("token", string(16)),
+    Column("action", string(64), nullable=False),
+    Column("target", LosslessText, nullable=False),
+    Column("before", JSON),
+    Column("after", JSON),
+    sqlite_autoincrement=True,
+)

@@ -55,12 +55,15 @@ from service.store.samples import (
 from service.store.steps import Step, read_step
 from service.store.upgrade import upgrade
 from service.types import (
+    Account,
     EventKind,
     ExportRecord,
     ExportState,
     JobRecord,
     JobState,
+    Role,
     RungRecord,
+    Sharing,
     TrialRecord,
     TrialResult,
     TrialState,
@@ -233,13 +236,18 @@ class Store:
         idempotency_key: str | None = None,
         request_digest: str | None = None,
         keeps: Mapping[str, str] | None = None,
+        owner: str | None = None,
+        team: str | None = None,
+        sharing: Sharing = Sharing.TEAM,
     ) -> JobRecord:
         """Store a new job and return it, or return the job created with the same `idempotency_key`.
 
         `document` is the submitted document, and `accepted` the findings of its checks, as JSON. `request_digest` is a
         hash of the request, by which a later request with the same key is compared. `keeps` has the digests of other
         jobs' artifacts, by name; they become artifacts of the new job too, so that their files stay when the other jobs
-        are deleted. Raises Conflict, and stores nothing, if no job has one of these artifacts any more.
+        are deleted. `owner` is the name of the user who creates the job, if the server has accounts; `team` and
+        `sharing` say who else may read it. Raises Conflict, and stores nothing, if no job has one of the artifacts any
+        more.
         """
         job_id = uuid.uuid4().hex
         row = {
@@ -251,6 +259,9 @@ class Store:
             "facts": dict(accepted),
             "idempotency_key": idempotency_key,
             "request_digest": request_digest,
+            "owner": owner,
+            "team": team,
+            "sharing": sharing.value,
         }
         with transaction(self._engine) as connection:
             row["created_at"] = clock(connection)
@@ -273,12 +284,22 @@ class Store:
         return found[0]
 
     def jobs(
-        self, kind: str | None = None, *, state: JobState | None = None, name: str | None = None
+        self,
+        kind: str | None = None,
+        *,
+        state: JobState | None = None,
+        name: str | None = None,
+        reader: Account | None = None,
     ) -> tuple[JobRecord, ...]:
-        """Read all jobs, oldest first, or only those of one kind, state or name."""
+        """Read all jobs, oldest first, or only those of one kind, state or name.
+
+        With `reader`, only the jobs that this user may read are returned.
+        """
         table = schema.studies.c
         wanted = ((table.kind, kind), (table.state, None if state is None else state.value), (table.name, name))
-        return self._jobs(sa.and_(sa.true(), *(column == value for column, value in wanted if value is not None)))
+        return self._jobs(
+            sa.and_(_readable(reader), *(column == value for column, value in wanted if value is not None))
+        )
 
     def unfinished_jobs(self, *, heard_since: float = math.inf) -> tuple[JobRecord, ...]:
         """Read the jobs that have not ended, or that had a sign of life since `heard_since`, oldest first.
@@ -881,6 +902,20 @@ class Store:
             return connection.execute(
                 sa.select(table.c.document).where((table.c.study == job_id) & (table.c.name == name))
             ).scalar()
+
+
+def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
+    """Condition for the jobs that a user may read (`Account.may_read`); with None, every job."""
+    table = schema.studies.c
+    if reader is None or reader.is_admin:
+        return sa.true()
+    managed = [team for team, role in reader.roles.items() if role is Role.ADMIN]
+    return sa.or_(
+        table.owner == reader.user,
+        table.sharing == Sharing.ALL.value,
+        (table.sharing == Sharing.TEAM.value) & table.team.in_(list(reader.roles)),
+        table.team.in_(managed),
+    )
 
 
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:

@@ -35,7 +35,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.export import export_trial, write_model
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.models import with_revisions
-from service.types import JobRecord
+from service.types import Account, JobRecord
 from workers.directories import turn
 from workers.errors import InvalidModel
 from workers.models.family import resolve_family
@@ -308,13 +308,20 @@ def _dtype_of(config: Mapping[str, Any]) -> str:
     return stated if stated in DTYPE_BYTES else "float32"
 
 
-def on_server(store: Store) -> OpenStudy:
-    """Make a function that opens other studies that a study file names by id, in the server's store."""
+def on_server(store: Store, *, reader: Account | None) -> OpenStudy:
+    """Make a function that opens other studies that a study file names by id, in the server's store.
+
+    `reader` has the rights of the user whose study names them; None is every right. A study that the user may not read
+    is one that does not exist (NotFound).
+    """
 
     @contextmanager
     def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
         if source.id is None:
             raise Conflict(f"dir: {source.dir} names a run's directory; on a server, give the id of one of its studies")
-        yield store, store.job(source.id)
+        record = store.job(source.id)
+        if reader is not None and not reader.may_read(record):
+            raise NotFound(f"job {source.id!r}: no such job in {store.place}")
+        yield store, record
 
     return open_study

@@ -94,7 +94,7 @@ def passwords(text: str) -> list[str]:
 
 def unlimited(text: str) -> list[str]:
     """Services whose logs may fill the disk, or that nothing starts again."""
-    needed = {"secrets": ("logging",)}
+    needed = {"secrets": ("logging",), "accounts": ("logging",)}
     return [
         f"{name}: {key}"
         for name, service in services_of(text).items()

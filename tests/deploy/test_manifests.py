@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import re
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from service.api import preflight_process
+from service.auth.tokens import given_token
 from service.cli import main as command_line
 from tests.deploy import kuberay
 from tests.deploy.chart import CHART, NAMESPACE, PROFILES, RELEASE, Helm, Manifests, values_of
@@ -145,7 +147,30 @@ def test_commands_are_those_of_the_command_line(profile: str, rendered: Rendered
     commands += [shlex.split(job["spec"]["entrypoint"])[1:] for job in manifests.of("RayJob")]
     parser = command_line._parser()
     names = {parser.parse_args(each).call.__name__ for each in commands}
-    assert names == ({"run"} if profile == "kueue" else {"serve", "migrate_database"})
+    assert names == ({"run"} if profile == "kueue" else {"serve", "migrate_database", "add_user"})
+
+
+def test_accounts_are_there_or_given_up_explicitly(helm: Helm, rendered: Rendered) -> None:
+    """By default the API starts after its administrator has the Secret's token; else it is told to have no accounts."""
+    for options, names, given in (
+        ((), ["administrator", "monitoring"], False),
+        (("--set", "accounts.enabled=false"), [], True),
+        (("--set", "monitoring.enabled=false"), ["administrator"], False),
+    ):
+        manifests = helm.manifests("multi-gpu", *options)
+        (deployment,) = manifests.of("Deployment")
+        pod = deployment["spec"]["template"]["spec"]
+        assert [each["name"] for each in pod.get("initContainers", ())] == names
+        assert ("--no-accounts" in pod["containers"][0]["args"]) is given
+        assert any(each["metadata"]["name"].endswith("-accounts") for each in manifests.of("Secret")) is not given
+        for monitor in manifests.of("ServiceMonitor"):
+            assert ("authorization" in monitor["spec"]["endpoints"][0]) is not given
+    named = helm.manifests("multi-gpu", "--set", "accounts.existingSecret=ours")
+    assert "ours" in json.dumps(named.of("Deployment"))
+    for manifests in (rendered["multi-gpu"], rendered["cpu-dev"]):
+        (secret,) = [each for each in manifests.of("Secret") if each["metadata"]["name"].endswith("-accounts")]
+        for value in secret["data"].values():
+            assert given_token(base64.b64decode(value).decode())
 
 
 def test_an_option_that_is_not_there_is_noticed(capsys: pytest.CaptureFixture[str], helm: Helm) -> None:
@@ -228,7 +253,8 @@ def test_another_token_replaces_all_pods_that_have_it(helm: Helm, rendered: Rend
         (cluster,), (deployment,) = manifests.of("RayCluster"), manifests.of("Deployment")
         assert cluster["spec"]["authOptions"]["secretName"] == name
         assert f'"{name}"' in json.dumps(deployment)
-        assert [each["metadata"]["name"] for each in manifests.of("Secret")] == [name]
+        secrets = {each["metadata"]["name"] for each in manifests.of("Secret")}
+        assert secrets == {name, "demo-mergesearch-accounts"}
 
 
 def test_a_group_has_settings_of_its_own(helm: Helm, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from search_spaces.study.file import load_study, parse_study, study_json_schema
 from search_spaces.study.yaml import parse_document
 from service.api.metrics import JOB, METRICS, SETBACKS
 from service.api.openapi import install_openapi
-from service.api.routes import exports, finetunes, jobs, operations, results
+from service.api.routes import accounts, exports, finetunes, jobs, operations, results
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
 from tests.test_maps import PACKAGES
@@ -102,7 +102,12 @@ def _is_known(words: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
     if words[0].startswith("--") or words[0].isupper():
         words = ["", *words]
     with pytest.raises(SystemExit) as ended:
-        main([*filter(None, words[: 2 if words[0] in ("database", "tasks") else 1]), "--help"])
+        main(
+            [
+                *filter(None, words[: 2 if words[0] in ("database", "tasks", "users", "teams", "tokens") else 1]),
+                "--help",
+            ]
+        )
     said = capsys.readouterr().out
     return ended.value.code == 0 and all(word in said for word in words[1:] if word.startswith("--"))
 
@@ -281,8 +286,9 @@ def test_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     shown = {name: set(re.findall(r"`(--[a-z-]+)`", options)) for name, options in lines}
     commands = re.findall(r"^    ([a-z]+)\b", said(), re.MULTILINE)
     assert len(commands) > 15
-    commands.remove("database")
-    commands += [f"database {name}" for name in re.findall(r"^    ([a-z]+)\b", said("database"), re.MULTILINE)]
+    for group in ("database", "users", "teams", "tokens"):
+        commands.remove(group)
+        commands += [f"{group} {name}" for name in re.findall(r"^    ([a-z]+)\b", said(group), re.MULTILINE)]
     commands += [f"tasks {name}" for name in re.findall(r"^    ([a-z]+)\b", said("tasks"), re.MULTILINE)]
     everywhere = {"--help", "--json"}
     listed = {name: set(re.findall(r"--[a-z-]+", said(*name.split()).split("options:")[1])) for name in commands}
@@ -342,7 +348,7 @@ def test_every_route_is_in_the_table_and_no_other() -> None:
     from fastapi import FastAPI
 
     app = FastAPI()
-    for router in (*jobs.routers(), finetunes.router, results.router, exports.router):
+    for router in (*jobs.routers(), finetunes.router, results.router, exports.router, accounts.router):
         app.include_router(router, prefix="/v1")
     app.include_router(operations.router)
     install_openapi(app)

@@ -111,6 +111,7 @@ ROWS = """\
 | `GET /v1/counts/{count_id}` | state and progress of a count |
 | `GET /v1/counts/{count_id}/count` | the count file |
 | `GET /v1/counts/{count_id}/events` | events of a count |
+| `PUT /v1/counts/{count_id}/sharing` | share a count |
 | `GET /v1/counts/{count_id}/log` | log of a count |
 | `POST /v1/counts/{count_id}:cancel` | cancel a count |
 | `POST /v1/counts/{count_id}:resume` | resume a count |

@@ -19,7 +19,7 @@ from service.results.selection import held_out
 from service.schemas.api import RayJobDocument
 from service.store import JobWriter, Store
 from service.studies.preflight.examine import examine
-from service.types import JobRecord, JobState, TrialRecord
+from service.types import Account, JobRecord, JobState, TrialRecord
 from tests.builders import tiny_family
 from tests.service.http_server import HttpServer
 from tests.service.sums import score_baselines, sums_study, write_sums
@@ -73,10 +73,14 @@ class Preflight:
     def stop(self) -> None:
         pass
 
-    async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
+    async def accept(
+        self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
+    ) -> Accepted:
         return check_request(content, kind.noun, kind.accept, RequestContext(), is_json=is_json)
 
-    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
+    async def check_benchmarks(
+        self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "", reader: Account | None = None
+    ) -> None:
         """Accept every benchmark."""
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:

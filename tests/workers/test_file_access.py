@@ -85,3 +85,19 @@ def test_models_below_a_url_may_be_read(url: str, may_be_read: bool) -> None:
 def test_a_url_inside_an_allowed_one_is_refused(more: str) -> None:
     access = FileAccess((), urls=("s3://bucket/models",))
     assert "has white space, a quote" in (access.url_refusal(f"s3://bucket/models/x{more}") or "")
+
+
+def test_a_closed_directory_is_not_read(place: Path) -> None:
+    """Below a closed directory only those are read that are allowed there by name, however it is reached."""
+    closed = (str(place / "a"),)
+    for readable in (("",), ("a",), ("", "a", "link")):
+        access = FileAccess(tuple(str(place / name) for name in readable), (str(place),), closed=closed)
+        for path in ("a", "a/x", "link/x", "a/inner/x"):
+            assert "among the server's own files" in (access.refusal(place / path) or ""), (readable, path)
+        assert access.refusal(place / "ab" / "x") is None
+        assert access.distrust(place / "a" / "inner") is not None
+        assert access.distrust(place / "ab") is None
+    access = FileAccess((str(place),), closed=closed).allowing([str(place / "a" / "inner")])
+    assert access.refusal(place / "a" / "inner" / "x") is None
+    assert access.refusal(place / "a" / "x") is not None
+    assert FileAccess.of(json.loads(json.dumps(asdict(access)))) == access

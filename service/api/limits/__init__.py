@@ -1,6 +1,8 @@
-"""Limits on requests: their origin, how many are checked at once, and the disk space of their results.
+"""Limits on requests: their origin and number, how many are checked at once, and the disk space of their results.
 
 - `origin`: refuses requests that are meant for, or come from, other servers
+- `rates`: limits the requests of each token and address
+- `headers`: security headers of responses
 - `fair_queue`: shares a limited number of concurrent turns between clients
 - `artifacts`: the quota of experts and policies
 - `exports`: which exports have expired or exceed the quota

@@ -5,5 +5,6 @@
 - `finetunes`: curves, analysis and report of a fine-tuning, its experts to download
 - `results`: trials, recipes, front, summary, report and plots of a study
 - `exports`: merged models to download
+- `accounts`: users, teams, tokens, the sender's own account, and the audit log
 - `operations`: health, readiness, metrics
 """

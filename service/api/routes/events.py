@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
@@ -9,6 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
 from service.api.dependencies import MAX_ID, Context, Services, given
+from service.api.permissions import Renewal, Right, check_right
 from service.api.presenters import event_document
 from service.api.problems import Json, refusals
 from service.jobs.base import JobKind
@@ -50,11 +53,13 @@ async def _watch(
     after: int,
     limit: int,
     last_event_id: int | None,
+    may_go_on: Callable[[], Awaitable[bool]],
 ) -> Response:
     """Respond with a job's events as a JSON list or, by default, as a stream that ends when the job ends.
 
     The response is a list if the request's header Accept asks for JSON. Only events with ids above `after` are sent, or
-    above `last_event_id` if it is given. A list has at most `limit` events.
+    above `last_event_id` if it is given. A list has at most `limit` events. A stream ends when `may_go_on` says that
+    the sender lost the right to read the job.
     """
     cursor = after if last_event_id is None else last_event_id
     accepted = request.headers.get("accept", "")
@@ -63,7 +68,19 @@ async def _watch(
         return Json(EventsDocument(events=[event_document(event) for event in events]))
     # Proxies must pass frames on without buffering.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(services.hub.watch(job_id, after=cursor), media_type=EVENT_STREAM, headers=headers)
+    frames = _while_allowed(services.hub.watch(job_id, after=cursor), may_go_on)
+    return StreamingResponse(frames, media_type=EVENT_STREAM, headers=headers)
+
+
+async def _while_allowed(
+    frames: AsyncGenerator[bytes, None], may_go_on: Callable[[], Awaitable[bool]]
+) -> AsyncGenerator[bytes, None]:
+    """Yield the frames of an event stream as long as `may_go_on` returns True before each."""
+    async with aclosing(frames):
+        async for frame in frames:
+            if not await may_go_on():
+                return
+            yield frame
 
 
 def add_events_route(router: APIRouter, kind: JobKind, path: str) -> None:
@@ -73,6 +90,7 @@ def add_events_route(router: APIRouter, kind: JobKind, path: str) -> None:
     async def watch(
         request: Request,
         services: Context,
+        renewal: Renewal,
         record: JobRecord = found,
         after: Annotated[int, Query(description="Only events with a larger id.", ge=0, le=MAX_ID)] = 0,
         limit: Annotated[
@@ -88,7 +106,15 @@ def add_events_route(router: APIRouter, kind: JobKind, path: str) -> None:
             ),
         ] = None,
     ) -> Response:
-        return await _watch(request, services, record.id, after=after, limit=limit, last_event_id=last_event_id)
+        async def may_go_on() -> bool:
+            """Whether the token is still valid and its user may still read the job."""
+            sender = await renewal()
+            job = services.hub.job(record.id) or record
+            return sender is not None and check_right(sender, job, Right.READ, noun=kind.noun)
+
+        return await _watch(
+            request, services, record.id, after=after, limit=limit, last_event_id=last_event_id, may_go_on=may_go_on
+        )
 
     router.add_api_route(
         path,

@@ -10,10 +10,12 @@ from starlette.responses import Response, StreamingResponse
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.yaml import parse_document
-from service.api.dependencies import Context, Sender, Services, Study
+from service.api.dependencies import Context, Services, Study, UsedStudy
 from service.api.export_queue import Tar
+from service.api.permissions import Sender
 from service.api.presenters import export_document, export_path
 from service.api.problems import InvalidRequest, Json, Refusal, refusals
+from service.api.protocols import Principal
 from service.api.requests import JSON_TYPES, read_body, sent_as_json
 from service.errors import Conflict, NotFound
 from service.results.preference import choices
@@ -37,11 +39,18 @@ EXPORT_BODY = {
 LOCATION = {"Location": {"description": "The export's path.", "schema": {"type": "string"}}}
 
 
-def _export(
-    study: Study,
-    export_id: Annotated[str, Path(description="The `id` of the export.", pattern="^[0-9a-f]{32}$")],
-    services: Context,
-) -> ExportRecord:
+ExportId = Annotated[str, Path(description="The `id` of the export.", pattern="^[0-9a-f]{32}$")]
+
+
+def _export(study: Study, export_id: ExportId, services: Context) -> ExportRecord:
+    return _found(study, export_id, services)
+
+
+def _used_export(study: UsedStudy, export_id: ExportId, services: Context) -> ExportRecord:
+    return _found(study, export_id, services)
+
+
+def _found(study: JobRecord, export_id: str, services: Services) -> ExportRecord:
     try:
         record = services.store.export(export_id)
     except NotFound:
@@ -52,6 +61,7 @@ def _export(
 
 
 Export = Annotated[ExportRecord, Depends(_export)]
+UsedExport = Annotated[ExportRecord, Depends(_used_export)]
 
 
 @router.post(
@@ -64,7 +74,7 @@ Export = Annotated[ExportRecord, Depends(_export)]
     },
     openapi_extra=EXPORT_BODY,
 )
-async def create_export(request: Request, study: Study, services: Context, sender: Sender) -> Response:
+async def create_export(request: Request, study: UsedStudy, services: Context, sender: Sender) -> Response:
     """Export the merged model of a trial for download. A trial has at most one export for each dtype.
 
     If the request has weights of the objectives in `prefer`, these weights pick the trial, and the field `preferred` of
@@ -84,6 +94,7 @@ async def create_export(request: Request, study: Study, services: Context, sende
     if dtype is None:
         dtype = await services.preflight.engine_dtype(study.document, client=sender.name)
     record = await services.exports.request(study.id, trial=number, dtype=dtype)
+    await run_in_threadpool(_record, services, sender, "export.create", record)
     document = await run_in_threadpool(_document, services, record)
     if picked is not None:
         document["preferred"] = picked
@@ -116,9 +127,10 @@ def get_export(export: Export, services: Context) -> Response:
     response_model=None,
     responses={200: {"model": DeletedDocument}, **refusals(404, 409)},
 )
-async def delete_export(export: Export, services: Context) -> Response:
+async def delete_export(export: UsedExport, services: Context, sender: Sender) -> Response:
     """Delete an export and its files. An export that is being written or downloaded is not deleted (409)."""
     await services.exports.delete(export)
+    await run_in_threadpool(_record, services, sender, "export.delete", export)
     return Json(DeletedDocument(deleted=export.id))
 
 
@@ -149,6 +161,13 @@ def download_export(export: Export, services: Context) -> Response:
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{folder}.tar"'}
     chunks = services.exports.reading(export.id, tar.chunks())
     return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
+
+
+def _record(services: Services, sender: Principal, action: str, export: ExportRecord) -> None:
+    """Add the request or deletion of an export to the audit log."""
+    described = {"study": export.study, "trial": export.trial, "dtype": export.dtype}
+    before, after = (described, None) if action == "export.delete" else (None, described)
+    services.accounts.record(sender.actor, action, f"export {export.id}", before=before, after=after)
 
 
 def _document(services: Services, export: ExportRecord) -> ExportDocument:

@@ -6,27 +6,32 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from inspect import cleandoc
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
-from service.api.dependencies import Context, Sender, Services, given
+from search_spaces.errors import Problem
+from service.api.dependencies import Context, Reader, Services, Submitter, given
+from service.api.permissions import Right, Sender
 from service.api.presenters import job_document
-from service.api.problems import Json, Unavailable, refusals
+from service.api.problems import InvalidRequest, Json, Unavailable, refusals
 from service.api.protocols import Principal
-from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
+from service.api.requests import JSON_TYPES, YAML_TYPES, body_of, read_body, read_object, sent_as_json
 from service.api.routes.events import add_events_route
 from service.disk import DRAINED
 from service.errors import Conflict, StaleAttempt
 from service.jobs.base import JobKind
 from service.jobs.registry import KINDS, kind_of
 from service.retention.cleaning import clean_up
-from service.schemas.api import DeletedDocument, list_document
-from service.types import RESUMED_BY_REQUEST, JobRecord, JobState
+from service.schemas.api import DeletedDocument, SharingName, list_document
+from service.store.accounts import NAME_PATTERN
+from service.types import RESUMED_BY_REQUEST, JobRecord, JobState, Role, Sharing
 
 __all__ = ["routers"]
 
@@ -38,6 +43,19 @@ IdempotencyKey = Annotated[
         pattern="^[!-~]{1,255}$",
     ),
 ]
+
+
+class SharedJob(BaseModel):
+    """Body of the request that shares a job. Without `team`, the job stays in its team; null takes it out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    sharing: SharingName
+    team: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
+
+
+TEAM = Query(description="The team of the job; needed by a sender who may submit for several teams.", max_length=64)
+SHARING = Query(description="Who may read the job besides its owner and administrators; by default its team.")
 StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CANCELLED"]
 
 
@@ -63,9 +81,15 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
     noun, (model, _) = kind.noun, kind.documents()
 
     async def create(
-        request: Request, services: Context, sender: Sender, idempotency_key: IdempotencyKey = None
+        request: Request,
+        services: Context,
+        sender: Submitter,
+        idempotency_key: IdempotencyKey = None,
+        team: Annotated[str | None, TEAM] = None,
+        sharing: Annotated[Sharing | None, SHARING] = None,
     ) -> Response:
-        record, is_new = await _created(request, services, sender, kind=kind, key=idempotency_key)
+        place = _place(sender, team, sharing)
+        record, is_new = await _created(request, services, sender, kind=kind, key=idempotency_key, place=place)
         document = await run_in_threadpool(_document, services, record, kind)
         if not is_new:
             return Json(document)
@@ -75,8 +99,11 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
     in_state = Query(None, description=f"Only {kind.plural} in this state.")
     of_name = Query(None, description=f"Only {kind.plural} with this name.")
 
-    def list_all(services: Context, state: StateFilter | None = in_state, name: str | None = of_name) -> Response:
-        jobs = services.store.jobs(kind.name, state=None if state is None else JobState(state), name=name)
+    def list_all(
+        services: Context, sender: Reader, state: StateFilter | None = in_state, name: str | None = of_name
+    ) -> Response:
+        wanted = None if state is None else JobState(state)
+        jobs = services.store.jobs(kind.name, state=wanted, name=name, reader=sender.account)
         return Json({kind.collection: _documents(services, jobs, kind)})
 
     location = {"Location": {"description": f"The address of the {noun}.", "schema": {"type": "string"}}}
@@ -99,7 +126,7 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
         "",
         list_all,
         name=f"list_{kind.collection}",
-        description=f"Every {noun}, oldest first.",
+        description=f"Every {noun} that the sender may read, oldest first.",
         response_model=None,
         responses={200: {"model": list_document(kind.collection, model)}, **refusals(422)},
     )
@@ -124,6 +151,7 @@ def _body(kind: JobKind) -> dict[str, Any]:
 
 def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
     noun, (model, _), found = kind.noun, kind.documents(), given(kind)
+    changed = given(kind, Right.CHANGE)
 
     def get(services: Context, record: JobRecord = found) -> Response:
         return Json(_document(services, record, kind))
@@ -134,9 +162,10 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
     def get_log(services: Context, record: JobRecord = found) -> Response:
         return PlainTextResponse(services.cluster.log(record).encode("utf-8", "replace"))
 
-    async def delete(services: Context, record: JobRecord = found) -> Response:
+    async def delete(services: Context, sender: Sender, record: JobRecord = changed) -> Response:
         await services.exports.delete_job(record.id, noun=noun)
         await run_in_threadpool(clean_up, services.store, services.artifacts, services.data_dir, record.id)
+        await run_in_threadpool(_record, services, sender, "job.delete", record, None)
         return Json(DeletedDocument(deleted=record.id))
 
     router.add_api_route(
@@ -169,6 +198,29 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
         response_model=None,
         responses={200: {"description": "The log.", "content": {"text/plain": {}}}, **refusals(404, 503)},
     )
+
+    async def share(request: Request, services: Context, sender: Sender, record: JobRecord = changed) -> Response:
+        body = await read_object(request, SharedJob)
+        team = body.team if "team" in body.model_fields_set else record.team
+        _check_team(sender, record, team)
+        shared = await run_in_threadpool(
+            services.accounts.share, record.id, actor=sender.actor, sharing=Sharing(body.sharing), team=team
+        )
+        return Json(await run_in_threadpool(_document, services, shared, kind))
+
+    router.add_api_route(
+        f"{one}/sharing",
+        share,
+        methods=["PUT"],
+        operation_id=f"share_{kind.name}",
+        description=(
+            f"Change who may read the {noun} besides its owner and administrators and, with `team`, the team that it "
+            "belongs to."
+        ),
+        response_model=None,
+        responses={200: {"model": model}, **refusals(404, 413, 415, 422)},
+        openapi_extra=body_of(SharedJob),
+    )
     router.add_api_route(
         one,
         delete,
@@ -181,11 +233,12 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
 
 
 def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
-    (model, _), found = kind.documents(), given(kind)
+    (model, _), found = kind.documents(), given(kind, Right.CHANGE)
 
-    def changing(action: Callable[[Services, str], JobRecord]) -> Callable[..., Response]:
-        def change(services: Context, record: JobRecord = found) -> Response:
+    def changing(verb: str, action: Callable[[Services, str], JobRecord]) -> Callable[..., Response]:
+        def change(services: Context, sender: Sender, record: JobRecord = found) -> Response:
             changed = action(services, record.id)
+            _record(services, sender, f"job.{verb}", record, changed)
             services.cluster.wake()
             return Json(_document(services, changed, kind), status_code=202)
 
@@ -194,7 +247,7 @@ def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
     for verb, action in VERBS.items():
         router.add_api_route(
             f"{one}:{verb}",
-            changing(action),
+            changing(verb, action),
             methods=["POST"],
             operation_id=f"{verb}_{kind.name}",
             description=cleandoc(action.__doc__ or ""),
@@ -221,7 +274,7 @@ def _document(services: Services, job: JobRecord, kind: JobKind) -> dict[str, An
 
 
 async def _created(
-    request: Request, services: Services, sender: Principal, *, kind: JobKind, key: str | None
+    request: Request, services: Services, sender: Principal, *, kind: JobKind, key: str | None, place: _Place
 ) -> tuple[JobRecord, bool]:
     """Store the job of this `kind` that the request's body describes, if it passes every check.
 
@@ -232,12 +285,15 @@ async def _created(
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)
     digest = hashlib.sha256(content).hexdigest()
+    key = _own_key(sender, key)
     async with services.key_locks.setdefault(key, asyncio.Lock()) if key is not None else nullcontext():
         found = record = await run_in_threadpool(services.store.job_of_key, key) if key is not None else None
         if record is None and await run_in_threadpool(services.store.is_drained):
             raise Unavailable(f"{DRAINED}; send the {kind.noun} again then")
         if record is None:
-            accepted = await services.preflight.accept(content, is_json=is_json, kind=kind, client=sender.name)
+            accepted = await services.preflight.accept(
+                content, is_json=is_json, kind=kind, client=sender.name, reader=sender.account
+            )
             create = partial(
                 services.store.create_job,
                 kind=kind.name,
@@ -246,6 +302,9 @@ async def _created(
                 accepted=accepted.stored_facts(),
                 idempotency_key=key,
                 request_digest=digest,
+                owner=None if sender.account is None else sender.account.user,
+                team=place.team,
+                sharing=place.sharing,
                 keeps=services.artifacts.kept_names(kind.models(accepted)),
             )
             record = await run_in_threadpool(services.quota.admit, accepted.artifact_bytes, create)
@@ -255,8 +314,68 @@ async def _created(
             f"{kind_of(record.kind).noun} {record.id}; use another key for another {kind.noun}"
         )
     if found is None:
+        await run_in_threadpool(_record, services, sender, "job.create", None, record)
         services.cluster.wake()
     return record, found is None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The team of a new job, and who may read it."""
+
+    team: str | None
+    sharing: Sharing
+
+
+def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Place:
+    """Find the team of a new job: the named one, or the only one of the sender's teams for which jobs may be submitted.
+
+    Raises InvalidRequest if the sender has several such teams and names none, or names a team without being a member.
+    """
+    account = sender.account
+    if account is None:
+        if team is not None:
+            raise InvalidRequest((Problem("team", f"{team!r:.80} is not accepted; the server has no accounts"),))
+        return _Place(None, sharing or Sharing.TEAM)
+    teams = sorted(name for name, role in account.roles.items() if role is not Role.VIEWER)
+    if team is None and len(teams) > 1:
+        raise InvalidRequest((Problem("team", f"is missing; name one of your teams: {', '.join(teams)}"),))
+    if team is not None and team not in teams:
+        known = f"you are a member of {', '.join(teams)}" if teams else "you are a member of no team"
+        raise InvalidRequest((Problem("team", f"{team!r:.80} is not accepted; {known}"),))
+    chosen = team or (teams[0] if teams else None)
+    return _Place(chosen, sharing or Sharing.TEAM)
+
+
+def _check_team(sender: Principal, job: JobRecord, team: str | None) -> None:
+    """Raise InvalidRequest if the sender may not move a job to `team`: only members may, and administrators."""
+    account = sender.account
+    if account is None or account.is_admin or team in (None, job.team):
+        return
+    if account.roles.get(team or "") not in (Role.MEMBER, Role.ADMIN):
+        message = f"{team!r:.80} is not accepted; only a member of a team can move a job to it"
+        raise InvalidRequest((Problem("team", message),))
+
+
+def _own_key(sender: Principal, key: str | None) -> str | None:
+    """Idempotency key as it is stored: users have keys of their own. No client can send a key with a space."""
+    if key is None or sender.account is None:
+        return key
+    return f"user {sender.account.user} {hashlib.sha256(key.encode()).hexdigest()}"
+
+
+def _record(
+    services: Services, sender: Principal, action: str, before: JobRecord | None, after: JobRecord | None
+) -> None:
+    """Add a change of a job to the audit log."""
+    job = before or after
+    assert job is not None
+    documents = (
+        None if each is None else {"kind": each.kind, "name": each.name, "state": each.state.value}
+        for each in (before, after)
+    )
+    was, is_now = documents
+    services.accounts.record(sender.actor, action, f"job {job.id}", before=was, after=is_now)
 
 
 def _cancel(services: Services, job_id: str) -> JobRecord:

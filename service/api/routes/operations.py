@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from sqlalchemy.exc import SQLAlchemyError
@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 from service.api.dependencies import Context
 from service.api.metrics import Scrape, Stored, prometheus_text
+from service.api.permissions import open_to_all, reads_metrics
 from service.api.problems import Json, Unavailable, refusals
 
 __all__ = ["router"]
@@ -31,13 +32,17 @@ class ReadinessDocument(TypedDict):
     status: Literal["ready"]
 
 
-@router.get("/healthz", response_model=None, responses={200: {"model": HealthDocument}})
+OPEN = [open_to_all()]
+READINESS: dict[int | str, dict[str, Any]] = {200: {"model": ReadinessDocument}, **refusals(503)}
+
+
+@router.get("/healthz", dependencies=OPEN, response_model=None, responses={200: {"model": HealthDocument}})
 async def healthz() -> Response:
     """Report that the server's process is alive."""
     return Json(HealthDocument(status="alive"))
 
 
-@router.get("/readyz", response_model=None, responses={200: {"model": ReadinessDocument}, **refusals(503)})
+@router.get("/readyz", dependencies=OPEN, response_model=None, responses=READINESS)
 def readyz(services: Context) -> Response:
     """Report whether the database responds and jobs can make progress.
 
@@ -51,13 +56,18 @@ def readyz(services: Context) -> Response:
 
 @router.get(
     "/metrics",
+    dependencies=[reads_metrics()],
     response_model=None,
-    responses={200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}},
+    responses={
+        200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}},
+        **refusals(401, 403, 429, 503),
+    },
 )
 def metrics(services: Context) -> Response:
     """Metrics for Prometheus: jobs and their progress, requests, the database and the disk.
 
-    While the database does not answer, the metrics of jobs are left out.
+    They name the jobs of all teams, so that a server with accounts sends them to its administrators only, or with
+    --open-metrics to everybody. While the database does not answer, the metrics of jobs are left out.
     """
     try:
         stored = Stored.read(services.store)

@@ -14,7 +14,8 @@ from search_spaces.preferences import parse_preference
 from search_spaces.study.file import parse_benchmarks
 from search_spaces.study.yaml import parse_document
 from service.api.conditional import NOT_MODIFIED, answer
-from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Sender, Services, Study, TrialNumber
+from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, ChangedStudy, Context, Services, Study, TrialNumber
+from service.api.permissions import Sender
 from service.api.prefix import below_root
 from service.api.presenters import job_document
 from service.api.problems import Json, Refusal, refusals
@@ -202,7 +203,7 @@ async def get_benchmarks(study: Study, services: Context, request: Request) -> R
     },
     openapi_extra=BENCHMARKS_BODY,
 )
-async def add_benchmarks(study: Study, services: Context, request: Request, sender: Sender) -> Response:
+async def add_benchmarks(study: ChangedStudy, services: Context, request: Request, sender: Sender) -> Response:
     """Add benchmarks to a study that is COMPLETE, and score what is not scored yet.
 
     A benchmark of the study may be named again, with the same task and metric: it is then scored on more trials, or
@@ -218,9 +219,12 @@ async def add_benchmarks(study: Study, services: Context, request: Request, send
         )
     trials = await run_in_threadpool(services.store.trial_numbers, study.id)
     document = study_with(study, added, trials=trials).canonical()
-    await services.preflight.check_benchmarks(document, study, client=sender.name)
+    await services.preflight.check_benchmarks(document, study, client=sender.name, reader=sender.account)
     names = [spec.name for spec in added.benchmarks]
     record = await run_in_threadpool(services.store.add_benchmarks, study, document, names=names)
+    await run_in_threadpool(
+        services.accounts.record, sender.actor, "job.add_benchmarks", f"job {study.id}", after={"benchmarks": names}
+    )
     services.cluster.wake()
     (view,) = await run_in_threadpool(SEARCH.view, [record], services.store, services.artifacts)
     return Json(job_document(record, SEARCH, view, cluster=services.cluster), status_code=202)

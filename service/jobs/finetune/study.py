@@ -12,6 +12,7 @@ from service.jobs.finetune.request import access_of
 from service.jobs.search.kind import SEARCH
 from service.jobs.search.prepare import prepared
 from service.store import JobWriter, Store
+from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import SOURCES, on_server
 from service.types import EventKind, JobRecord
@@ -53,14 +54,19 @@ def begin_study(
         out = root / f"{COPY}{record.digest[:DIGEST_DIGITS]}"
         url = artifacts.url(record)
         experts[record.name] = url or (out if out.is_dir() else artifacts.write_to(record, out))
-    access = access_of(store.job(writer.job_id))
+    job = store.job(writer.job_id)
+    access, reader = access_of(job), AccountStore(store).account_of(job)
     if access is not None:
         access = access.allowing(map(str, experts.values()))
     try:
         study = pipeline.study_of(experts)
         assert study is not None
         preflight = prepared(
-            study, open_study=on_server(store), directory=data_dir, artifacts_in=artifacts.location, access=access
+            study,
+            open_study=on_server(store, reader=reader),
+            directory=data_dir,
+            artifacts_in=artifacts.location,
+            access=access,
         )
     except InvalidStudy as error:
         raise Conflict(f"{STUDY}: {error}") from error
@@ -71,6 +77,9 @@ def begin_study(
         accepted=preflight.resolved().to_json(),
         idempotency_key=_study_key(writer.job_id),
         keeps=artifacts.kept_names(study.models.named.values()),
+        owner=job.owner,
+        team=job.team,
+        sharing=job.sharing,
     )
     writer.add_event(EventKind.STUDY, {"study": created.id, "name": created.name})
     return created

@@ -79,7 +79,7 @@ def studies_of(context: RequestContext) -> OpenStudy:
         context.lift_limits()
         store = Store(url)
         try:
-            with on_server(store)(source) as found:
+            with on_server(store, reader=context.reader)(source) as found:
                 yield found
         finally:
             store.close()

@@ -14,6 +14,7 @@ from service.jobs.search.prepare import prepared
 from service.jobs.search.progress import ProgressReporter
 from service.jobs.search.progress_log import ProgressLog
 from service.resolved_study import ResolvedStudy
+from service.store.accounts import AccountStore
 from service.studies.chains import OpenStudy, keep_sources, on_server
 from service.studies.policies.start import with_start
 from service.studies.preflight.models import check_unchanged
@@ -31,7 +32,7 @@ def work(attempt: Attempt) -> None:
     """
     job = attempt.job
     before, study = ResolvedStudy.of(job), Study.model_validate(job.document)
-    open_study = on_server(attempt.store)
+    open_study = on_server(attempt.store, reader=AccountStore(attempt.store).account_of(job))
     preflight = prepared(
         study,
         open_study=open_study,

@@ -33,6 +33,7 @@ from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.store.documents import VERIFICATION, TrialVerification, Verification
 from service.types import (
+    Account,
     EventKind,
     JobRecord,
     JobState,
@@ -81,10 +82,14 @@ class QuickPreflight:
     def stop(self) -> None:
         pass
 
-    async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
+    async def accept(
+        self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
+    ) -> Accepted:
         return check_request(content, kind.noun, QUICK[kind.name], RequestContext(), is_json=is_json)
 
-    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
+    async def check_benchmarks(
+        self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "", reader: Account | None = None
+    ) -> None:
         """Accept every benchmark."""
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
@@ -92,7 +97,10 @@ class QuickPreflight:
 
 
 class ApiServer:
-    """The application over real HTTP, for as long as the context lasts; its database is in `data_dir` unless given."""
+    """The application over real HTTP, for as long as the context lasts; its database is in `data_dir` unless given.
+
+    `options` are further ones of `create_app`.
+    """
 
     def __init__(
         self,
@@ -103,7 +111,9 @@ class ApiServer:
         database: str | None = None,
         retention: Mapping[str, Limit] | None = None,
         prefix: str = "",
+        **options: Any,
     ) -> None:
+        self.options = options
         self.prefix = prefix
         self.retention = retention
         self.data_dir = data_dir
@@ -122,6 +132,7 @@ class ApiServer:
             files=self.files,
             retention=self.retention,
             prefix=self.prefix,
+            **self.options,
         )
         self._http = HttpServer(lambda: self.app, grace_s=1)
         self.url = self._http.url

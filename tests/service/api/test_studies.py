@@ -18,7 +18,7 @@ from service.jobs.base import Accepted, JobKind
 from service.resolved_study import ResolvedStudy
 from service.store import blobs, schema
 from service.store.artifacts import ArtifactStore
-from service.types import JobState
+from service.types import Account, JobState
 from tests.s3_server import S3
 from tests.service.api.harness import ApiServer, QuickPreflight, document, finished_study, rung, stored_study
 from workers.object_store import ObjectStore
@@ -276,7 +276,9 @@ class ChainedPreflight(QuickPreflight):
 
     url = ""
 
-    async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
+    async def accept(
+        self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
+    ) -> Accepted:
         accepted = await super().accept(content, is_json=is_json, kind=kind, client=client)
         source = {"study": "", "name": "first", "trial": 2, "recipe_digest": "0" * 64, "directory": self.url}
         return replace(accepted, facts={**accepted.facts, "chained": {"merged": source}})
@@ -321,5 +323,5 @@ def test_a_queued_study_keeps_its_sources(
         assert server.store.jobs() == ()
         with server.store.reading() as connection:
             left = {table.name for table in schema.metadata.sorted_tables if connection.execute(table.select()).first()}
-        assert left <= {"schema_version"}
+        assert left <= {"schema_version", "audit"}
         assert ObjectStore(files).list() == {}

@@ -15,8 +15,9 @@ from service.cli.main import main
 from service.errors import Conflict
 from service.store import Store, schema
 from service.store import move as moving
+from service.store.accounts import AccountStore, Actor
 from service.store.move import move
-from service.types import EventKind, ExportRecord, ExportState, JobState
+from service.types import EventKind, ExportRecord, ExportState, JobState, Role, Scope
 from tests.postgresql import PASSWORD, PostgreSQL
 from tests.service.store.test_connection import ODD
 from tests.service.store.test_store import RESOLVED, RUNG, TRIAL, WRITES, chunk
@@ -55,6 +56,13 @@ def filled(url: str) -> Store:
         writer.set_state(JobState.COMPLETE)
     store.delete_job(job.id)
     store.set_drained(drained=True)
+    accounts, actor = AccountStore(store), Actor(None, "command")
+    accounts.add_user("ann", is_admin=True, actor=actor)
+    accounts.add_team("red", actor=actor)
+    accounts.set_role("red", "ann", Role.ADMIN, actor=actor)
+    accounts.add_token(
+        "ann", name="ci", digest="d" * 64, prefix="mst_", scope=Scope.READ, lifetime_s=1 / 3, actor=actor
+    )
     return store
 
 

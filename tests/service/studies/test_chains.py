@@ -132,12 +132,14 @@ def test_lost_export_is_made_again(finished: Finished, tmp_path: Path, monkeypat
     monkeypatch.setenv(VARIABLE, "gpus=8")
     store = Store(finished.url)
     best = study.model_copy(update={"models": finished.next_study(id=finished.study).models})
-    again, found = with_exported_sources(best, open_study=on_server(store), directory=tmp_path, before=before)
+    again, found = with_exported_sources(
+        best, open_study=on_server(store, reader=None), directory=tmp_path, before=before
+    )
     assert found == chained  # not the best trial
     assert resolve_family(again.models.base, {"merged": found["merged"].directory}).fetched().fingerprints == first
     other = replace(before, chained={"merged": replace(chained["merged"], recipe_digest="0" * 64)})
     with pytest.raises(InvalidStudy, match="trial 2 is not the one that this study was created with"):
-        with_exported_sources(best, open_study=on_server(store), directory=tmp_path, before=other)
+        with_exported_sources(best, open_study=on_server(store, reader=None), directory=tmp_path, before=other)
 
 
 def test_a_merge_is_a_source_by_url(
@@ -150,7 +152,9 @@ def test_a_merge_is_a_source_by_url(
     def exported(machine: str, **options: Any) -> tuple[Study, dict[str, ChainedSource]]:
         monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / machine / "cache"))
         place = tmp_path / machine
-        return with_exported_sources(study, open_study=on_server(store), directory=place, artifacts_in=files, **options)
+        return with_exported_sources(
+            study, open_study=on_server(store, reader=None), directory=place, artifacts_in=files, **options
+        )
 
     with (
         failing(s3, lambda method, _: (403, "AccessDenied") if method == "PUT" else None),
@@ -195,7 +199,7 @@ def test_a_source_stays_when_a_server_gets_an_object_store(finished: Finished, t
     study, store = finished.next_study(id=finished.study, trial=1), Store(finished.url)
 
     def source(**options: Any) -> str:
-        found = with_exported_sources(study, open_study=on_server(store), directory=tmp_path, **options)[1]
+        found = with_exported_sources(study, open_study=on_server(store, reader=None), directory=tmp_path, **options)[1]
         return found["merged"].directory
 
     before = Path(source())

@@ -144,7 +144,10 @@ def test_a_study_begins_with_the_newest_policy_and_keeps_it(trained: Trained, tm
 
 def test_a_study_of_a_server_is_named_by_its_id(trained: Trained) -> None:
     with read_run(trained.directory) as (store, record):
-        place: dict[str, Any] = {"open_study": on_server(store), "artifacts_in": artifacts_dir(trained.directory)}
+        place: dict[str, Any] = {
+            "open_study": on_server(store, reader=None),
+            "artifacts_in": artifacts_dir(trained.directory),
+        }
         check_start(Checked.of(trained.study, {"id": record.id}), **place)
         with pytest.raises(InvalidStudy, match="on a server, give the id of one of its studies"):
             check_start(Checked.of(trained.study, {"dir": str(trained.directory)}), **place)

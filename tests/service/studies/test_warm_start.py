@@ -38,7 +38,7 @@ from service.studies.warm_start import check_warm_start, with_warm_start
 from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import Observation, ProposalContext
-from service.types import JobRecord, JobState, Origin, TrialState
+from service.types import Account, JobRecord, JobState, Origin, TrialState
 from tests.service.api.harness import ApiServer
 from tests.service.tune.harness import (
     FINGERPRINTS,
@@ -468,7 +468,9 @@ class WarmPreflight:
     def stop(self) -> None:
         pass
 
-    async def accept(self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "") -> Accepted:
+    async def accept(
+        self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
+    ) -> Accepted:
         def accept(given: Mapping[str, Any], context: RequestContext) -> Accepted:
             study = read_study(given, context)
             preflight = checked({}, study=study)
@@ -477,7 +479,9 @@ class WarmPreflight:
 
         return check_request(content, kind.noun, accept, RequestContext(store_url=self._url), is_json=is_json)
 
-    async def check_benchmarks(self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "") -> None:
+    async def check_benchmarks(
+        self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "", reader: Account | None = None
+    ) -> None:
         """Accept every benchmark."""
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
@@ -509,7 +513,9 @@ def test_a_server_knows_its_own_studies(earlier: Earlier, tmp_path: Path) -> Non
         preflight = checked({}, study=Study.model_validate(job.document))
         artifacts = ArtifactStore(server.store, artifacts_dir(tmp_path))
         writer = server.store.open_attempt(study)
-        with_warm_start(preflight, server.store, writer, artifacts=artifacts, open_study=on_server(server.store))
+        with_warm_start(
+            preflight, server.store, writer, artifacts=artifacts, open_study=on_server(server.store, reader=None)
+        )
         found = httpx.get(f"{server.url}/v1/studies/{study}/summary", timeout=60).json()
         assert found["search"]["warm_start"]["study"] == earlier.study
         assert found["trials"] == {}

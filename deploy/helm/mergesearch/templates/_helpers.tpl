@@ -53,6 +53,31 @@ app.kubernetes.io/name: mergesearch
 {{ .Values.ray.token.existingSecret | default (printf "%s-ray-token-%d" (include "ms.name" .) (int .Values.ray.token.revision)) }}
 {{- end }}
 
+{{- define "ms.accountsSecret" -}}
+{{ .Values.accounts.existingSecret | default (printf "%s-accounts" (include "ms.name" .)) }}
+{{- end }}
+
+{{/* Init container that gives a user of the server its token. Takes (list root name user key scope). */}}
+{{- define "ms.account" -}}
+{{- $root := index . 0 -}}
+- name: {{ index . 1 }}
+  image: {{ include "ms.image" $root | quote }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  command: [mergesearch, users, add, {{ index . 2 | quote }}]
+  args: [--admin, --if-absent, --token-file=/accounts/{{ index . 3 }}, --token-scope={{ index . 4 }}]
+  env:
+    - {name: HOME, value: /home/mergesearch}
+    {{- include "ms.database" $root | nindent 4 }}
+  resources:
+    {{- toYaml $root.Values.migration.resources | nindent 4 }}
+  securityContext:
+    {{- include "ms.containerSecurity" $root | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: home, mountPath: /home/mergesearch}
+    - {name: accounts, mountPath: /accounts, readOnly: true}
+{{- end }}
+
 {{- define "ms.databaseSecret" -}}
 {{ if .Values.database.trial.enabled }}{{ include "ms.name" . }}-postgres{{ else }}{{ .Values.database.existingSecret }}{{ end }}
 {{- end }}

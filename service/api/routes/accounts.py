@@ -1,0 +1,329 @@
+"""Routes of users, teams and tokens, of the sender's own account, and of the audit log."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from service.api.dependencies import MAX_ID, Context, Reader, Services
+from service.api.permissions import Right, Rule, Sender, check_admin, declares, needs, sender_with
+from service.api.presenters import audit_document, team_document, token_document, user_document
+from service.api.problems import Json, Refusal, refusals
+from service.api.protocols import Principal
+from service.api.requests import body_of, read_object
+from service.auth.tokens import new_token
+from service.errors import NotFound
+from service.schemas.api import (
+    AuditDocument,
+    DeletedDocument,
+    MeDocument,
+    NewTokenDocument,
+    RoleName,
+    ScopeName,
+    TeamDocument,
+    TeamsDocument,
+    TokenDocument,
+    TokensDocument,
+    UserDocument,
+    UsersDocument,
+)
+from service.store.accounts import NAME_PATTERN
+from service.types import Account, Role, Scope, TeamRecord, TokenRecord
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["accounts"])
+
+MAX_ENTRIES = 1000
+DAY_S = 86_400.0
+
+# Senders who may manage accounts: those of the whole server, or what their own rights allow.
+Manager = Annotated[Principal, needs(Scope.ADMIN)]
+Admin = Annotated[Principal, needs(Scope.ADMIN, is_for_admins=True)]
+
+# The sender where another dependency declares the rule of the route.
+Checked = Annotated[Principal, sender_with(Scope.ADMIN)]
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+UserName = Annotated[str, Path(description="The name of the user.", pattern=NAME_PATTERN)]
+TeamName = Annotated[str, Path(description="The name of the team.", pattern=NAME_PATTERN)]
+TokenId = Annotated[str, Path(description="The `id` of the token.", pattern="^[0-9a-f]{32}$")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class NewUser(_Body):
+    name: Name
+    is_admin: bool = False
+
+
+class ChangedUser(_Body):
+    is_admin: bool | None = None
+    is_disabled: bool | None = None
+
+
+class NewTeam(_Body):
+    name: Name
+
+
+class Member(_Body):
+    role: RoleName
+
+
+class NewToken(_Body):
+    name: Name
+    scope: ScopeName = "submit"
+    expires_in_days: Annotated[float, Field(gt=0, le=36_500, allow_inf_nan=False)] | None = None
+    user: Name | None = None
+
+
+# -- the sender --------------------------------------------------------------------------------------------------------
+
+
+@router.get("/me", response_model=None, responses={200: {"model": MeDocument}})
+def get_me(services: Context, sender: Reader) -> Response:
+    """Show the sender's user, teams and token."""
+    if sender.account is None or sender.token is None:
+        return Json(MeDocument(user=None, token=None))
+    user = services.accounts.user(sender.account.user)
+    return Json(MeDocument(user=user_document(user), token=token_document(sender.token)))
+
+
+# -- users -------------------------------------------------------------------------------------------------------------
+
+
+@router.get("/users", response_model=None, responses={200: {"model": UsersDocument}})
+def list_users(services: Context, _: Admin) -> Response:
+    """List all users. Only administrators of the server may do this."""
+    return Json(UsersDocument(users=[user_document(user) for user in services.accounts.users()]))
+
+
+@router.post(
+    "/users",
+    status_code=201,
+    response_model=None,
+    responses={201: {"model": UserDocument, "description": "The user was added."}, **refusals(409, 413, 415, 422)},
+    openapi_extra=body_of(NewUser),
+)
+async def add_user(request: Request, services: Context, sender: Admin) -> Response:
+    """Add a user. The first user of a server must be an administrator; requests need a token from then on."""
+    body = await read_object(request, NewUser)
+    user = await run_in_threadpool(services.accounts.add_user, body.name, is_admin=body.is_admin, actor=sender.actor)
+    services.authenticator.forget()
+    return Json(user_document(user), status_code=201)
+
+
+@router.patch(
+    "/users/{user:segment}",
+    response_model=None,
+    responses={200: {"model": UserDocument}, **refusals(404, 409, 413, 415, 422)},
+    openapi_extra=body_of(ChangedUser),
+)
+async def change_user(request: Request, user: UserName, services: Context, sender: Admin) -> Response:
+    """Disable or enable a user, or change whether the user administers the server.
+
+    The last administrator can be neither disabled nor demoted (409).
+    """
+    body = await read_object(request, ChangedUser)
+    changed = await run_in_threadpool(
+        services.accounts.change_user,
+        user,
+        is_admin=body.is_admin,
+        is_disabled=body.is_disabled,
+        actor=sender.actor,
+    )
+    services.authenticator.forget()
+    return Json(user_document(changed))
+
+
+# -- teams -------------------------------------------------------------------------------------------------------------
+
+
+@router.get("/teams", response_model=None, responses={200: {"model": TeamsDocument}})
+def list_teams(services: Context, sender: Reader) -> Response:
+    """List the teams of the sender with their members; all teams for administrators of the server."""
+    teams = [team for team in services.accounts.teams() if _may_see(sender.account, team.name)]
+    return Json(TeamsDocument(teams=[team_document(team) for team in teams]))
+
+
+@router.post(
+    "/teams",
+    status_code=201,
+    response_model=None,
+    responses={201: {"model": TeamDocument, "description": "The team was added."}, **refusals(409, 413, 415, 422)},
+    openapi_extra=body_of(NewTeam),
+)
+async def add_team(request: Request, services: Context, sender: Admin) -> Response:
+    """Add a team without members. Only administrators of the server may do this."""
+    body = await read_object(request, NewTeam)
+    team = await run_in_threadpool(services.accounts.add_team, body.name, actor=sender.actor)
+    return Json(team_document(team), status_code=201)
+
+
+@router.delete(
+    "/teams/{team:segment}",
+    response_model=None,
+    responses={200: {"model": DeletedDocument}, **refusals(404, 409)},
+)
+def remove_team(team: TeamName, services: Context, sender: Admin) -> Response:
+    """Remove a team. A team that has jobs is not removed (409)."""
+    services.accounts.remove_team(team, actor=sender.actor)
+    services.authenticator.forget()
+    return Json(DeletedDocument(deleted=team))
+
+
+def _managed(team: TeamName, services: Context, sender: Checked) -> TeamRecord:
+    """The team, which the sender administers; a team of others is one that does not exist."""
+    try:
+        record = services.accounts.team(team)
+    except NotFound:
+        record = None
+    if record is None or not _may_see(sender.account, team):
+        raise Refusal(404, f"team {team!r}: there is no such team")
+    account = sender.account
+    if account is not None and not account.is_admin and account.roles.get(team) is not Role.ADMIN:
+        raise Refusal(403, f"team {team!r}: only its administrators may change its members")
+    return record
+
+
+Managed = Annotated[TeamRecord, declares(Rule(Scope.ADMIN, Right.MANAGE), _managed)]
+
+
+@router.put(
+    "/teams/{team:segment}/members/{user:segment}",
+    response_model=None,
+    responses={200: {"model": TeamDocument}, **refusals(404, 413, 415, 422)},
+    openapi_extra=body_of(Member),
+)
+async def set_role(request: Request, team: Managed, user: UserName, services: Context, sender: Sender) -> Response:
+    """Give a user a role in a team. Administrators of the team and of the server may do this."""
+    role = Role((await read_object(request, Member)).role)
+    changed = await run_in_threadpool(_set_role, services, team.name, user, role, sender)
+    return Json(team_document(changed))
+
+
+@router.delete(
+    "/teams/{team:segment}/members/{user:segment}",
+    response_model=None,
+    responses={200: {"model": TeamDocument}, **refusals(404)},
+)
+def remove_member(team: Managed, user: UserName, services: Context, sender: Sender) -> Response:
+    """End the membership of a user in a team."""
+    return Json(team_document(_set_role(services, team.name, user, None, sender)))
+
+
+def _set_role(services: Services, team: str, user: str, role: Role | None, sender: Principal) -> TeamRecord:
+    changed = services.accounts.set_role(team, user, role, actor=sender.actor)
+    services.authenticator.forget()
+    return changed
+
+
+def _may_see(account: Account | None, team: str) -> bool:
+    return account is None or account.is_admin or team in account.roles
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+@router.get("/tokens", response_model=None, responses={200: {"model": TokensDocument}, **refusals(422)})
+def list_tokens(
+    services: Context,
+    sender: Reader,
+    user: Annotated[
+        str | None, Query(description="Only tokens of this user; others' need an administrator.", pattern=NAME_PATTERN)
+    ] = None,
+) -> Response:
+    """List the sender's tokens, without their secrets; for administrators of the server all tokens."""
+    account = sender.account
+    own = None if account is None or account.is_admin else account.user
+    if own is not None and user not in (None, own):
+        check_admin(sender)
+    tokens = services.accounts.tokens(user or own)
+    return Json(TokensDocument(tokens=[token_document(token) for token in tokens]))
+
+
+@router.post(
+    "/tokens",
+    status_code=201,
+    response_model=None,
+    responses={
+        201: {"model": NewTokenDocument, "description": "The token; no later response has its secret."},
+        **refusals(404, 409, 413, 415, 422),
+    },
+    openapi_extra=body_of(NewToken),
+)
+async def create_token(request: Request, services: Context, sender: Manager) -> Response:
+    """Create a token of the sender or, for administrators of the server, of another user. It is shown once."""
+    body = await read_object(request, NewToken)
+    account = sender.account
+    user = body.user or (None if account is None else account.user)
+    assert user is not None, "only users send this request"
+    if account is not None and user != account.user:
+        check_admin(sender)
+    token = new_token()
+    record = await run_in_threadpool(
+        services.accounts.add_token,
+        user,
+        name=body.name,
+        digest=token.digest,
+        prefix=token.prefix,
+        scope=Scope(body.scope),
+        lifetime_s=None if body.expires_in_days is None else body.expires_in_days * DAY_S,
+        actor=sender.actor,
+    )
+    document: NewTokenDocument = {**token_document(record), "token": token.secret}
+    return Json(document, status_code=201)
+
+
+def _own_token(token_id: TokenId, services: Context, sender: Checked) -> TokenRecord:
+    """The token, which is one of the sender's unless the sender is an administrator; others do not exist."""
+    try:
+        record = services.accounts.token(token_id)
+    except NotFound:
+        record = None
+    account = sender.account
+    assert account is not None, "only users send this request"
+    if record is None or not (account.is_admin or account.user == record.user):
+        raise Refusal(404, f"token {token_id!r}: there is no such token")
+    return record
+
+
+OwnToken = Annotated[TokenRecord, declares(Rule(Scope.ADMIN, Right.OWN), _own_token)]
+
+
+@router.delete(
+    "/tokens/{token_id:segment}", response_model=None, responses={200: {"model": TokenDocument}, **refusals(404)}
+)
+def revoke_token(token: OwnToken, services: Context, sender: Sender) -> Response:
+    """Revoke a token of the sender or, for administrators of the server, of another user.
+
+    Every server refuses it within a second.
+    """
+    revoked = services.accounts.revoke_token(token.id, actor=sender.actor)
+    services.authenticator.forget()
+    return Json(token_document(revoked))
+
+
+# -- the audit log -----------------------------------------------------------------------------------------------------
+
+
+@router.get("/audit", response_model=None, responses={200: {"model": AuditDocument}, **refusals(422)})
+def list_audit(
+    services: Context,
+    _: Admin,
+    after: Annotated[int, Query(description="Only entries with a larger id.", ge=0, le=MAX_ID)] = 0,
+    limit: Annotated[int, Query(description="Maximum number of entries.", ge=1, le=MAX_ENTRIES)] = MAX_ENTRIES,
+    user: Annotated[str | None, Query(description="Only entries of this user.", pattern=NAME_PATTERN)] = None,
+    target: Annotated[
+        str | None, Query(description='Only entries about this, such as "job 5f0c...".', max_length=128)
+    ] = None,
+) -> Response:
+    """List who changed what: the audit log, oldest entries first. Only administrators of the server may do this."""
+    entries = services.accounts.audit(after=after, limit=limit, user=user, target=target)
+    return Json(AuditDocument(entries=[audit_document(entry) for entry in entries]))

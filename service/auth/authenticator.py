@@ -1,0 +1,128 @@
+"""Finds the user of a token, and says whether requests need one.
+
+Answers of the database are remembered for half a second, so that a token that was revoked by any server is refused
+within a second, and most checks read no database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio.to_thread
+from sqlalchemy.exc import SQLAlchemyError
+
+from service.auth.tokens import digest_of
+from service.store.accounts import AccountStore
+from service.types import Account, TokenRecord
+
+__all__ = ["REMEMBERED_S", "USES_S", "Authenticated", "Authenticator"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds for which an answer of the database is used again.
+REMEMBERED_S = 0.5
+
+# Seconds between the times at which the last uses of tokens are stored.
+USES_S = 10.0
+
+# Answers that are remembered at most; all are forgotten when there are more.
+MAX_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True)
+class Authenticated:
+    """A valid token, and the rights of its user."""
+
+    token: TokenRecord
+    account: Account
+
+
+@dataclass(frozen=True)
+class _Answer:
+    found: Authenticated | None
+    read_at: float
+
+
+class Authenticator:
+    """Checks tokens of requests, for one server. Its coroutines run in one event loop.
+
+    `is_on` is False for a server that has no accounts whatever the database has. `clock` is a monotonic clock in
+    seconds, which tests replace.
+    """
+
+    def __init__(
+        self, accounts: AccountStore, *, is_on: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._accounts = accounts
+        self._is_on = is_on
+        self._clock = clock
+        self._answers: dict[str, _Answer] = {}
+        self._reading: dict[str, asyncio.Task[Authenticated | None]] = {}
+        self._used_at: dict[str, float] = {}
+        self._has_users = False
+        self._looked_at = -REMEMBERED_S
+
+    async def needs_token(self) -> bool:
+        """Whether requests need a token: the server has accounts, and there is a user.
+
+        As users are never deleted, the answer never changes back. While the database does not answer, it is the last
+        one.
+        """
+        if self._is_on and not self._has_users and self._clock() - self._looked_at >= REMEMBERED_S:
+            try:
+                self._has_users = await anyio.to_thread.run_sync(self._accounts.has_users)
+            except SQLAlchemyError:
+                return self._has_users  # every request that reads anything will fail
+            self._looked_at = self._clock()
+        return self._is_on and self._has_users
+
+    async def authenticate(self, secret: str) -> Authenticated | None:
+        """Find the user of the token `secret`; None if the token is not valid."""
+        digest = digest_of(secret)
+        answer = self._answers.get(digest)
+        if answer is not None and self._clock() - answer.read_at < REMEMBERED_S:
+            found = answer.found
+        else:
+            reading = self._reading.get(digest)
+            if reading is None:  # simultaneous requests read it once
+                reading = self._reading[digest] = asyncio.create_task(self._read(digest))
+                reading.add_done_callback(lambda _: self._reading.pop(digest, None))
+            found = await asyncio.shield(reading)
+        if found is not None:
+            self._used_at[found.token.id] = time.time()
+        return found
+
+    async def _read(self, digest: str) -> Authenticated | None:
+        read_at = self._clock()  # before the answer, which is as old as its transaction
+        answer = await anyio.to_thread.run_sync(self._accounts.find_token, digest)
+        found = None if answer is None else Authenticated(answer[0], answer[1])
+        if len(self._answers) >= MAX_REMEMBERED:
+            self._answers.clear()
+        self._answers[digest] = _Answer(found, read_at)
+        return found
+
+    def forget(self) -> None:
+        """Forget all answers, because this server has just changed accounts."""
+        self._answers.clear()
+
+    async def record_uses(self) -> None:
+        """Store the last uses of tokens every 10 s, and once more when cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(USES_S)
+                await anyio.to_thread.run_sync(self.store_uses)
+        finally:
+            self.store_uses()
+
+    def store_uses(self) -> None:
+        """Store the uses since the last call."""
+        used_at, self._used_at = self._used_at, {}
+        if used_at:
+            try:
+                self._accounts.record_uses(used_at)
+            except SQLAlchemyError:
+                logger.exception("the last uses of %d tokens could not be stored", len(used_at))

@@ -1,0 +1,293 @@
+"""The commands `users`, `teams` and `tokens`, which work on a server's database directly, and `login`.
+
+Whoever can open the database may use them: they make the first administrator, and help one who lost the last token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from service.cli.terminal import console, print_json
+from service.errors import Conflict, NotFound
+
+if TYPE_CHECKING:
+    from service.auth.tokens import NewToken
+    from service.store.accounts import AccountStore, Actor
+    from service.types import TeamRecord, TokenRecord, UserRecord
+
+__all__ = [
+    "add_team",
+    "add_user",
+    "change_user",
+    "create_token",
+    "list_teams",
+    "list_tokens",
+    "list_users",
+    "login",
+    "logout",
+    "remove_team",
+    "revoke_token",
+    "set_role",
+]
+
+DAY_S = 86_400.0
+
+# Name of the token that a deployment gives to its first administrator; another one replaces it.
+DEPLOYED = "deployment"
+
+
+def list_users(options: argparse.Namespace) -> int:
+    with _accounts(options) as (accounts, _):
+        return _print_users(options, accounts.users())
+
+
+def add_user(options: argparse.Namespace) -> int:
+    from service.auth.tokens import given_token
+
+    token = None
+    if options.token_file is not None:
+        try:
+            token = given_token(options.token_file.read_text().strip())
+        except ValueError as error:
+            raise Conflict(f"--token-file {options.token_file}: {error}") from error
+    with _accounts(options) as (accounts, actor):
+        if options.if_absent and any(user.name == options.name for user in accounts.users()):
+            user = accounts.user(options.name)
+        else:
+            user = accounts.add_user(options.name, is_admin=options.admin, actor=actor)
+        if token is not None:
+            _deploy(accounts, user, token, options.token_scope, actor)
+        return _print_users(options, [user], one=True)
+
+
+def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: str, actor: Actor) -> None:
+    """Let the user have the token of the deployment, and revoke the token that it had before."""
+    from service.types import Scope
+
+    found = accounts.find_token(token.digest)
+    for other in accounts.tokens(user.name):
+        is_this = found is not None and other.id == found[0].id
+        if other.name == DEPLOYED and other.revoked_at is None and not is_this:
+            accounts.revoke_token(other.id, actor=actor)
+    if found is None:
+        accounts.add_token(
+            user.name,
+            name=DEPLOYED,
+            digest=token.digest,
+            prefix=token.prefix,
+            scope=Scope(scope),
+            lifetime_s=None,
+            actor=actor,
+        )
+
+
+def change_user(options: argparse.Namespace) -> int:
+    with _accounts(options) as (accounts, actor):
+        user = accounts.change_user(
+            options.name, is_admin=options.is_admin, is_disabled=options.is_disabled, actor=actor
+        )
+        return _print_users(options, [user], one=True)
+
+
+def list_teams(options: argparse.Namespace) -> int:
+    with _accounts(options) as (accounts, _):
+        return _print_teams(options, accounts.teams())
+
+
+def add_team(options: argparse.Namespace) -> int:
+    with _accounts(options) as (accounts, actor):
+        return _print_teams(options, [accounts.add_team(options.team, actor=actor)], one=True)
+
+
+def remove_team(options: argparse.Namespace) -> int:
+    with _accounts(options) as (accounts, actor):
+        accounts.remove_team(options.team, actor=actor)
+    print_json({"removed": options.team}) if options.json else print(f"removed: team {options.team}")
+    return 0
+
+
+def set_role(options: argparse.Namespace) -> int:
+    from service.types import Role
+
+    role = None if options.role == "none" else Role(options.role)
+    with _accounts(options) as (accounts, actor):
+        return _print_teams(options, [accounts.set_role(options.team, options.user, role, actor=actor)], one=True)
+
+
+def list_tokens(options: argparse.Namespace) -> int:
+    with _accounts(options) as (accounts, _):
+        if options.user is not None:
+            accounts.user(options.user)
+        return _print_tokens(options, accounts.tokens(options.user))
+
+
+def create_token(options: argparse.Namespace) -> int:
+    from service.auth.tokens import new_token
+    from service.types import Scope
+
+    token = new_token()
+    with _accounts(options) as (accounts, actor):
+        record = accounts.add_token(
+            options.user,
+            name=options.name,
+            digest=token.digest,
+            prefix=token.prefix,
+            scope=Scope(options.scope),
+            lifetime_s=None if options.expires is None else options.expires * DAY_S,
+            actor=actor,
+        )
+    if options.json:
+        print_json({**asdict(record), "token": token.secret})
+    else:
+        print(token.secret)
+        print("this is the only time that the token is shown", file=sys.stderr)
+    return 0
+
+
+def revoke_token(options: argparse.Namespace) -> int:
+    with _accounts(options) as (accounts, actor):
+        found = [
+            token for token in accounts.tokens() if token.id.startswith(options.token) or token.prefix == options.token
+        ]
+        if len(found) != 1:
+            kind = "no token has it" if not found else f"{len(found)} tokens have it"
+            raise NotFound(f"token {options.token!r:.80}: give the id or the prefix of one token; {kind}")
+        return _print_tokens(options, [accounts.revoke_token(found[0].id, actor=actor)], one=True)
+
+
+def login(options: argparse.Namespace) -> int:
+    from service.cli.remote import server_url
+    from service.client import Client
+    from service.client.credentials import TOKEN_VARIABLE, store_token
+
+    url = server_url(options.server)
+    if options.token_file is not None:
+        token = options.token_file.read_text().strip()
+    elif (given := os.environ.get(TOKEN_VARIABLE)) or not sys.stdin.isatty():
+        token = given or sys.stdin.readline().strip()
+    else:
+        token = getpass.getpass(f"token for {url}: ").strip()
+    if not token:
+        raise Conflict(f"token: is missing; give --token-file, {TOKEN_VARIABLE}, or the token on standard input")
+    with Client(url, token=token) as client:
+        user = client.me()["user"]
+        if user is None:
+            raise Conflict(f"{client.url}: the server has no accounts, so that no token is needed")
+        file = store_token(client.url, token)
+    if options.json:
+        print_json({"server": client.url, "user": user["name"], "file": str(file)})
+    else:
+        print(f"{client.url}: logged in as {user['name']}; the token is in {file}")
+    return 0
+
+
+def logout(options: argparse.Namespace) -> int:
+    from service.cli.remote import server_url
+    from service.client.credentials import forget_token
+    from service.client.transport import address
+
+    url = address(server_url(options.server))
+    was_there = forget_token(url)
+    if options.json:
+        print_json({"server": url, "removed": was_there})
+    else:
+        print(f"{url}: {'the token was removed from this machine' if was_there else 'there was no token'}")
+    return 0
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _accounts(options: argparse.Namespace) -> Iterator[tuple[AccountStore, Actor]]:
+    """Context with the accounts in the database that the command line names, and the actor of the command.
+
+    The database is created if it does not exist, since the first administrator is added before the first start.
+    """
+    from service.store import Store
+    from service.store.accounts import AccountStore, Actor
+    from service.store.database_url import VARIABLE, database_url, parse_url
+
+    url = options.database or os.environ.get(VARIABLE)
+    if options.data is not None:
+        if not options.data.is_dir():
+            raise NotFound(f"--data {options.data}: is not a directory; give the data directory of the server")
+        address = database_url(options.data.resolve(), options.database)
+    elif url:
+        address = parse_url(url)
+    else:
+        raise Conflict(f"database: none is named; give the server's --data or --database, or set {VARIABLE}")
+    store = Store(address)
+    try:
+        yield AccountStore(store), Actor(None, f"command of {getpass.getuser()} on {socket.gethostname()}")
+    finally:
+        store.close()
+
+
+def _print_users(options: argparse.Namespace, users: Sequence[UserRecord], *, one: bool = False) -> int:
+    rows = [
+        [user.name, "disabled" if user.is_disabled else "administrator" if user.is_admin else "", _roles(user.roles)]
+        for user in users
+    ]
+    return _print(options, [asdict(user) for user in users], ("user", "rights", "teams"), rows, one=one)
+
+
+def _print_teams(options: argparse.Namespace, teams: Sequence[TeamRecord], *, one: bool = False) -> int:
+    rows = [[team.name, _roles(team.members)] for team in teams]
+    return _print(options, [asdict(team) for team in teams], ("team", "members"), rows, one=one)
+
+
+def _print_tokens(options: argparse.Namespace, tokens: Sequence[TokenRecord], *, one: bool = False) -> int:
+    now = time.time()
+    rows = [
+        [token.prefix, token.user, token.name, token.scope.value, _state(token, now), _day(token.last_used_at)]
+        for token in tokens
+    ]
+    columns = ("token", "user", "name", "scope", "state", "last used")
+    return _print(options, [asdict(token) for token in tokens], columns, rows, one=one)
+
+
+def _print(
+    options: argparse.Namespace,
+    documents: list[dict[str, Any]],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    one: bool,
+) -> int:
+    """Print records as a table, or with --json as a list, or as the object that the only one of them is."""
+    if options.json:
+        print_json(documents[0] if one else documents)
+        return 0
+    from rich.table import Table
+
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+    return 0
+
+
+def _roles(roles: Any) -> str:
+    return ", ".join(f"{name} ({role})" for name, role in sorted(roles.items()))
+
+
+def _state(token: TokenRecord, now: float) -> str:
+    if token.revoked_at is not None:
+        return "revoked"
+    if token.expires_at is None:
+        return "valid"
+    return f"{'valid until' if token.is_valid(now=now) else 'expired'} {_day(token.expires_at)}"
+
+
+def _day(at: float | None) -> str:
+    return "never" if at is None else time.strftime("%Y-%m-%d", time.gmtime(at))

@@ -1,0 +1,462 @@
+"""Users, teams, tokens and the audit log of a server, in its database.
+
+Every change and its entry in the audit log are stored in one transaction. A change by which no administrator would be
+left is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from service.errors import Conflict, NotFound
+from service.store import schema
+from service.store.availability import repeated
+from service.store.connection import clock, reading, transaction
+from service.store.records import job_record
+from service.store.sql import Store
+from service.types import (
+    Account,
+    AuditRecord,
+    JobRecord,
+    Role,
+    Scope,
+    Sharing,
+    TeamRecord,
+    TokenRecord,
+    UserRecord,
+)
+
+__all__ = ["MAX_NAME", "NAME_PATTERN", "AccountStore", "Actor", "name_problem"]
+
+# Names of users, teams and tokens; e-mail addresses in lower case are names of users.
+MAX_NAME = 64
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._@+-]{0,63}$"
+
+# Any number, as long as every process uses the same (PostgreSQL).
+ACCOUNTS_LOCK = 0x6D656163
+
+
+@dataclass(frozen=True)
+class Actor:
+    """Who makes a change, for the audit log: the user, the place that the request came from, and the token's prefix."""
+
+    user: str | None
+    origin: str
+    token: str | None = None
+
+
+def name_problem(name: str) -> str | None:
+    """Message that `name` cannot be the name of a user, a team or a token; None if it can."""
+    if re.fullmatch(NAME_PATTERN[1:-1], name):
+        return None
+    return (
+        f"{name!r:.80} is not a name; a name has 1 to {MAX_NAME} lower-case letters, digits and any of ._@+-, and "
+        "begins with a letter or a digit"
+    )
+
+
+@repeated
+class AccountStore:
+    """Store of users, teams, tokens and the audit log in the database of `store`. Thread-safe.
+
+    The calls that change something take the Actor for the audit log. Names must be free of `name_problem`.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._engine = store.engine
+        self._reads = reading(self._engine)
+
+    # -- users -----------------------------------------------------------------------------------------------------
+
+    def has_users(self) -> bool:
+        """Whether there is any user, and so whether requests need a token."""
+        with self._reads.connect() as connection:
+            return _has_rows(connection, schema.users)
+
+    def users(self) -> tuple[UserRecord, ...]:
+        """All users with their roles, ordered by name."""
+        with self._reads.connect() as connection:
+            return _users(connection, sa.true())
+
+    def user(self, name: str) -> UserRecord:
+        """Read a user. Raises NotFound if there is none of this name."""
+        with self._reads.connect() as connection:
+            return _user(connection, name)
+
+    def add_user(self, name: str, *, is_admin: bool, actor: Actor) -> UserRecord:
+        """Store a new user and return it. Jobs without an owner become those of the first administrator.
+
+        Raises Conflict if the name is taken, or if the first user is not an administrator.
+        """
+        _check_name(name)
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            if _users(connection, schema.users.c.name == name):
+                raise Conflict(f"user {name!r}: exists already")
+            is_first = not _has_rows(connection, schema.users)
+            if is_first and not is_admin:
+                raise Conflict(f"user {name!r}: the first user must be an administrator of the server (--admin)")
+            row = {"name": name, "is_admin": is_admin, "is_disabled": False, "created_at": clock(connection)}
+            connection.execute(sa.insert(schema.users).values(**row))
+            user = _user(connection, name)
+            _record(connection, actor, "user.add", f"user {name}", None, _user_document(user))
+            if is_admin:
+                adopted = connection.execute(
+                    sa.update(schema.studies).where(schema.studies.c.owner.is_(None)).values(owner=name)
+                ).rowcount
+                if adopted:
+                    _record(connection, actor, "jobs.adopt", f"user {name}", None, {"jobs": adopted})
+        return user
+
+    def change_user(
+        self, name: str, *, actor: Actor, is_admin: bool | None = None, is_disabled: bool | None = None
+    ) -> UserRecord:
+        """Change whether a user is an administrator or disabled (None: unchanged), and return the user.
+
+        Raises NotFound if there is no such user, and Conflict if no administrator would be left.
+        """
+        table = schema.users
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            before = _user(connection, name)
+            changed = {
+                "is_admin": before.is_admin if is_admin is None else is_admin,
+                "is_disabled": before.is_disabled if is_disabled is None else is_disabled,
+            }
+            connection.execute(sa.update(table).where(table.c.name == name).values(**changed))
+            if not _has_rows(connection, table, table.c.is_admin & ~table.c.is_disabled):
+                raise Conflict(
+                    f"user {name!r}: is the last administrator, who can be neither disabled nor demoted; make "
+                    "another user an administrator first"
+                )
+            after = _user(connection, name)
+            if after != before:
+                _record(connection, actor, "user.change", f"user {name}", _user_document(before), _user_document(after))
+        return after
+
+    # -- teams -----------------------------------------------------------------------------------------------------
+
+    def teams(self) -> tuple[TeamRecord, ...]:
+        """All teams with their members, ordered by name."""
+        with self._reads.connect() as connection:
+            return _teams(connection, sa.true())
+
+    def team(self, name: str) -> TeamRecord:
+        """Read a team. Raises NotFound if there is none of this name."""
+        with self._reads.connect() as connection:
+            return _team(connection, name)
+
+    def add_team(self, name: str, *, actor: Actor) -> TeamRecord:
+        """Store a new team without members and return it. Raises Conflict if the name is taken."""
+        _check_name(name)
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            if _teams(connection, schema.teams.c.name == name):
+                raise Conflict(f"team {name!r}: exists already")
+            connection.execute(sa.insert(schema.teams).values(name=name, created_at=clock(connection)))
+            team = _team(connection, name)
+            _record(connection, actor, "team.add", f"team {name}", None, {"members": {}})
+        return team
+
+    def remove_team(self, name: str, *, actor: Actor) -> None:
+        """Remove a team. Raises NotFound if there is no such team, and Conflict if it has jobs."""
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            before = _team(connection, name)
+            if _has_rows(connection, schema.studies, schema.studies.c.team == name):
+                raise Conflict(f"team {name!r}: has jobs; delete them, or move them to another team, first")
+            connection.execute(sa.delete(schema.memberships).where(schema.memberships.c.team == name))
+            connection.execute(sa.delete(schema.teams).where(schema.teams.c.name == name))
+            _record(connection, actor, "team.remove", f"team {name}", _team_document(before), None)
+
+    def set_role(self, team: str, user: str, role: Role | None, *, actor: Actor) -> TeamRecord:
+        """Give a user a role in a team, or with None end the membership, and return the team.
+
+        Raises NotFound if there is no such team or user.
+        """
+        table = schema.memberships
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            before = _team(connection, team)
+            _user(connection, user)
+            connection.execute(sa.delete(table).where((table.c.team == team) & (table.c.user == user)))
+            if role is not None:
+                connection.execute(sa.insert(table).values(team=team, user=user, role=role.value))
+            after = _team(connection, team)
+            if after != before:
+                documents = (_team_document(before), _team_document(after))
+                _record(connection, actor, "team.change", f"team {team}", *documents)
+        return after
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    def tokens(self, user: str | None = None) -> tuple[TokenRecord, ...]:
+        """Tokens of one user, or of all users if `user` is None, oldest first."""
+        table = schema.tokens
+        where = sa.true() if user is None else table.c.user == user
+        with self._reads.connect() as connection:
+            return _tokens(connection, where)
+
+    def token(self, token_id: str) -> TokenRecord:
+        """Read a token. Raises NotFound if there is none with this id."""
+        with self._reads.connect() as connection:
+            return _token(connection, token_id)
+
+    def add_token(
+        self,
+        user: str,
+        *,
+        name: str,
+        digest: str,
+        prefix: str,
+        scope: Scope,
+        lifetime_s: float | None,
+        actor: Actor,
+    ) -> TokenRecord:
+        """Store a new token of a user, and return its record.
+
+        `digest` is the sha256 of the token, and `prefix` its beginning. The token expires after `lifetime_s` seconds,
+        or never if this is None. Raises NotFound if there is no such user, and Conflict if the token is stored already.
+        """
+        _check_name(name)
+        row = {"id": uuid.uuid4().hex, "user": user, "name": name, "digest": digest, "prefix": prefix, "scope": scope}
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            _user(connection, user)
+            if _has_rows(connection, schema.tokens, schema.tokens.c.digest == digest):
+                raise Conflict(f"token {name!r}: this token is stored already; give another one")
+            now = clock(connection)
+            expires_at = None if lifetime_s is None else now + lifetime_s
+            connection.execute(sa.insert(schema.tokens).values(**row, created_at=now, expires_at=expires_at))
+            token = _token(connection, row["id"])
+            _record(connection, actor, "token.add", f"token {token.id}", None, _token_document(token))
+        return token
+
+    def revoke_token(self, token_id: str, *, actor: Actor) -> TokenRecord:
+        """Revoke a token, and return its record; a token that was revoked before is not changed.
+
+        Raises NotFound if there is no token with this id.
+        """
+        table = schema.tokens
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            before = _token(connection, token_id)
+            if before.revoked_at is not None:
+                return before
+            connection.execute(sa.update(table).where(table.c.id == token_id).values(revoked_at=clock(connection)))
+            after = _token(connection, token_id)
+            documents = (_token_document(before), _token_document(after))
+            _record(connection, actor, "token.revoke", f"token {token_id}", *documents)
+        return after
+
+    def find_token(self, digest: str) -> tuple[TokenRecord, Account, float] | None:
+        """Find a valid token by its sha256: its record, its user's rights, and the time by the database's clock.
+
+        Returns None if there is no such token, it is revoked or expired, or its user is disabled.
+        """
+        tokens, users, members = schema.tokens, schema.users, schema.memberships
+        columns = [column for column in tokens.c if column.name != "digest"]
+        with self._reads.connect() as connection:
+            query = (
+                sa.select(
+                    *columns,
+                    users.c.is_admin.label("user_is_admin"),
+                    members.c.team.label("member_of"),
+                    members.c.role.label("member_as"),
+                    sa.literal(clock(connection), sa.Float).label("now")
+                    if connection.dialect.name == "sqlite"
+                    else clock(connection).label("now"),
+                )
+                .join(users, users.c.name == tokens.c.user)
+                .outerjoin(members, members.c.user == tokens.c.user)
+                .where((tokens.c.digest == digest) & ~users.c.is_disabled)
+            )
+            rows = connection.execute(query).mappings().all()
+        if not rows:
+            return None
+        first, now = rows[0], float(rows[0]["now"])
+        token = _token_record({column.name: first[column] for column in columns})
+        roles = {row["member_of"]: Role(row["member_as"]) for row in rows if row["member_of"] is not None}
+        account = Account(token.user, first["user_is_admin"], roles)
+        return (token, account, now) if token.is_valid(now=now) else None
+
+    def record_uses(self, used_at: Mapping[str, float]) -> None:
+        """Store when tokens were last used, by id; an earlier time than the stored one changes nothing."""
+        table = schema.tokens
+        with transaction(self._engine) as connection:
+            for token_id, time in sorted(used_at.items()):
+                is_later = table.c.last_used_at.is_(None) | (table.c.last_used_at < time)
+                connection.execute(
+                    sa.update(table).where((table.c.id == token_id) & is_later).values(last_used_at=time)
+                )
+
+    # -- jobs ------------------------------------------------------------------------------------------------------
+
+    def account_of(self, job: JobRecord) -> Account | None:
+        """Rights of a job's owner, with which the job's driver reads other jobs; None if the job has no owner.
+
+        A disabled owner's jobs continue with the rights that the owner had.
+        """
+        return None if job.owner is None else self.user(job.owner).account
+
+    def share(self, job_id: str, *, actor: Actor, sharing: Sharing, team: str | None) -> JobRecord:
+        """Change the team of a job and who may read it, and return the job.
+
+        Raises NotFound if there is no such job or team.
+        """
+        table = schema.studies
+        with transaction(self._engine) as connection:
+            if team is not None:
+                _team(connection, team)
+            before = connection.execute(
+                sa.select(table.c.team, table.c.sharing).where(table.c.id == job_id).with_for_update()
+            ).one_or_none()
+            if before is None:
+                raise NotFound(f"job {job_id!r}: no such job")
+            connection.execute(sa.update(table).where(table.c.id == job_id).values(team=team, sharing=sharing.value))
+            after = {"team": team, "sharing": sharing.value}
+            if dict(before._mapping) != after:
+                _record(connection, actor, "job.share", f"job {job_id}", dict(before._mapping), after)
+            row = connection.execute(sa.select(table).where(table.c.id == job_id)).mappings().one()
+            return job_record(row)
+
+    # -- audit log -------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        actor: Actor,
+        action: str,
+        target: str,
+        *,
+        before: Mapping[str, Any] | None = None,
+        after: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add an entry to the audit log."""
+        with transaction(self._engine) as connection:
+            _record(connection, actor, action, target, before, after)
+
+    def audit(
+        self, *, after: int = 0, limit: int | None = None, user: str | None = None, target: str | None = None
+    ) -> tuple[AuditRecord, ...]:
+        """Read entries of the audit log with ids above `after`, in the order of ids, at most `limit` (None: all).
+
+        Only the entries of one user, or about one target such as "job ID", are read if it is given.
+        """
+        table = schema.audit
+        where = table.c.id > after
+        if user is not None:
+            where &= table.c.user == user
+        if target is not None:
+            where &= table.c.target == target
+        with self._reads.connect() as connection:
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
+            return tuple(AuditRecord(**row) for row in rows.mappings())
+
+
+def _check_name(name: str) -> None:
+    if problem := name_problem(name):
+        raise ValueError(problem)
+
+
+def _lock(connection: sa.Connection) -> None:
+    """Let changes of accounts wait for each other until this transaction ends.
+
+    On SQLite nothing needs to be done, because the transaction has held the write lock since its beginning.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": ACCOUNTS_LOCK})
+
+
+def _has_rows(connection: sa.Connection, table: sa.Table, where: sa.ColumnElement[bool] | None = None) -> bool:
+    query = sa.select(sa.literal(1)).select_from(table).where(sa.true() if where is None else where).limit(1)
+    return connection.execute(query).first() is not None
+
+
+def _record(
+    connection: sa.Connection,
+    actor: Actor,
+    action: str,
+    target: str,
+    before: Mapping[str, Any] | None,
+    after: Mapping[str, Any] | None,
+) -> None:
+    row = {"user": actor.user, "origin": actor.origin, "token": actor.token, "action": action, "target": target}
+    documents = {"before": sa.null() if before is None else before, "after": sa.null() if after is None else after}
+    connection.execute(sa.insert(schema.audit).values(**row, **documents, time=clock(connection)))
+
+
+def _users(connection: sa.Connection, where: sa.ColumnElement[bool]) -> tuple[UserRecord, ...]:
+    rows = connection.execute(sa.select(schema.users).where(where).order_by(schema.users.c.name)).mappings().all()
+    roles: dict[str, dict[str, Role]] = defaultdict(dict)
+    members = schema.memberships
+    for user, team, role in connection.execute(sa.select(members.c.user, members.c.team, members.c.role)):
+        roles[user][team] = Role(role)
+    return tuple(UserRecord(**row, roles=dict(roles[row["name"]])) for row in rows)
+
+
+def _user(connection: sa.Connection, name: str) -> UserRecord:
+    found = _users(connection, schema.users.c.name == name)
+    if not found:
+        raise NotFound(f"user {name!r:.80}: there is no such user")
+    return found[0]
+
+
+def _user_document(user: UserRecord) -> dict[str, Any]:
+    return {"is_admin": user.is_admin, "is_disabled": user.is_disabled}
+
+
+def _teams(connection: sa.Connection, where: sa.ColumnElement[bool]) -> tuple[TeamRecord, ...]:
+    rows = connection.execute(sa.select(schema.teams).where(where).order_by(schema.teams.c.name)).mappings().all()
+    members: dict[str, dict[str, Role]] = defaultdict(dict)
+    table = schema.memberships
+    query = sa.select(table.c.user, table.c.team, table.c.role).order_by(table.c.user)
+    for user, team, role in connection.execute(query):
+        members[team][user] = Role(role)
+    return tuple(TeamRecord(**row, members=dict(members[row["name"]])) for row in rows)
+
+
+def _team(connection: sa.Connection, name: str) -> TeamRecord:
+    found = _teams(connection, schema.teams.c.name == name)
+    if not found:
+        raise NotFound(f"team {name!r:.80}: there is no such team")
+    return found[0]
+
+
+def _team_document(team: TeamRecord) -> dict[str, Any]:
+    return {"members": {user: role.value for user, role in team.members.items()}}
+
+
+def _tokens(connection: sa.Connection, where: sa.ColumnElement[bool]) -> tuple[TokenRecord, ...]:
+    table = schema.tokens
+    columns = [column for column in table.c if column.name != "digest"]
+    rows = connection.execute(sa.select(*columns).where(where).order_by(table.c.created_at, table.c.id))
+    return tuple(_token_record(row) for row in rows.mappings())
+
+
+def _token(connection: sa.Connection, token_id: str) -> TokenRecord:
+    found = _tokens(connection, schema.tokens.c.id == token_id)
+    if not found:
+        raise NotFound(f"token {token_id!r:.80}: there is no such token")
+    return found[0]
+
+
+def _token_record(row: Mapping[str, Any] | sa.RowMapping) -> TokenRecord:
+    return TokenRecord(**{**row, "scope": Scope(row["scope"])})
+
+
+def _token_document(token: TokenRecord) -> dict[str, Any]:
+    return {
+        "user": token.user,
+        "name": token.name,
+        "prefix": token.prefix,
+        "scope": token.scope.value,
+        "expires_at": token.expires_at,
+        "revoked_at": token.revoked_at,
+    }

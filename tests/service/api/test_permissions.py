@@ -1,0 +1,251 @@
+"""Who may send which request: every route of the OpenAPI document and every kind of sender.
+
+The expected statuses follow from the rules that the routes declare, and from the rights of accounts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.dependencies.utils import get_dependant
+from fastapi.routing import APIRoute
+
+from service.api.limits.rates import Rate, RateLimits
+from service.api.permissions import Right, Rule, check_rules, rule_of
+from service.api.protocols import Principal
+from service.types import Account, JobRecord, Role, Scope
+from tests.service.api.accounts import EXPORT, ROLES, Company, bearer
+from tests.service.api.harness import ApiServer, analysed_fleet, stored_study
+
+UNKNOWN = "0" * 32
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """A sender of requests: a user with a token of one scope, or nobody with a token that is not valid."""
+
+    user: str | None
+    scope: Scope | None = None
+    token: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.user or 'nobody'}, {self.scope or ('expired' if self.token else 'no token')}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The company, its jobs by path parameter, and the server's routes."""
+
+    company: Company
+    study: JobRecord
+    created: JobRecord
+    tuned: JobRecord
+    begun: JobRecord
+    http: httpx.Client
+
+    @property
+    def app(self) -> FastAPI:
+        app: FastAPI = self.company.server.app
+        return app
+
+    @property
+    def routes(self) -> list[APIRoute]:
+        return [route for route in self.app.routes if isinstance(route, APIRoute) and route.include_in_schema]
+
+    def visitors(self) -> list[Visitor]:
+        tokens = self.company.tokens
+        visitors = [Visitor(None), Visitor(None, None, self.company.expired), Visitor(None, None, "mst_wrong")]
+        visitors += [Visitor("owner", scope, tokens["owner", scope]) for scope in Scope]
+        others = [user for user in ROLES if user != "owner"]
+        return visitors + [Visitor(user, Scope.ADMIN, tokens[user, Scope.ADMIN]) for user in others]
+
+    def parameters(self, route: APIRoute) -> dict[str, str]:
+        """Path parameters of objects of the team "red" by whose state a change is refused, or that are new."""
+        is_delete = "DELETE" in route.methods
+        token = ""
+        if "{token_id" in route.path:
+            self.company.add_token("owner", Scope.READ)
+            token = self.company.accounts.tokens("owner")[-1].id
+        if "{export_id" in route.path:
+            self.company.exported(self.study)
+        return {
+            "study_id": (self.created if is_delete and "export_id" not in route.path else self.study).id,
+            "finetune_id": (self.begun if is_delete else self.tuned).id,
+            "export_id": EXPORT,
+            "number": "1",
+            "name": "hypervolume",
+            "alias": "math",
+            "team": "red",
+            "user": "loner",
+            "token_id": token,
+        }
+
+    def send(self, route: APIRoute, visitor: Visitor, **changes: str) -> httpx.Response:
+        (method,) = route.methods
+        path = route.path_format.format(**{**self.parameters(route), **changes})
+        return self.http.request(method, path, headers=bearer(visitor.token))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    unlimited = RateLimits(*(Rate(math.inf, math.inf) for _ in range(3)))
+    with (
+        ApiServer(tmp_path_factory.mktemp("api"), rates=unlimited) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        company = Company.on(server)
+        analysis = {"samples": 3, "fleets": [analysed_fleet("mergopt", 1, 2, 3, 4)]}
+        tuned = company.tuned(server.data_dir, analysis=analysis)
+        created = company.own(stored_study(server.store))
+        yield Place(company, company.finished(), created, tuned, company.begun(), http)
+
+
+def account_of(user: str) -> Account:
+    membership = ROLES[user]
+    return Account(user, user == "root", {} if membership is None else {membership[0]: membership[1]})
+
+
+def expected(rule: Rule, visitor: Visitor, job: JobRecord | None) -> int | None:
+    """The status with which a request is refused; None if it is not refused for its sender."""
+    if rule.scope is None:
+        return None
+    if visitor.user is None or visitor.scope is None:
+        return 401
+    if not visitor.scope.allows(rule.scope):
+        return 403
+    account = account_of(visitor.user)
+    if rule.is_for_admins and not account.is_admin:
+        return 403
+    if rule.right is Right.MANAGE:
+        role = account.roles.get("red")
+        return None if account.is_admin or role is Role.ADMIN else 404 if role is None else 403
+    if rule.right is Right.OWN:
+        return None if account.is_admin or account.user == "owner" else 404
+    if job is None:
+        assert rule.right is None
+        return None
+    if not account.may_read(job):
+        return 404
+    may = {Right.READ: account.may_read, Right.USE: account.may_use, Right.CHANGE: account.may_change}
+    assert rule.right is not None
+    return None if may[rule.right](job) else 403
+
+
+def job_of(place: Place, route: APIRoute) -> JobRecord | None:
+    parameters = place.parameters(route)
+    for name in ("study_id", "finetune_id"):
+        if f"{{{name}" in route.path:
+            return place.company.server.store.job(parameters[name])
+    return None
+
+
+def mistakes(place: Place, route: APIRoute) -> Iterator[str]:
+    """What is wrong with the answers of a route to all visitors."""
+    rule, job = rule_of(route), job_of(place, route)
+    for visitor in place.visitors():
+        status, wanted = place.send(route, visitor).status_code, expected(rule, visitor, job)
+        is_right = status not in (401, 403, 404) and status < 500 if wanted is None else status == wanted
+        if not is_right:
+            yield f"{route.methods} {route.path}, {visitor}: {status}, expected {wanted or 'no refusal'}"
+
+
+def test_every_route_answers_as_declared(place: Place) -> None:
+    """Every route refuses exactly the senders that its rule refuses, whatever the token."""
+    documented = {
+        (method.upper(), path)
+        for path, operations in httpx.get(f"{place.company.server.url}/openapi.json").json()["paths"].items()
+        for method in operations
+    }
+    assert documented == {(method, route.path_format) for route in place.routes for method in route.methods}
+    assert len(documented) > 40
+    assert [mistake for route in place.routes for mistake in mistakes(place, route)] == []
+
+
+def test_another_teams_objects_do_not_exist(place: Place) -> None:
+    """What a sender may not read is answered as an unknown id is, word for word."""
+    stranger = Visitor("stranger", Scope.ADMIN, place.company.tokens["stranger", Scope.ADMIN])
+    compared = 0
+    for route in place.routes:
+        rule = rule_of(route)
+        if rule.right is None:
+            continue
+        name = {Right.MANAGE: "team", Right.OWN: "token_id"}.get(rule.right, "")
+        name = name or ("study_id" if "{study_id" in route.path else "finetune_id")
+        real = place.parameters(route)[name]
+        unknown = "unknown" if name == "team" else UNKNOWN
+        there = place.send(route, stranger, **{name: real})
+        not_there = place.send(route, stranger, **{name: unknown})
+        assert there.status_code == not_there.status_code == 404, route.path
+        assert there.text.replace(real, "X") == not_there.text.replace(unknown, "X"), route.path
+        hidden = ("content-length", "date")
+        assert {k: v for k, v in there.headers.items() if k not in hidden} == {
+            k: v for k, v in not_there.headers.items() if k not in hidden
+        }
+        compared += 1
+    assert compared > 25
+
+
+@contextmanager
+def without_check(place: Place, route: APIRoute) -> Iterator[None]:
+    """Context in which a route does not check its sender: the object that the path names is taken as it is."""
+    rule, company = rule_of(route), place.company
+
+    async def unchecked(request: Request) -> Any:
+        parameters = request.path_params
+        if rule.right is Right.MANAGE:
+            return company.accounts.team(parameters["team"])
+        if rule.right is Right.OWN:
+            return company.accounts.token(parameters["token_id"])
+        if rule.right is None:
+            return Principal("eve", "192.0.2.1", Account("root", True))
+        return company.server.store.job(parameters.get("study_id") or parameters["finetune_id"])
+
+    unchecked.rule = rule  # type: ignore[attr-defined]
+    parts = list(declaring(route.dependant))
+    replaced = [siblings[index] for siblings, index in parts]
+    for (siblings, index), part in zip(parts, replaced, strict=True):
+        siblings[index] = replace(get_dependant(path=route.path_format, call=unchecked), name=part.name)
+    try:
+        yield
+    finally:
+        for (siblings, index), part in zip(parts, replaced, strict=True):
+            siblings[index] = part
+
+
+def declaring(dependant: Dependant) -> Iterator[tuple[list[Dependant], int]]:
+    """The places of the dependencies of a route that declare a rule: a list, and an index in it."""
+    for index, part in enumerate(dependant.dependencies):
+        if hasattr(part.call, "rule"):
+            yield dependant.dependencies, index
+        else:
+            yield from declaring(part)
+
+
+def test_without_its_check_a_route_is_found(place: Place) -> None:
+    """If the check of any single route is removed, its answers are not those that are declared."""
+    checked = [route for route in place.routes if rule_of(route).scope is not None]
+    for route in checked:
+        with without_check(place, route):
+            assert next(mistakes(place, route), None), route.path
+    assert len(checked) > 40
+    assert list(mistakes(place, checked[0])) == []
+
+
+def test_a_route_without_a_rule_is_refused() -> None:
+    """The application cannot be created with a route that declares no rule."""
+    router = APIRouter()
+
+    @router.get("/v1/secrets")
+    def secrets() -> str:
+        return "all of them"
+
+    with pytest.raises(TypeError, match=r"route GET /v1/secrets: declares 0 rules; it must depend on exactly one"):
+        check_rules(list(router.routes))

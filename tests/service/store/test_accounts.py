@@ -1,0 +1,262 @@
+"""Users, teams, tokens and the audit log, on SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import sqlalchemy as sa
+
+from service.auth.tokens import MARK, digest_of, given_token, new_token
+from service.errors import Conflict, NotFound
+from service.store import Store, schema
+from service.store.accounts import AccountStore, Actor, name_problem
+from service.store.connection import transaction
+from service.types import Account, JobRecord, JobState, Role, Scope, Sharing, TokenRecord
+
+ACTOR = Actor("ann", "192.0.2.1", "mst_abcdef")
+
+
+@pytest.fixture
+def store(database: str) -> Iterator[Store]:
+    store = Store(database)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def accounts(store: Store) -> AccountStore:
+    return AccountStore(store)
+
+
+def with_token(accounts: AccountStore, user: str, *, lifetime_s: float | None = None) -> tuple[str, TokenRecord]:
+    token = new_token()
+    record = accounts.add_token(
+        user,
+        name="laptop",
+        digest=token.digest,
+        prefix=token.prefix,
+        scope=Scope.SUBMIT,
+        lifetime_s=lifetime_s,
+        actor=ACTOR,
+    )
+    return token.digest, record
+
+
+def test_jobs_without_owner_go_to_the_first_admin(store: Store, accounts: AccountStore) -> None:
+    """Jobs of a database without accounts belong to the first administrator; later jobs and users change nothing."""
+    jobs = [store.create_job(kind="search", name=name, document={}, accepted={}) for name in ("a", "b")]
+    assert {job.owner for job in jobs} == {None}
+    with pytest.raises(
+        Conflict, match=r"user 'bob': the first user must be an administrator of the server \(--admin\)"
+    ):
+        accounts.add_user("bob", is_admin=False, actor=ACTOR)
+    assert not accounts.has_users()
+    accounts.add_user("ann", is_admin=True, actor=ACTOR)
+    accounts.add_user("bob", is_admin=False, actor=ACTOR)
+    later = store.create_job(kind="search", name="c", document={}, accepted={}, owner="bob")
+    assert [store.job(job.id).owner for job in (*jobs, later)] == ["ann", "ann", "bob"]
+    assert [(entry.action, entry.after) for entry in accounts.audit()][:2] == [
+        ("user.add", {"is_admin": True, "is_disabled": False}),
+        ("jobs.adopt", {"jobs": 2}),
+    ]
+
+
+@pytest.mark.parametrize("change", [{"is_admin": False}, {"is_disabled": True}], ids=["demoted", "disabled"])
+def test_the_last_administrator_stays(change: dict[str, bool], accounts: AccountStore) -> None:
+    """The last enabled administrator can be neither demoted nor disabled; one of two can."""
+    for name in ("ann", "bob"):
+        accounts.add_user(name, is_admin=True, actor=ACTOR)
+    accounts.change_user("ann", actor=ACTOR, **change)
+    before = accounts.users(), accounts.audit()
+    with pytest.raises(Conflict, match=r"user 'bob': is the last administrator"):
+        accounts.change_user("bob", actor=ACTOR, **change)
+    assert (accounts.users(), accounts.audit()) == before
+
+
+def test_two_administrators_cannot_remove_each_other(accounts: AccountStore) -> None:
+    """Of simultaneous requests that would leave no administrator, one is refused."""
+    names = [f"user{number}" for number in range(4)]
+    for name in names:
+        accounts.add_user(name, is_admin=True, actor=ACTOR)
+    refused = []
+
+    def demote(name: str) -> None:
+        try:
+            accounts.change_user(name, is_admin=False, actor=ACTOR)
+        except Conflict:
+            refused.append(name)
+
+    threads = [threading.Thread(target=demote, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [user.name for user in accounts.users() if user.is_admin] == refused
+    assert len(refused) == 1
+
+
+def test_a_token_is_found_by_its_hash_alone(store: Store, accounts: AccountStore) -> None:
+    """A valid token leads to its user's rights; the database has its hash and its beginning, not the token."""
+    accounts.add_user("ann", is_admin=True, actor=ACTOR)
+    accounts.add_team("red", actor=ACTOR)
+    accounts.set_role("red", "ann", Role.VIEWER, actor=ACTOR)
+    token = new_token()
+    assert len(token.secret) == len(MARK) + 43
+    record = accounts.add_token(
+        "ann", name="x", digest=token.digest, prefix=token.prefix, scope=Scope.READ, lifetime_s=None, actor=ACTOR
+    )
+    found = accounts.find_token(digest_of(token.secret))
+    assert found is not None
+    assert found[:2] == (record, Account("ann", True, {"red": Role.VIEWER}))
+    assert accounts.find_token(digest_of(token.secret[:-1])) is None
+    with store.reading() as connection:
+        for table in schema.metadata.sorted_tables:
+            assert token.secret not in str(connection.execute(sa.select(table)).all())
+
+
+def test_a_token_ends(accounts: AccountStore, store: Store) -> None:
+    """A token is refused when it is revoked, has expired, or its user is disabled; an enabled user's works again."""
+    for name in ("ann", "bob"):
+        accounts.add_user(name, is_admin=True, actor=ACTOR)
+    digest, record = with_token(accounts, "bob")
+    expired, _ = with_token(accounts, "bob", lifetime_s=-1.0)
+    assert accounts.find_token(digest) is not None
+    assert accounts.find_token(expired) is None
+    accounts.change_user("bob", is_disabled=True, actor=ACTOR)
+    assert accounts.find_token(digest) is None
+    accounts.change_user("bob", is_disabled=False, actor=ACTOR)
+    assert accounts.find_token(digest) is not None
+    revoked = accounts.revoke_token(record.id, actor=ACTOR)
+    assert revoked.revoked_at is not None
+    assert accounts.find_token(digest) is None
+    assert accounts.revoke_token(record.id, actor=ACTOR) == revoked
+    with pytest.raises(Conflict, match="is stored already"):
+        accounts.add_token(
+            "ann", name="x", digest=digest, prefix="mst_", scope=Scope.READ, lifetime_s=None, actor=ACTOR
+        )
+
+
+def test_the_last_use_only_grows(accounts: AccountStore) -> None:
+    accounts.add_user("ann", is_admin=True, actor=ACTOR)
+    _, record = with_token(accounts, "ann")
+    for time, stored in ((20.0, 20.0), (10.0, 20.0), (30.0, 30.0)):
+        accounts.record_uses({record.id: time, "unknown": time})
+        assert accounts.token(record.id) == replace(record, last_used_at=stored)
+
+
+def test_the_audit_log_is_append_only(store: Store, accounts: AccountStore) -> None:
+    """The database refuses to change or delete entries; they say who, what, from where, before and after."""
+    accounts.add_user("ann", is_admin=True, actor=ACTOR)
+    accounts.add_team("red", actor=ACTOR)
+    accounts.set_role("red", "ann", Role.MEMBER, actor=ACTOR)
+    accounts.set_role("red", "ann", Role.MEMBER, actor=ACTOR)
+    entries = accounts.audit()
+    assert [(entry.action, entry.target) for entry in entries] == [
+        ("user.add", "user ann"),
+        ("team.add", "team red"),
+        ("team.change", "team red"),
+    ]
+    last = entries[-1]
+    assert (last.user, last.origin, last.token) == ("ann", "192.0.2.1", "mst_abcdef")
+    assert (last.before, last.after) == ({"members": {}}, {"members": {"ann": "member"}})
+    assert accounts.audit(after=entries[0].id, limit=1) == entries[1:2]
+    assert accounts.audit(target="team red") == entries[1:]
+    changes = (sa.update(schema.audit).values(user="eve"), sa.delete(schema.audit))
+    for change in changes:
+        with pytest.raises(sa.exc.DBAPIError, match="the audit log is append-only"), transaction(store.engine) as open_:
+            open_.execute(change)
+    assert accounts.audit() == entries
+
+
+def test_what_does_not_exist_is_named(accounts: AccountStore) -> None:
+    accounts.add_user("ann", is_admin=True, actor=ACTOR)
+    accounts.add_team("red", actor=ACTOR)
+    with pytest.raises(NotFound, match="user 'bob': there is no such user"):
+        accounts.set_role("red", "bob", Role.MEMBER, actor=ACTOR)
+    with pytest.raises(NotFound, match="team 'blue': there is no such team"):
+        accounts.set_role("blue", "ann", Role.MEMBER, actor=ACTOR)
+    with pytest.raises(NotFound, match="token 'x': there is no such token"):
+        accounts.revoke_token("x", actor=ACTOR)
+    with pytest.raises(Conflict, match="team 'red': exists already"):
+        accounts.add_team("red", actor=ACTOR)
+    assert name_problem("ann@example.org") is None
+    for name in ("", "Ann", "-a", "a b", "a" * 65, "ä", "a\n"):
+        assert name_problem(name), name
+
+
+def test_a_team_with_jobs_is_kept(store: Store, accounts: AccountStore) -> None:
+    accounts.add_user("ann", is_admin=True, actor=ACTOR)
+    for team in ("red", "blue"):
+        accounts.add_team(team, actor=ACTOR)
+    job = store.create_job(kind="search", name="a", document={}, accepted={}, owner="ann", team="red")
+    with pytest.raises(Conflict, match="team 'red': has jobs"):
+        accounts.remove_team("red", actor=ACTOR)
+    shared = accounts.share(job.id, actor=ACTOR, sharing=Sharing.PRIVATE, team="blue")
+    assert (shared.team, shared.sharing) == ("blue", Sharing.PRIVATE)
+    assert accounts.audit(target=f"job {job.id}")[-1].before == {"team": "red", "sharing": "team"}
+    accounts.remove_team("red", actor=ACTOR)
+    assert [team.name for team in accounts.teams()] == ["blue"]
+
+
+def test_lists_have_what_may_be_read(store: Store, accounts: AccountStore) -> None:
+    """For every user, the list of jobs has exactly those that `may_read` allows; rights grow with the need."""
+    accounts.add_user("ann", is_admin=True, actor=ACTOR)
+    for team in ("red", "blue"):
+        accounts.add_team(team, actor=ACTOR)
+    jobs = [
+        store.create_job(kind="search", name="a", document={}, accepted={}, owner=owner, team=team, sharing=sharing)
+        for owner, team, sharing in itertools.product(("ann", "bob", None), ("red", "blue", None), Sharing)
+    ]
+    roles = (None, *Role)
+    seen = set()
+    for user, is_admin, red, blue in itertools.product(("bob", "eve"), (False, True), roles, roles):
+        given = {team: role for team, role in (("red", red), ("blue", blue)) if role is not None}
+        account = Account(user, is_admin, given)
+        listed = {job.id for job in store.jobs(reader=account)}
+        assert listed == {job.id for job in jobs if account.may_read(job)}, account
+        for job in jobs:
+            assert account.may_change(job) <= account.may_use(job) <= account.may_read(job)
+        seen.add(len(listed))
+    assert len(seen) > 5
+
+
+def job_of(team: str | None, sharing: Sharing) -> JobRecord:
+    return JobRecord("1", "a", JobState.CREATED, {}, {}, 0.0, "search", owner="ann", team=team, sharing=sharing)
+
+
+@pytest.mark.parametrize(
+    ("account", "sharing", "rights"),
+    [
+        (Account("ann"), Sharing.PRIVATE, "ruc"),
+        (Account("eve"), Sharing.TEAM, ""),
+        (Account("eve"), Sharing.ALL, "r"),
+        (Account("eve", is_admin=True), Sharing.PRIVATE, "ruc"),
+        (Account("eve", roles={"blue": Role.ADMIN}), Sharing.TEAM, ""),
+        (Account("eve", roles={"red": Role.VIEWER}), Sharing.TEAM, "r"),
+        (Account("eve", roles={"red": Role.VIEWER}), Sharing.PRIVATE, ""),
+        (Account("eve", roles={"red": Role.MEMBER}), Sharing.TEAM, "ru"),
+        (Account("eve", roles={"red": Role.MEMBER}), Sharing.PRIVATE, ""),
+        (Account("eve", roles={"red": Role.ADMIN}), Sharing.PRIVATE, "ruc"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else None,
+)
+def test_rights_on_a_job(account: Account, sharing: Sharing, rights: str) -> None:
+    """What an owner, strangers, administrators and members may do with a job of the team red."""
+    job = job_of("red", sharing)
+    may = {"r": account.may_read(job), "u": account.may_use(job), "c": account.may_change(job)}
+    assert "".join(right for right, is_given in may.items() if is_given) == rights
+
+
+def test_given_tokens_are_as_long_as_made_ones() -> None:
+    """Tokens that operators make are accepted if they can have 256 random bits; messages do not show them."""
+    made = new_token()
+    assert given_token(made.secret) == made
+    assert made.secret not in repr(made)
+    for text in ("", made.secret[:-1], made.secret[1:], made.secret + " ", f"{made.secret}\n"):
+        with pytest.raises(ValueError, match="not a token") as refused:
+            given_token(text)
+        assert not text.strip() or text.strip() not in str(refused.value)
