@@ -24,8 +24,8 @@ from workers.errors import InvalidModel
 from workers.merging.masks import mask_key
 from workers.merging.methods.arithmetic import Products, cosine_of, num_kept
 from workers.merging.methods.fusions import Importance
-from workers.merging.order_statistics import MagnitudeTable, Ranked, TieOrder
 from workers.merging.node import Node, NoRoom, SharedDirectory
+from workers.merging.order_statistics import MagnitudeTable, Ranked, TieOrder
 from workers.merging.recent import Recent, recent_bytes
 from workers.merging.shards import Shard
 from workers.merging.statistics import (

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from search_spaces.methods import METHODS
-from tests.workers.merging.kernels.test_kernels import bits, chosen_merges, fused, given_to, merges, operands
+from tests.workers.merging.kernels.test_kernels import bits, fused, given_to, merges, operands
 from workers.merging.kernels import exact_rule, merge_shard
 from workers.merging.shards import Shard
 
