@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from search_spaces.errors import InvalidRecipe
+from search_spaces.methods import METHODS
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from tests.builders import tiny_family
 from tests.workers.merging.kernels.test_kernels import bits, fused, given_to, merges, operands
-from workers.merging.kernels import exact_rule, merge_shard
+from tests.workers.merging.methods.examples import EXAMPLES
+from tests.workers.recipes import num_layers
+from workers.merging.bank import Bank
+from workers.merging.kernels import FUSED, exact_rule, merge_shard
+from workers.merging.materialize import merge_into, merged_tensors
+from workers.merging.methods.plain import PLAIN, Operands
+from workers.merging.plan import merged_names
 from workers.merging.shards import Shard
+from workers.types import Family
 
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+FLOAT32 = torch.float32
 
 
 def divided(whole: torch.Tensor, ranks: int) -> Iterator[torch.Tensor]:
@@ -58,7 +70,7 @@ def test_other_views_are_no_shards() -> None:
     assert Shard.of(whole[1:2], whole.transpose(0, 1)) is None
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_have_the_bits_of_the_whole_merge(ranks: int) -> None:
     """Each kernel computes the elements of every rank as in the whole tensor, and reads no others."""
     given = operands((19, 37), (FLOAT32,) * 3)
@@ -68,10 +80,11 @@ def test_shards_have_the_bits_of_the_whole_merge(ranks: int) -> None:
         check_shards(merge, given, parts, FLOAT32)
 
 
-SOME = ("linear", "ties", "breadcrumbs", "dare_ties_l1", "della", "sce", "arcee_fusion")
+# Those whose kernels other tests compile, too.
+SOME = ("linear", "ties", "breadcrumbs", "dare_ties", "della", "sce", "arcee_fusion")
 
 
-def check_shards(merge, given, parts, dtype):  # type: ignore[no-untyped-def]
+def check_shards(merge: Merge, given: Operands, parts: Sequence[Shard], dtype: torch.dtype) -> None:
     own = given_to(merge, given)
     whole = fused(merge, given, dtype)
     rule = exact_rule(merge, own)
@@ -80,3 +93,88 @@ def check_shards(merge, given, parts, dtype):  # type: ignore[no-untyped-def]
         merge_shard(rule, own.tensors, own.base, memory[1:-1].view(shard.shape), shard)
         assert torch.equal(bits(memory[1:-1]), bits(shard.view(whole).reshape(-1))), (merge, shard)
         assert memory[0] == memory[-1] == 7
+
+
+def recipe_by(family: Family, name: str, seed: int = 5) -> Recipe:
+    """A merge by one method everywhere, with the examples of its coefficients."""
+    declared = METHODS[name]
+    numbers = {c.name: EXAMPLES[c.name] for c in declared.coefficients if c.default is None}
+    numbers = {key: value[:2] if isinstance(value, tuple) else value for key, value in numbers.items()}
+    aliases = ("math", "text")[: declared.max_sources or 2]
+
+    def part(layer: int | None) -> Merge:
+        found = tuple(Source(alias, layer) for alias in aliases)
+        return Merge(name, found, dict(numbers), seed if declared.takes_seed else None)
+
+    layers = tuple(LayerRecipe(part(i), part(i), part(i)) for i in range(num_layers(family)))
+    return Recipe(family.fingerprints, "base", layers, part(None), part(None))
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return tiny_family(tmp_path_factory.mktemp("family"), experts=("math", "text"), layers=1, hidden=24)
+
+
+@pytest.fixture
+def ranks(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Bank]:
+    """The banks of two ranks of one node."""
+    monkeypatch.setattr("workers.merging.node.SHARED_MEMORY", tmp_path)
+    return [Bank(family, is_shared=True, cache=tmp_path / "cache") for _ in range(2)]
+
+
+def halves(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """The part of a tensor that a rank of two holds: columns of what ends a branch, else rows; norms whole."""
+    if whole.dim() == 1:
+        return whole
+    return torch.tensor_split(whole, 2, dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[rank]
+
+
+QUICK = ("passthrough", "linear", "slerp", "ties", "dare_linear", "della", "arcee_fusion", "pcb", "ramplus_tl")
+
+
+@pytest.mark.parametrize(
+    "name",
+    # Compiling the kernel of a rule takes seconds, and those of one kind do the same with shards.
+    [name if name in QUICK or name not in FUSED else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
+)
+def test_ranks_hold_the_bits_of_one_rank_by_every_method(name: str, family: Family, ranks: list[Bank]) -> None:
+    """Two ranks of a node hold what one rank holds, and read each element of a weighted sum's sources once."""
+    alone = Bank(family)
+    recipe = recipe_by(family, name)
+    try:
+        whole = dict(merged_tensors(recipe, alone, FLOAT32))
+    except InvalidRecipe as error:
+        assert "ratio of model_stock" in str(error)
+        return
+    shapes = merged_names(recipe, alone)
+    before, why = alone.elements_read, {}
+    merge_into(recipe, alone, {key: torch.empty(shape) for key, shape in shapes.items()})
+    of_one = alone.elements_read - before
+    for rank, bank in enumerate(ranks):
+        parts = {key: halves(key, torch.empty(shape), rank) for key, shape in shapes.items()}
+        of = {key: shard_of(part) for key, part in parts.items()}
+        shards_ = {key: shard for key, shard in of.items() if not shard.is_whole(shapes[key])}
+        found = {key: torch.full(part.shape, 7.0) for key, part in parts.items()}
+        why |= merge_into(recipe, bank, found, shards_)
+        for key, tensor in found.items():
+            assert torch.equal(bits(tensor), bits(halves(key, whole[key], rank).contiguous())), (key, rank)
+    twice = sum(torch.Size(shape).numel() for shape in shapes.values() if len(shape) == 1)
+    operands_ = len(recipe.head.sources) + METHODS[name].needs_base
+    read = sum(bank.elements_read for bank in ranks)
+    if name not in FUSED:
+        assert set(why.values()) == {f"{name} has no kernel"}
+    elif "ranks" not in PLAIN[name].uses:
+        assert why == {}
+        if not PLAIN[name].uses and name != "ramplus_tl":
+            assert read == of_one + twice * operands_
+        else:
+            # Statistics read whole tensors once, in one of the ranks, and so does what depends on the recipe.
+            assert sum(bank.node.num_made for bank in ranks) > 0
+            assert ranks[1].node.num_made == 0
+            assert ranks[1].elements_read < ranks[0].elements_read
+
+
+def shard_of(view: torch.Tensor) -> Shard:
+    found = Shard.of(view, view if view._base is None else view._base)
+    assert found is not None
+    return found

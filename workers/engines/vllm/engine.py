@@ -104,7 +104,14 @@ class Engine:
         self._is_checked = False  # nothing was scored since the last canary that passed
         self._held: Recipe | None = None
         self._fault: EngineFault | None = None
-        self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "off_device": "", "whole": "", "bank": {}}
+        self._state: dict[str, Any] = {
+            "digest": None,
+            "swaps": 0,
+            "checksum": "",
+            "off_device": "",
+            "whole": "",
+            "bank": {},
+        }
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
         started = time.perf_counter()
         try:

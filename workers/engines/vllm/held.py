@@ -210,7 +210,12 @@ class HeldWeights:
         }
         if unknown:
             shapes = merged_names(plan, bank)
-            blank = ((name, into(name, shape)) for name, shape in shapes.items() if name in unknown)
+            device = next(iter(parameters.values())).device
+            blank = (
+                (name, torch.empty(shape, dtype=self.dtype, device=device))
+                for name, shape in shapes.items()
+                if name in unknown
+            )
             observed = LoadObserver(blank, parameters, copies=False)
             with observed:
                 self.model.load_weights(iter(observed))
@@ -222,7 +227,8 @@ class HeldWeights:
         }
         merging = time.perf_counter()
         shards = {name: place.shard for name, place in destinations.items() if place.shard is not None}
-        whole = merge_into(plan, bank, {name: place.memory for name, place in destinations.items()}, shards)
+        memory = {name: place.memory for name, place in destinations.items()}
+        whole = merge_into(plan, bank, memory, shards) if memory else {}
         _wait_for(bank.device)
         seconds = time.perf_counter() - merging
         written = {destination.parameter for destination in destinations.values()}
@@ -233,7 +239,6 @@ class HeldWeights:
             observer = LoadObserver(merged, parameters, wait=partial(_wait_for, bank.device))
             with observer:
                 written |= set(self.model.load_weights(iter(observer)))
-            self.destinations |= observer.destinations
             seconds += observer.seconds
             whole |= dict.fromkeys(others, "only vLLM's loader can write it")
         self.whole_because = {name: why for name, why in self.whole_because.items() if name not in changed} | whole

@@ -69,9 +69,7 @@ class MergeExtension:
         share statistics and host memory of the sources (`bank.Bank`). Returns the bank's fingerprint.
         """
         device = next(self.model_runner.get_model().parameters()).device
-        self._mergesearch_bank = open_bank(
-            family, placements, device, scratch_bytes, is_shared=is_shared
-        ).on(device)
+        self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes, is_shared=is_shared).on(device)
         if keeps_ranks:
             self._mergesearch_bank.keep_ranks()
         if self._mergesearch_bank.placement != placements[0]:

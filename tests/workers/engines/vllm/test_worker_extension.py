@@ -259,7 +259,7 @@ def test_weights_of_the_start_that_no_merge_writes_are_an_error(extension: Exten
 
 
 def test_random_buffers_that_no_merge_writes_are_an_error(tied_family: Family) -> None:
-    """vLLM's random weights are also in buffers; those that it computes afterwards are left as they are."""
+    """VLLM's random weights are also in buffers; those that it computes afterwards are left as they are."""
     extension = Extension(tied_family)
     model = extension.model_runner.get_model()
     for name, value in (("scale", 1.0), ("zero", 0.0), ("random", 4e-4)):
@@ -313,11 +313,18 @@ def gpu(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespac
             return write(recipe, own, torch.float32, names=names["names"])
         return write(recipe, bank, *rest, **names)
 
+    into_memory = workers.merging.materialize.merge_into
+
+    def merge_into(recipe: Recipe, bank: Bank, *rest: Any) -> Any:
+        found.devices.append(bank.device.type)
+        return into_memory(recipe, bank, *rest)
+
     own, bank = (Bank(extension._mergesearch_bank.family) for _ in range(2))
     extension._mergesearch_bank = bank
     bank.device, bank.placement = GPU, Placement.GPU
     bank._stored = {info: stream.on_gpu(tensor) for info, tensor in bank._stored.items()}
     monkeypatch.setattr(workers.merging.materialize, "merged_tensors", merged_tensors)
+    monkeypatch.setattr(workers.merging.materialize, "merge_into", merge_into)
     monkeypatch.setattr(workers.merging.materialize, "Scratch", lambda bank, dtype: SimpleNamespace(tensor=None))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (found.free, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
