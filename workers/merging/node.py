@@ -47,7 +47,8 @@ class SharedDirectory:
     """A directory in the node's shared memory, which exists as long as a process has it open.
 
     `name` says what it holds; processes that give the same name share it. A directory that no process has open, because
-    its last user was killed, is removed when any other one is opened. `root` is the node's shared memory, by default SHARED_MEMORY.
+    its last user was killed, is removed when any other one is opened. `root` is the node's shared memory, or
+    None for SHARED_MEMORY.
     """
 
     def __init__(self, name: str, *, root: Path | None = None) -> None:

@@ -477,8 +477,8 @@ class Engine:
         """Call a method of the worker extension (`MergeExtension`) in every process of the engine; combine the results.
 
         With tensor parallelism there are several processes (ranks). The combined result has the maximum of counts of
-        rows, the sum of elements read, and different texts joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or the number of
-        swaps.
+        rows, the sum of elements read, and different texts joined by "+". Raises EvidenceMismatch if the ranks differ
+        in the recipe digest or the number of swaps.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)

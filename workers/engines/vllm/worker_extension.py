@@ -140,11 +140,13 @@ class MergeExtension:
 
         A tensor that the held merge computes in the same way is not written again. If a GPU has too little memory for
         merging, the merge is computed on the CPU. Returns {digest, swaps, checksum, tensors_written, materialise_s,
-        repack_s, swap_s (packing included), off_device, whole, elements_read, bank (its summary)}. `off_device` says
-        in words which part of the held merge was not computed on the engine's device; it is "" if all of it was. `whole`
-        says of how many tensors, and why, this rank computed more than the elements that it holds; `elements_read` is
-        the number of elements of the sources that it read. While weights are written, and if this fails, the engine
-        holds no digest.
+        repack_s, swap_s (packing included), off_device, whole, elements_read, bank (its summary)}. While weights are
+        written, and if this fails, the engine holds no digest. In words, or "" if there is nothing to say, are:
+
+        - off_device: which part of the held merge was not computed on the engine's device
+        - whole: of how many tensors, and why, this rank computed more than the elements that it holds
+
+        `elements_read` is the number of elements of the sources that this rank read.
 
         Expected failures are returned, because with several ranks an exception would lose its class:
 
