@@ -227,6 +227,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--end", action="store_true", help="accept jobs again, and continue those that wait")
 
+    command = verb("backup", verbs.back_up, "Back up a server's jobs and artifacts to a directory, also while it runs.")
+    command.add_argument("--data", type=Path, required=True, metavar="DIR", help="data directory of the server")
+    command.add_argument("--database", metavar="URL", help="database of the server, as for serve")
+    command.add_argument(
+        "--files", default=os.environ.get("MERGESEARCH_FILES"), metavar="LOCATION", help="as for serve"
+    )
+    command.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory of the backup, new or of an earlier backup"
+    )
+
+    command = verb("restore", verbs.restore, "Restore a backup to a new data directory and an empty database.")
+    command.add_argument("backup", type=Path, metavar="BACKUP", help="directory that `mergesearch backup` wrote")
+    command.add_argument("--data", type=Path, required=True, metavar="DIR", help="data directory of the new server")
+    command.add_argument("--database", metavar="URL", help="empty database of the new server, as for serve")
+    command.add_argument(
+        "--files", default=os.environ.get("MERGESEARCH_FILES"), metavar="LOCATION", help="as for serve"
+    )
+
     databases = commands.add_parser("database", help="Manage the database of a server.")
     actions = databases.add_subparsers(title="commands", metavar="COMMAND", required=True)
     text = "Copy all jobs from one database to another, which must be empty; the server must be stopped."

@@ -20,7 +20,7 @@ from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.tasks import fetch_task, list_tasks
 from service.cli.terminal import console, print_benchmarks, print_export, print_json, print_removals, print_results
-from service.disk import alignments_dir, artifacts_dir
+from service.disk import alignments_dir, artifacts_dir, gib
 from service.errors import Conflict, DatabaseUnavailable, NotFound
 from service.retention.limits import limits_of
 from service.server import alone
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from service.schemas.files import PreferredDocument
 
 __all__ = [
+    "back_up",
     "cancel",
     "clean",
     "delete",
@@ -51,6 +52,7 @@ __all__ = [
     "move_database",
     "pareto",
     "propose",
+    "restore",
     "resume",
     "run",
     "schema",
@@ -169,6 +171,68 @@ def move_database(options: argparse.Namespace) -> int:
     else:
         print(f"copied {sum(table.rows for table in tables)} rows from {source.place} to {target.place}")
         print("start the server with --database, or MERGESEARCH_DATABASE, and the same --data")
+    return 0
+
+
+def back_up(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from service.store import Store
+    from service.store.backup import back_up
+    from service.store.database_url import known_url
+
+    data_dir = options.data.resolve()
+    if not data_dir.is_dir():
+        raise NotFound(f"--data {data_dir}: is not a directory; give the data directory of a server")
+    store = Store(known_url(data_dir, options.database))
+    try:
+        backup = back_up(
+            store,
+            options.files or artifacts_dir(data_dir),
+            options.out.resolve(),
+            note=partial(print, file=sys.stderr, flush=True),
+        )
+    finally:
+        store.close()
+    if options.json:
+        print_json(asdict(backup))
+    else:
+        print(
+            f"{options.out}: {backup.jobs} jobs ({backup.unfinished_jobs} unfinished), "
+            f"{sum(table.rows for table in backup.tables)} rows, {backup.files} files ({gib(backup.bytes)})"
+        )
+    return 0
+
+
+def restore(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from service.store import Store
+    from service.store.backup import read_backup, restore
+    from service.store.database_url import database_url
+
+    read_backup(options.backup)  # before an empty database is created
+    data_dir = options.data.resolve()
+    address = database_url(data_dir, options.database)
+    with alone(data_dir, address, is_shared=False):
+        store = Store(address)
+        try:
+            restored = restore(
+                options.backup,
+                store,
+                options.files or artifacts_dir(data_dir),
+                note=partial(print, file=sys.stderr, flush=True),
+            )
+        finally:
+            store.close()
+    if options.json:
+        print_json(asdict(restored))
+    else:
+        backup = restored.backup
+        print(f"{data_dir}: {backup.jobs} jobs restored; {backup.unfinished_jobs} continue when a server is started")
+        if restored.removed_exports:
+            print(f"{restored.removed_exports} exports are not part of a backup; request them again")
+        print("start the server with this --data, and with the same --database and --files, if any were given")
     return 0
 
 

@@ -15,6 +15,7 @@
 - `schema`: the tables
 - `servers`: which server of a database is the leader, and how servers learn of new events
 - `move`: copies a database to another one
+- `backup`: copies a database and the files of its artifacts to a directory, and restores them from there
 - `upgrade`: creates and migrates databases, by the Alembic migrations in `migrations`
 """
 

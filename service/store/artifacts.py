@@ -201,9 +201,9 @@ class ArtifactStore:
         Returns:
             Number of bytes that were freed, or would be.
         """
-        return self._blobs.collect(self._used, deletes=deletes)
+        return self._blobs.collect(self.used, deletes=deletes)
 
-    def _used(self) -> set[str]:
+    def used(self) -> set[str]:
         """Digests of all files that artifacts use, including their manifests (the lists of an artifact's files)."""
         with self._reads.connect() as connection:
             digests = set(connection.execute(sa.select(schema.artifacts.c.digest)).scalars())

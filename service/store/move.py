@@ -13,7 +13,7 @@ from service.store import schema
 from service.store.connection import transaction
 from service.store.sql import Store
 
-__all__ = ["MovedTable", "move"]
+__all__ = ["MovedTable", "check_empty", "copy_tables", "move"]
 
 # Rows that are read, and written, at once.
 BATCH = 1000
@@ -44,17 +44,35 @@ def move(source: Store, target: Store, *, note: Callable[[str], None] = lambda _
     Raises:
         Conflict: The target has data, a job of the source has a driver, or a copy differs.
     """
-    tables = [table for table in schema.metadata.sorted_tables if table.name not in NOT_COPIED]
     with source.snapshot() as snapshot:
         _check_no_driver(snapshot)
-        with snapshot.reading() as reads, transaction(target.engine) as writes:
-            _check_empty(writes, tables, target.place)
-            copied = [_copy(reads, writes, table, note) for table in tables]
-            for before in copied:
-                note(f"{before.name}: comparing the copy")
-                after = _described(writes, schema.metadata.tables[before.name])
-                if after != before:
-                    raise Conflict(f"{target.place}: table {before.name}: the copy differs ({after}, not {before})")
+        return copy_tables(snapshot, target, note=note)
+
+
+def copy_tables(
+    source: Store,
+    target: Store,
+    *,
+    change: Callable[[sa.Connection], object] = lambda _: None,
+    note: Callable[[str], None] = lambda _: None,
+) -> list[MovedTable]:
+    """Copy all tables as `move` does, but do not check whether the jobs of `source` have drivers.
+
+    `source` is read as it is at the beginning if it is a snapshot (`Store.snapshot`). `change` is called with a
+    connection to `target` in the same transaction, after the copies were compared with the originals.
+
+    Raises:
+        Conflict: The target has data, or a copy differs.
+    """
+    with source.reading() as reads, transaction(target.engine) as writes:
+        _check_empty(writes, target.place)
+        copied = [_copy(reads, writes, table, note) for table in _tables()]
+        for before in copied:
+            note(f"{before.name}: comparing the copy")
+            after = _described(writes, schema.metadata.tables[before.name])
+            if after != before:
+                raise Conflict(f"{target.place}: table {before.name}: the copy differs ({after}, not {before})")
+        change(writes)
     return copied
 
 
@@ -68,8 +86,18 @@ def _check_no_driver(source: Store) -> None:
             )
 
 
-def _check_empty(target: sa.Connection, tables: list[sa.Table], place: str) -> None:
-    for table in tables:
+def check_empty(target: Store) -> None:
+    """Check that no table of `target` has rows. Raises Conflict if one has."""
+    with target.reading() as connection:
+        _check_empty(connection, target.place)
+
+
+def _tables() -> list[sa.Table]:
+    return [table for table in schema.metadata.sorted_tables if table.name not in NOT_COPIED]
+
+
+def _check_empty(target: sa.Connection, place: str) -> None:
+    for table in _tables():
         if target.execute(sa.select(sa.literal(1)).select_from(table).limit(1)).first() is not None:
             raise Conflict(f"database {place}: has data already (in its table {table.name}); give an empty database")
 

@@ -1,4 +1,4 @@
-"""A server that is drained, stopped, migrated and started again while a study runs, as an upgrade does it."""
+"""A server that is backed up, drained, stopped, migrated and started again while a study runs, as in an upgrade."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ COMMAND = ("tests.benchmarks.fake_serve",)
 
 @pytest.mark.timeout(900)
 def test_a_study_continues_after_an_upgrade(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """While the server is drained nothing is scored, also after its restart; the trials are the undisturbed ones."""
+    """While the server is drained nothing is scored, also after its restart; the trials are the undisturbed ones.
+
+    A backup that was made while the study ran gives the same trials in an empty place.
+    """
     (tmp_path / "models").mkdir()
     file = write_small_study(tmp_path / "models", name="s", rungs=[20, 60], max_trials=12, space=LFS)
     data_dir = tmp_path / "data"
@@ -39,6 +42,9 @@ def test_a_study_continues_after_an_upgrade(tmp_path: Path, capsys: pytest.Captu
             assert time.monotonic() < deadline, server.story(study)
             time.sleep(0.1)
 
+        assert store.job(study).has_driver(now=store.now())
+        assert main(["backup", "--data", str(data_dir), "--out", str(tmp_path / "backup")]) == 0
+        assert "1 jobs (1 unfinished)" in capsys.readouterr().out
         assert main(["drain", "--data", str(data_dir)]) == 0
         assert "drained; no job has a driver" in capsys.readouterr().out
         assert (store.job(study).state, store.job(study).reason) == (JobState.STOPPED, "interrupted")
@@ -57,8 +63,23 @@ def test_a_study_continues_after_an_upgrade(tmp_path: Path, capsys: pytest.Captu
         assert server.wait_until_ended(study, timeout_s=RECOVERY_S)["state"] == "COMPLETE"
         attempts = sum(event.kind == EventKind.ATTEMPT for event in store.events(study))
         resolved = ResolvedStudy.of(store.job(study))
-        assert trial_list(store, study) == undisturbed(file, tmp_path / "alone", resolved=resolved)
+        expected = undisturbed(file, tmp_path / "alone", resolved=resolved)
+        assert trial_list(store, study) == expected
+        num_evidence = len(store.evidence(study))
         store.close()
         server.stop()
     assert attempts == 2
     assert stored < 40
+
+    new = tmp_path / "new"
+    assert main(["restore", str(tmp_path / "backup"), "--data", str(new)]) == 0
+    store = Store(f"sqlite:///{new / DATABASE}", waits=True)
+    backed_up = store.evidence(study)
+    assert 3 <= len(backed_up) <= stored
+    with serving(COMMAND, new, environment=environment) as server:
+        assert server.wait_until_ended(study, timeout_s=RECOVERY_S)["state"] == "COMPLETE", "it goes on at once"
+        assert trial_list(store, study) == expected
+        assert store.evidence(study)[: len(backed_up)] == backed_up, "stored samples are not scored again"
+        assert len(store.evidence(study)) == num_evidence
+        server.stop()
+    store.close()

@@ -54,7 +54,7 @@ NAMED: Mapping[str, str] = {
 
 
 def stated_template(directory: Path) -> str | None:
-    """Default chat template of the model in `directory`; None if the model has none."""
+    """Default chat template of the model in `directory`; None if the model has none, or if its files cannot be read."""
     try:
         file = directory / FILE
         if file.is_file():
@@ -71,14 +71,17 @@ def stated_template(directory: Path) -> str | None:
 def most_common(directories: Iterable[Path]) -> str | None:
     """Most common chat template among the models in `directories`; None if no model has one.
 
-    Of templates that equally many models have, the first is chosen.
+    If several templates are equally common, the first one is chosen.
     """
     stated = (template.strip() for directory in directories if (template := stated_template(directory)))
     return next((template for template, _ in Counter(stated).most_common(1)), None)
 
 
 def write_template(directory: Path, template: str) -> None:
-    """Set the chat template of the tokenizer in `directory`, and remove all other templates of it."""
+    """Set `template` as the chat template of the tokenizer in `directory`.
+
+    Templates in tokenizer_config.json are removed.
+    """
     (directory / FILE).write_text(template)
     file = directory / TOKENIZER_CONFIG
     if file.is_file():

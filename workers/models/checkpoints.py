@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint on disk: its configuration, and its tensors by name.
 
-This module checks configuration and safetensors headers before anything large is read. Tensors are mapped one at a
-time, when they are requested. Pickles are never loaded, and no code of a model is ever run.
+This module checks the configuration and the safetensors headers before it reads anything large. It maps tensors into
+memory one at a time, when they are requested. Pickles are never loaded, and no code of a model is ever run.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ BY_CONFIG = "(by config.json, or transformers' default where it is silent)"
 class Checkpoint:
     """A checkpoint on disk whose configuration and safetensors headers were read.
 
-    If it is an adapter, `base` is the model that it changes, and its tensors are those of the base after the change.
-    `files` are the checkpoint's own safetensors files, in order of name. Tensors that `read` returns must not be
-    written to; stored tensors are mapped into memory and keep their dtype.
+    If the checkpoint is an adapter, `base` is the model that it changes, and `tensors` are the base's tensors after the
+    change. `files` are the checkpoint's own safetensors files, in order of name. Tensors that `read` returns must not
+    be written to; stored tensors are mapped into memory and keep their dtype.
     """
 
     directory: Path
@@ -61,14 +61,14 @@ class Checkpoint:
 
     @property
     def tokenizer_dir(self) -> Path:
-        """Directory of the tokenizer: the checkpoint's own, or its base's for an adapter without one."""
+        """Directory of the checkpoint's tokenizer; an adapter without a tokenizer has the tokenizer of its base."""
         has_own = any((self.directory / name).is_file() for name in TOKENIZER_FILES)
         return self.directory if has_own or self.base is None else self.base.directory
 
     def tensor(self, name: str) -> SourceTensor | None:
-        """Tensor (or stacked MoE tensor of all experts) with the name `name`; None if there is none.
+        """Tensor with the name `name`, or stacked MoE tensor with this name; None if there is neither.
 
-        A stack is one matrix of all experts of a layer's mixture of experts (`Layout.stacks`), as one tensor.
+        A stacked MoE tensor joins one matrix of each expert of a layer's mixture of experts (`Layout.stacks`).
         """
         stack = None if name in self.tensors else self.layout.stacks.get(name)
         if stack is None:
@@ -83,7 +83,10 @@ class Checkpoint:
         return tensor.value(self.read_stored)
 
     def read_stored(self, info: TensorInfo) -> torch.Tensor:
-        """Map a stored tensor from its file into memory, in its own dtype."""
+        """Map a stored tensor from its file into memory, in its own dtype.
+
+        Raises InvalidModel if the model's weights are not on this machine.
+        """
         from safetensors import safe_open
 
         if info.file not in self._open:
@@ -97,14 +100,14 @@ class Checkpoint:
     def is_here(self) -> bool:
         """Whether all weights of the checkpoint (and of an adapter's base) are on this machine.
 
-        They are not on this machine if the directory is a metadata-only snapshot of a model on the hub or in an object
-        store.
+        The result is False if the directory is a metadata-only snapshot, which has a remote model's files without the
+        contents of the weights.
         """
         return not is_metadata_only(self.directory) and (self.base is None or self.base.is_here)
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """Stored tensors from which the checkpoint's tensors are computed, including those of other models."""
+        """Stored tensors from which the checkpoint's tensors are computed, including stored tensors of other models."""
         return frozenset(info for tensor in self.tensors.values() for info in tensor.stored())
 
     @property
@@ -167,8 +170,8 @@ def aligned(
     """Give all checkpoints one common vocabulary in their embeddings and output heads.
 
     `checkpoints` are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION or an alias. Returns the
-    aligned checkpoints, and the changes by the alignment. `vocabulary.align` describes how rows are aligned. The
-    aligned base states the common vocabulary's size in its configuration, and, if `tokenizer` is the alias of an
+    aligned checkpoints, and the tensors that the alignment changes. `vocabulary.align` describes how rows are aligned.
+    The aligned base states the common vocabulary's size in its configuration, and, if `tokenizer` is the alias of an
     expert, the expert's special tokens. Raises InvalidModel if the vocabularies cannot be aligned.
     """
     models = {
@@ -194,7 +197,7 @@ def aligned(
 
 
 def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """Total bytes of the stored tensors that `checkpoints` are made of; shared tensors count once."""
+    """Total bytes of the stored tensors from which `checkpoints` are made; a tensor that several share counts once."""
     return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
 
 

@@ -1,4 +1,4 @@
-"""Checks, by configurations and headers, of whether a base and its experts can be merged."""
+"""Checks of whether a base and its experts can be merged, by their configurations and safetensors headers."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ MAX_SHAPES = 5
 def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str]) -> Iterator[str]:
     """Yield problems of LoRA adapters that were trained on another model of the family than the base.
 
-    Only the configuration of such an adapter shows this, because its shapes fit the base as well. `opened` are the
-    models by alias, the base first. `given` has the directory or hub id by which the caller named each model; the model
-    that an adapter's configuration states is compared with these names.
+    Only an adapter's configuration shows this problem, because the shapes of its matrices fit the base as well.
+    `opened` are the models by alias, the base first. `given` has the directory or hub id by which the caller named each
+    model; the model that an adapter's configuration states is compared with these names.
     """
     base_alias = next(iter(opened))
     for alias, adapter in opened.items():
@@ -72,7 +72,7 @@ def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str])
 
 
 def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False) -> Iterator[str]:
-    """Yield the reasons why layers of `expert` cannot replace those of `base`; none if they can.
+    """Yield the reasons why layers of `expert` cannot replace layers of `base`; nothing is yielded if they can.
 
     With `any_depth` the models may have different numbers of layers, and only the layers that both have are compared.
     """
@@ -106,7 +106,7 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
 
 
 def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in a configuration that must be equal for two models to be merged; absent ones are left out.
+    """Settings in a configuration that must be equal for two models to be merged; absent settings are left out.
 
     The settings include those of the rotary embeddings, because a merge has the rotary embeddings of the base.
     """
@@ -118,11 +118,11 @@ def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(found: Layout, depth: int | None) -> set[str]:
-    """Names of a model's tensors that must also exist, with the same shape, in another model.
+    """Names of the tensors that two models must have with the same shape, so that they can be merged.
 
-    `found` is the model's layout. The names are those of the tensors outside layers and of the first `depth` layers, or
-    of all layers if `depth` is None. Output heads are left out, because `differences` reports a difference between them
-    separately.
+    `found` is the layout of one of the models. The names are those of its tensors outside layers and in the first
+    `depth` layers, or in all layers if `depth` is None. Output heads are left out, because `differences` reports a
+    difference between them separately.
     """
     return {
         name

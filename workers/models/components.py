@@ -43,7 +43,7 @@ IGNORED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)(?:self_|cross)?(?:attn|att
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Part of a model to which a tensor belongs: a component of a decoder layer, the embedding or the head.
+    """Part of a model to which a tensor belongs: a component of a decoder layer, the embedding, or the head.
 
     `layer` is the index of the layer (0-based), or None outside layers. `suffix` is the tensor's name within its layer,
     such as "self_attn.q_proj.weight"; outside layers it is the whole name.
@@ -81,11 +81,11 @@ class Layout:
 
     @cached_property
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """Stacked MoE tensors of all layers, by their names in transformers, each with its stored tensors.
+        """Map the name of each stacked MoE tensor (as in transformers) to the names of its stored tensors.
 
-        A stack is one matrix of all experts of a layer's mixture of experts. Its value is a tuple that has, for each
-        expert of the mixture, the names of the stored tensors. Stacks that a file stores as one tensor are not
-        included.
+        A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
+        tensor. The value of a stack is a tuple that has, for each expert of the mixture, the names of the stored
+        tensors. Stacks that a file stores as one tensor are not included.
         """
         mixtures: dict[str, dict[int, set[str]]] = {}
         for name in self.places:
@@ -103,7 +103,7 @@ class Layout:
 
     @cached_property
     def stacked(self) -> Layout:
-        """Layout of the same model if each stacked MoE tensor (`stacks`) is stored as one tensor."""
+        """Layout that the same model would have if each stacked MoE tensor (`stacks`) were stored as one tensor."""
         parts = {part for stack in self.stacks.values() for joined in stack for part in joined}
         places = {name: place for name, place in self.places.items() if name not in parts}
         for name, ((first, *_), *_) in self.stacks.items():
@@ -171,7 +171,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 
 def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
-    """Assign norms outside layers to the head, if their names put all of them in the embedding.
+    """Assign the norms outside layers to the head, if all of them were assigned to the embedding by their names.
 
     Every decoder ends in a norm, which belongs to the head even if its name looks like a part of the embedding.
     """
@@ -186,12 +186,12 @@ def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
 
 
 def is_output_head(name: str) -> bool:
-    """Whether a tensor is, by its name, the output head (hidden states to vocabulary)."""
+    """Whether a tensor is, by its name, the output head, which maps hidden states to the vocabulary."""
     return OUTPUT_HEAD.search(name) is not None
 
 
 def first_few(names: Iterable[str]) -> str:
-    """Text for messages with the first of `names` and the number of the others."""
+    """Text for messages: the first few of `names`, and the number of the other names."""
     names = sorted(names)
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + rest

@@ -38,7 +38,7 @@ Read = Callable[[TensorInfo], "torch.Tensor"]
 
 
 class SourceTensor(Protocol):
-    """Interface of a model's tensor: stored as it is (`headers.TensorInfo`), or computed from stored tensors."""
+    """Interface of a model's tensor, stored in a file (`headers.TensorInfo`) or computed from stored tensors."""
 
     @property
     def dtype(self) -> str:
@@ -85,10 +85,10 @@ class _Changed:
 
 @dataclass(frozen=True)
 class LowRank(_Changed):
-    """A weight that a LoRA adapter changes: weight + scaling x B A, in float32 (arXiv:2106.09685, section 4.1).
+    """A weight to which a LoRA adapter adds the product of two small matrices, computed in float32.
 
-    The matrix A (`a`) is [rank, inputs], and B (`b`) is [outputs, rank]. The weight is [outputs, inputs], or [inputs,
-    outputs] if `is_transposed`.
+    The value is weight + scaling x B A (arXiv:2106.09685, section 4.1). Matrix A (`a`) is [rank, inputs], and matrix B
+    (`b`) is [outputs, rank]. The weight is [outputs, inputs], or [inputs, outputs] if `is_transposed`.
     """
 
     is_transposed: bool
@@ -103,10 +103,11 @@ class LowRank(_Changed):
 
 @dataclass(frozen=True)
 class LowRankExpert(_Changed):
-    """Matrix of one expert in an MoE layer, changed by a LoRA adapter: weight + scaling x B_e A_e, in float32.
+    """Weight of one expert in an MoE layer, to which a LoRA adapter adds a product of two matrices, in float32.
 
-    Here an expert is one of a layer's mixture of experts. The adapter has two matrices for all `num_experts` of them
-    together; A_e and B_e are the parts for expert e = `number`.
+    The expert is one of `num_experts` in a layer's mixture of experts (MoE). The adapter has two matrices, `a` and `b`,
+    for all experts together. The value is weight + scaling x B_e A_e, where A_e and B_e are the parts of `a` and `b`
+    for expert e = `number`.
 
     - `a`: [experts x rank, inputs], ordered by expert
     - `b`: [outputs, rank x experts]; the experts are the fastest index of the columns
@@ -130,11 +131,11 @@ class LowRankExpert(_Changed):
 
 @dataclass(frozen=True)
 class LowRankStack(_Changed):
-    """Stacked MoE matrices of all experts in a layer, changed by a LoRA adapter, in float32.
+    """Stacked weights of all experts in an MoE layer, to which a LoRA adapter adds products of matrices, in float32.
 
-    The matrix of expert e is changed to weight + scaling x B_e A_e, where A_e and B_e are the expert's parts of the
-    adapter's matrices `a` and `b` (as in `LowRankExpert`). The tensor is [experts, outputs, inputs], or [experts,
-    inputs, outputs] if `is_transposed`.
+    The weight of expert e becomes weight + scaling x B_e A_e, where A_e and B_e are the expert's parts of the adapter's
+    matrices `a` and `b` (as in `LowRankExpert`). The tensor is [experts, outputs, inputs], or [experts, inputs,
+    outputs] if `is_transposed`.
     """
 
     is_transposed: bool
@@ -152,10 +153,10 @@ class LowRankStack(_Changed):
 
 @dataclass(frozen=True)
 class Dora:
-    """A weight that a DoRA adapter changes: each output is scaled to a given length (arXiv:2402.09353, equation 5).
+    """A weight after the change by a DoRA adapter, which scales each output to a given length.
 
-    `magnitude` [outputs] has the lengths. `changed` is the weight with the low-rank change. An output is a row of the
-    weight, or a column if the weight is transposed. The result is in float32.
+    See arXiv:2402.09353, equation 5. `magnitude` [outputs] has the lengths. `changed` is the weight after the low-rank
+    change. An output is a row of the weight, or a column if the weight is transposed. The result is in float32.
     """
 
     changed: LowRank
@@ -184,7 +185,7 @@ class Dora:
 
 @dataclass(frozen=True)
 class Shifted:
-    """A bias vector that a LoRA adapter with a bias changes: vector + scaling x addition, in float32."""
+    """A bias vector to which a LoRA adapter adds its own bias: vector + scaling x addition, in float32."""
 
     vector: SourceTensor
     addition: TensorInfo
@@ -243,8 +244,8 @@ class ReplacedRows:
 class RowsOfOthers:
     """Embedding rows that are taken from other models, for tokens that the model itself lacks.
 
-    `donors` are the tensors of the other models. The row at `positions[i]` is the mean, over the tensors k of `donors`,
-    of row `rows[k][i]` of tensor k; without donors it is zero.
+    `donors` are the tensors of the other models. The row at `positions[i]` is a mean over `donors`, to which tensor
+    number k contributes its row `rows[k][i]`. Without donors the row is zero.
     """
 
     positions: NDArray[np.int64]
@@ -257,7 +258,8 @@ class Rows:
     """A tensor made of reordered rows of the tensor `own` and of rows of other models.
 
     Row i of the result is row `index[i]` of `own`; if `index[i]` is negative, the row comes from one of `others`. The
-    dtype is that of all tensors involved, or float32 if they have several, because any other dtype would round.
+    dtype is the common dtype of all tensors involved. If they have several dtypes, it is float32, because any other
+    dtype would round.
     """
 
     own: SourceTensor
@@ -300,8 +302,8 @@ class Rows:
 class Stacked:
     """MoE matrices of all experts in a layer as one tensor [experts, rows, columns].
 
-    `parts` has for each expert of the mixture its tensors, which are joined along the rows. The dtype is that of all
-    tensors, or float32 if they have several.
+    `parts` has for each expert of the mixture its tensors, which are joined along the rows. The dtype is the common
+    dtype of all tensors, or float32 if they have several dtypes.
     """
 
     parts: tuple[tuple[SourceTensor, ...], ...]

@@ -1,8 +1,8 @@
 """Model configurations (config.json) with the key names that all model types share, and with defaults.
 
 GPT-2 calls its number of layers n_layer, and many files leave out the defaults of their model type; transformers'
-configuration classes define both the other names and the defaults. The only check here is whether transformers knows
-the model type.
+configuration classes define the other names and the defaults. The only check here is whether transformers knows the
+model type.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
     """Fields of a config.json that have an entry for each layer, such as `layer_types`.
 
-    The result includes fields that transformers derives from a layer's index, but not lists of layer indices.
+    The result is by the field's name. It includes fields that transformers derives from a layer's index, but not lists
+    of layer indices.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -64,7 +65,7 @@ def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[
 
 
 def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers written as {"__float__": "Infinity"} by transformers (infinite, NaN) by floats."""
+    """Replace infinite and NaN numbers, which transformers writes as {"__float__": "Infinity"}, by floats."""
 
     def decoded(entry: dict[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry

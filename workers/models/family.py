@@ -1,4 +1,4 @@
-"""Families, that is, a base model and its experts, after they were located, opened, checked and fingerprinted.
+"""Families of models (a base model and its experts) that are located, opened, checked and fingerprinted.
 
 `types.Family` is a small description of the same models, which is sent to other processes. These processes open the
 models with `open_sources`.
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ResolvedFamily:
-    """A base model and its experts after they were located, opened and checked for merging, by alias.
+    """A base model and its experts, by alias, after they were located, opened and checked for merging.
 
     A single model is a base without experts.
 
@@ -53,7 +53,7 @@ class ResolvedFamily:
       `token_alignment` describes this conversion
     - `vocabulary`: the options of this vocabulary as a recipe states them
     - `given`: the directory or hub id by which the caller named each model
-    - `adapted`: for adapters of other models than the base, the directory of the model that the adapter changes
+    - `adapted`: for each adapter that changes another model than the base, the directory of that model
     - `any_depth`: whether the numbers of layers may differ
     - `cache`: the directory of the cache for fingerprints, or None for the default directory
 
@@ -92,9 +92,10 @@ class ResolvedFamily:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
 
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Tokens of the model `alias` that the base lacks: those with an embedding row, and those without.
+        """Tokens of the model `alias` that the base lacks: first those with an embedding row, then those without one.
 
-        The result has a tuple of tokens for each of the two cases. The tokens of a tuple are in the order of their ids.
+        The result has one tuple of tokens for each of the two groups. The tokens of a tuple are in the order of their
+        ids.
         """
         known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
         checkpoint = self.checkpoints[alias]
@@ -122,7 +123,7 @@ class ResolvedFamily:
 
     @property
     def stored_bytes(self) -> int:
-        """Total bytes of the stored tensors that the family's models are made of."""
+        """Total bytes of the stored tensors from which the family's models are made."""
         return stored_bytes(self.views.values())
 
     @cached_property
@@ -200,7 +201,7 @@ class ResolvedFamily:
         return Family(base, tuple(experts), self.tokenizer, self.vocabulary)
 
     def _origin(self, alias: str) -> str | None:
-        """Where other machines get the model `alias`: its hub id with the commit, or its object store URL.
+        """Place from which other machines get the model `alias`: its hub id with the commit, or its object-store URL.
 
         Returns None if the model was given as a directory.
         """
@@ -248,15 +249,12 @@ class ResolvedFamily:
 
     @property
     def absent_bytes(self) -> int:
-        """Bytes of the weights that are not on this machine, which `fetched` would download."""
+        """Number of bytes that `fetched` would download, that is, of the weights that are not on this machine."""
         return absent_bytes((*self.directories.values(), *self.adapted.values()))
 
     @property
     def lack_of_space(self) -> str | None:
-        """Reason why a disk is too small for the weights that `fetched` would download.
-
-        Returns None if there is enough space.
-        """
+        """Error text if a disk is too small for the weights that `fetched` would download; None otherwise."""
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
@@ -454,12 +452,12 @@ def open_sources(family: Family, *, cache: str | Path | None = None) -> Resolved
 
 
 def on_this_machine(family: Family, *, note: Callable[[str], None] = log.info) -> Family:
-    """Replace the directories in a family's description by those that its models have on this machine.
+    """Replace the directories in a family's description by the directories of the models on this machine.
 
     Another machine may have sent the description. A model whose directory does not exist here is looked up by its
-    origin, and downloaded unless this machine has it. If there is such a model, the contents of all models are compared
-    with the fingerprints in `family`. `note` is called with lines about downloads. Raises InvalidModel if a model
-    cannot be found, or if its contents differ from the fingerprint.
+    origin (a hub id or URL), and downloaded unless this machine has it. If a model is looked up, the contents of all
+    models are compared with the fingerprints in `family`. `note` is called with lines about downloads. Raises
+    InvalidModel if a model cannot be found, or if its contents differ from the fingerprint.
     """
     base, *experts = (_on_this_machine(model, note) for model in family.models)
     found = replace(family, base=base, experts=tuple(experts))
@@ -502,6 +500,8 @@ def open_family(
 ) -> Family:
     """Locate, check and, if needed, download a family's models, and return their short description.
 
-    The description can be sent to other processes. Raises InvalidModel with every problem of every model.
+    The description can be sent to other processes. `tokenizer` selects the vocabulary of merges. `cache` is the
+    directory of the cache, or None for the default directory. `note` is called with lines about downloads. Raises
+    InvalidModel with every problem of every model.
     """
     return resolve_family(base, experts, tokenizer=tokenizer, cache=cache).fetched(note=note).family

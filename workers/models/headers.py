@@ -1,7 +1,7 @@
 """safetensors headers: the tensors that a model's files declare, checked against the files' sizes.
 
-The safetensors library does not read these headers here, because a broken file must be reported together with all other
-problems, with its name and byte counts, and without reading its weights.
+This module does not use the safetensors library to read headers, because a broken file must be reported together with
+all other problems, with its name and byte counts, and without reading its weights.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TensorInfo:
 
 
 def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dict[str, TensorInfo]:
-    """Read the headers of a model's safetensors files; problems of the files are appended to `problems`.
+    """Read the headers of a model's safetensors files, and append problems of the files to `problems`.
 
     Returns the description of each tensor by name. The files in the directory `path` are `stem`.safetensors, or those
     that `stem`.safetensors.index.json lists.
@@ -100,10 +100,11 @@ def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dic
 
 
 def _shards(path: Path, stem: str, problems: list[str]) -> tuple[list[Path], Mapping[str, str] | None]:
-    """Weight files (safetensors) of a model, and the index from tensors to files, or None if there is one file.
+    """Weight files (safetensors) of a model, and the index that maps each tensor's name to its file.
 
-    `stem` is the beginning of the files' names. Problems, for example that there are only pickles, are appended to
-    `problems`.
+    The index is None if the model has a single file, or if there is no index that can be read. `stem` is the beginning
+    of the files' names. Problems are appended to `problems`, for example that there are only pickles, or that files in
+    the index are missing. Missing files are left out of the result.
     """
     single, index = path / f"{stem}.safetensors", path / f"{stem}.safetensors.index.json"
     if single.is_file():
@@ -199,10 +200,10 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
 
 
 def _entry(name: str, entry: object, file: Path) -> tuple[TensorInfo, tuple[int, int]]:
-    """Check the entry of the tensor `name` in a safetensors header; return its description and its range of bytes.
+    """Check the entry of the tensor `name` in a safetensors header; return the tensor's description and byte range.
 
-    The range is (begin, end) after the header. Raises ValueError with a text that the caller puts after the tensor's
-    name.
+    The range is (begin, end) after the header. Raises ValueError if the entry is wrong; the error's text completes a
+    message that begins with the tensor's name.
     """
     if not name or not name.isprintable():  # it will be printed, and named in an index
         raise ValueError(": its name is not printable text")
@@ -230,7 +231,7 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
 
 
 def _span_problems(file: Path, spans: Mapping[str, tuple[int, int]], *, num_bytes: int) -> Iterator[str]:
-    """Yield the problems of tensors that overlap, leave gaps, or do not fill the `num_bytes` after the header.
+    """Yield problems in a file: tensors that overlap, leave gaps, or do not fill the `num_bytes` after the header.
 
     `spans` has the range of bytes (begin, end) of each tensor by name.
     """

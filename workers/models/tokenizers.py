@@ -1,4 +1,4 @@
-"""Loads tokenizers so that they encode and decode as their tokenizer.json defines.
+"""Loading of tokenizers, which then encode and decode as their tokenizer.json defines.
 
 Preflight, engines, the comparison with transformers, and exports all load tokenizers with this module.
 """
@@ -51,7 +51,7 @@ def load_tokenizer(directory: str | Path) -> Any:
     transformers chooses a tokenizer class by the model's type, and this class may split or join text in its own way. If
     it disagrees with tokenizer.json, the plain class that only reads this file is used, with a warning. For a directory
     without tokenizer.json, transformers makes the tokenizer from the other files. Raises InvalidModel if there is no
-    tokenizer, or if the plain class disagrees too. Never runs code from the directory.
+    tokenizer, or if the plain class disagrees too. The function never runs code from the directory.
     """
     path = Path(directory)
     tokenizer, difference = _found(path)
@@ -82,8 +82,8 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
 def tokenizer_digest(directory: str | Path) -> str:
     """The sha256 (hex) of everything that a loaded tokenizer depends on.
 
-    These are the names and contents of the files from which a tokenizer may be loaded, and the versions of the
-    libraries that load it. Raises InvalidModel for a file that cannot be read.
+    The digest depends on the names and contents of the files from which a tokenizer may be loaded, and the versions of
+    the libraries that load it. Raises InvalidModel for a file that cannot be read.
     """
     path = Path(directory)
     versions = (f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
@@ -104,7 +104,7 @@ def _warn(path: Path, difference: str) -> None:
 
 
 def _found(path: Path) -> tuple[Any, str]:
-    """Tokenizer that agrees with tokenizer.json, and a description of how transformers' default choice differs.
+    """Tokenizer that agrees with tokenizer.json, and a text about how transformers' default tokenizer differs.
 
     The text is "" if there is no difference. Raises InvalidModel if there is no tokenizer that agrees.
     """
@@ -146,7 +146,8 @@ def _loaded(name: str, path: Path) -> Any:
 def _difference(tokenizer: Any, path: Path) -> str:
     """Describe the first difference of `tokenizer` from tokenizer.json in `path`; "" if there is none.
 
-    Both encode and decode the texts in PROBES. The result is also "" if there is no tokenizer.json.
+    `tokenizer` and the tokenizer that tokenizer.json defines encode and decode the texts in PROBES, and the results are
+    compared. The result is also "" if there is no tokenizer.json.
     """
     from tokenizers import Tokenizer
 

@@ -1,10 +1,10 @@
-"""Alignment of vocabularies: the rows of embeddings and output heads are reordered for a common vocabulary.
+"""Alignment of vocabularies: rows of embeddings and output heads are brought into the order of one vocabulary.
 
 The rows of all models are brought into the order of one vocabulary: the base's, the base's with the tokens that other
 models have added (union), or one expert's. Rows are found by the token's string. A model without a row for a token gets
-the base's row. If the base has no row for the token either, both get the mean of the rows of the models that have one.
-So the task vectors of models without the token are zero in this row. Some rows represent no token; in all models, these
-rows are taken from the model whose vocabulary is used.
+the base's row. If the base has no row for the token either, the model and the base get the mean of the rows of the
+models that have one. So the task vectors of models without the token are zero in this row. Some rows represent no
+token; in all models, these rows are taken from the model whose vocabulary is used.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Where the embedding row of a token comes from, as the vocabulary options state it.
+    """Source of the embedding row of a token, as the vocabulary options state it.
 
-    It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
-    None, the row is zero. Only models without the token get the row; with `is_forced`, all models get it.
+    The source is the row of `model` for the token itself, for another `token`, or for the token with the id `id`. If
+    `model` is None, the row is zero. Only models without the token get the row; with `is_forced`, all models get it.
     """
 
     model: str | None = None
@@ -75,7 +75,7 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """Aliases of the models that the options name as sources of embedding rows of tokens."""
+        """Aliases of the models from which the options take embedding rows."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
@@ -121,10 +121,11 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class TokenAlignment:
-    """Common vocabulary of several models, and the tensors that it changes in each model.
+    """Common vocabulary of several models, and the new embeddings and output heads of each model.
 
-    `tensors` has these tensors by alias and name. The vocabulary has `num_rows` rows; `num_unnamed` of these represent
-    no token. `added` are the tokens that are added to the tokenizer, in the order of their ids.
+    `tensors` has the embeddings and output heads that change, by alias and name. The vocabulary has `num_rows` rows;
+    `num_unnamed` of these represent no token. `added` are the tokens that are added to the tokenizer, in the order of
+    their ids.
     """
 
     num_rows: int
@@ -137,7 +138,7 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
     """Align the embeddings and output heads of `models` to one vocabulary.
 
     The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and the
-    tokens that others added) or the alias of the model whose vocabulary it is. A model without a tokenizer.json that
+    tokens that others added) or the alias of the model whose vocabulary is used. A model without a tokenizer.json that
     has as many rows as the base is assumed to have the tokens of the base. Raises InvalidModel with every problem.
     """
     base, *_ = models
@@ -206,7 +207,7 @@ def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
-    """Ids of the tokens that have an embedding row, by model and token; also problems, as texts.
+    """Ids of the tokens that have an embedding row, by model and token; and a list of problems, as texts.
 
     A problem is a model whose tokens are unknown. `models` and the ids are by alias, the base first.
     """
@@ -235,11 +236,11 @@ Chosen = Mapping[str, tuple[tuple[str, int] | None, bool]]
 def _chosen_rows(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], options: VocabularyOptions
 ) -> Chosen:
-    """Embedding row that the options choose for each token that they list.
+    """Embedding rows that the vocabulary options choose for single tokens, by token.
 
-    The result maps the token to (row, is_forced): the row is (alias of the model, index), or None for a row of zeros.
+    The result maps each token to (row, is_forced): the row is (alias of the model, index), or None for a row of zeros.
     If `is_forced`, all models get the row; otherwise, only models without the token get it. `tokens` are the ids of
-    each model's tokens, by alias. Raises InvalidModel if a model has no such row.
+    each model's tokens, by alias. Raises InvalidModel if a model does not have the row that the options name.
     """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []
@@ -259,12 +260,12 @@ def _chosen_rows(
 def _added_by_others(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
 ) -> list[str]:
-    """Tokens in the union vocabulary of all models that the base's vocabulary lacks.
+    """Tokens of other models that the base's vocabulary lacks, in the order in which the union vocabulary adds them.
 
-    `models` are by alias, the base first; `tokens` has the ids of each model's tokens by alias. The result is sorted by
-    token, or with `by_id` by the smallest id that a token has, and does not depend on the order of the models. Raises
-    InvalidModel if a model has such tokens in its tokenizer's own vocabulary instead of as added tokens, or if the
-    base's tokenizer has tokens without a row.
+    `models` are by alias, the base first; `tokens` has the ids of each model's tokens by alias. The union vocabulary
+    has the tokens of all models. The result is sorted by token, or with `by_id` by the smallest id of each token. It
+    does not depend on the order of the models. Raises InvalidModel if a model has one of these tokens in its
+    tokenizer's own vocabulary, not as an added token, or if the base's tokenizer has tokens without a row.
     """
     base, *others = models
     problems = []

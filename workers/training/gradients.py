@@ -1,8 +1,9 @@
 """Coefficient gradients: derivatives of the loss on reference answers with respect to a merge's coefficients.
 
-The merge is computed by the same code as for engines and written into a transformers model, and one backward pass gives
-the gradient of each merged tensor. Each gradient is reduced to one number per coefficient as soon as it is computed,
-and then freed, so that the gradients of the whole model are never in memory at once.
+The code that computes merges for inference engines also computes the merge here, which is written into a transformers
+model. One backward pass then gives the gradient of each merged tensor. Each gradient is reduced to one number per
+coefficient as soon as it is computed, and then freed, so that the gradients of the whole model are never in memory at
+once.
 """
 
 from __future__ import annotations
@@ -55,15 +56,16 @@ log = logging.getLogger(__name__)
 class CoefficientGradients:
     """Computes losses of a family's merges, and their derivatives with respect to the merges' coefficients.
 
-    Merges are written, one at a time, into a transformers model, which is replaced if a merge has other layers. `tasks`
-    has the task of each objective; all tasks must have right answers (`references.lack_of_references`). `options` are
-    the options of the study's engines, which define prompts and dtype. float32 replaces float16, in which gradients
-    vanish. Sums over tensors are in float32 or finer. `placement` is the place where the source weights are kept.
-    `device` is where the model computes; it must be given, because a GPU that this process sees may be an engine's.
-    `recomputes` saves the memory of activations, and takes a third more time. If a GPU is full, forward passes have
-    fewer tokens from then on, and then activations are recomputed; both change only the rounding of sums. Equal calls
-    give equal bits on the same device with the same number of threads, independent of earlier calls, as long as no GPU
-    is full. All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
+    A family is a base model and its experts. Merges are written, one at a time, into a transformers model, which is
+    replaced if a merge has other layers. `tasks` has the task of each objective; all tasks must have right answers
+    (`references.lack_of_references`). `options` are the options of the study's engines, which define prompts and dtype.
+    float32 replaces float16, in which gradients vanish. Sums over tensors are in float32 or finer. `placement` is the
+    place where the source weights are kept. `device` is the device on which the model computes. The default is the CPU,
+    because a GPU that this process sees may belong to an engine. `recomputes` saves the memory of activations, and
+    takes a third more time. If a GPU is full, forward passes have fewer tokens from then on; if this does not suffice,
+    activations are recomputed. Both change only the rounding of sums. Equal calls give equal bits on the same device
+    with the same number of threads, independent of earlier calls, as long as no GPU is full. All arguments are
+    picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
 
     def __init__(
@@ -102,9 +104,9 @@ class CoefficientGradients:
     def set_completions(self, completions: Completions) -> None:
         """Set the completions that may replace the tasks' right answers as targets of losses.
 
-        `completions` has their token ids, by objective and sample position, and replaces all earlier ones. The losses
-        of an objective are divided by the mean number of scored tokens of its completions. Raises InvalidTask for an
-        objective whose samples are multiple choices.
+        `completions` has the token ids of each completion, by objective and sample position. All earlier completions
+        are dropped. The losses of an objective are divided by the mean number of scored tokens of its completions.
+        Raises InvalidTask for an objective whose samples are multiple choices.
         """
         found = {}
         for name, tokens in completions.items():
@@ -123,11 +125,12 @@ class CoefficientGradients:
     ) -> GradientResult:
         """The mean loss of each objective over its samples in `batch`, and the derivatives of the losses' weighted sum.
 
-        The sum is sum_o weights[o] loss_o over the objectives o. The derivatives are with respect to every coefficient
-        that a merge of `recipe` states and for which its method is differentiable. With `by_scales` there is also a
-        derivative with respect to the scale of every layer. A scale s_i of layer i is folded into the last weights of
-        the branches of later layers (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so
-        the derivative with respect to s_i is -1 / s_i times the sum of <gradient, tensor> over them.
+        The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. The derivatives are with
+        respect to every coefficient that a merge of `recipe` states and for which its method is differentiable. With
+        `by_scales` there is also a derivative with respect to the scale of every layer. The scale s_i of layer i, a
+        factor on the residual stream, is folded into the last weights of the branches of later layers
+        (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with respect
+        to s_i is -1 / s_i times the sum, over these weights, of the inner product of gradient and weight.
 
         The objectives named in `completions` are measured on the completions given to `set_completions`, the others on
         the right answers. Raises InvalidRecipe for a merge that has no gradients or cannot be made, and TrialFailed if
@@ -151,7 +154,7 @@ class CoefficientGradients:
         *,
         by_scales: bool,
     ) -> GradientResult:
-        """The result of `loss_and_gradient`, with `seconds` 0."""
+        """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`."""
         plan = plan_as_stated(recipe, self.bank)
         self._fit(recipe)
         reducers = {}
@@ -198,7 +201,7 @@ class CoefficientGradients:
         return self._within_memory(read)
 
     def _within_memory(self, compute: Callable[[], T]) -> T:
-        """Call `compute`, repeat it with less memory while the GPU is full, and return its result.
+        """Call `compute` and return its result; if the GPU is full, repeat the call with smaller passes.
 
         Raises InvalidModel if the GPU has too little memory for a forward pass of `LEAST_TOKENS` tokens whose
         activations are recomputed.
@@ -254,7 +257,7 @@ class CoefficientGradients:
         return found
 
     def _fit(self, recipe: Recipe) -> None:
-        """Replace the transformers model unless it has the layers of the merge of `recipe`."""
+        """Replace the transformers model if the merge of `recipe` has other layers than the model."""
         if self.model.holds(recipe, self.bank):
             return
         device = self.model.device
@@ -265,7 +268,7 @@ class CoefficientGradients:
     def _hold(self, recipe: Recipe) -> None:
         """Write the merge of `recipe` into the model, except tensors that the model already holds.
 
-        A tensor is held already if the last merge computed it in the same way.
+        The model already holds a tensor if the last merge computed it in the same way.
         """
         plan = plan_tensors(recipe, self.bank)
         wanted = computations(plan, self.bank)
@@ -296,10 +299,11 @@ class CoefficientGradients:
 
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
-        """Context manager in which each gradient is passed to its reducer as soon as it is computed, and then freed.
+        """Context manager in which gradients are reduced to derivatives with respect to coefficients, and freed.
 
-        A reducer adds up the derivatives with respect to the coefficients of one merged tensor; `reducers` are by the
-        tensor's name. No gradients are computed for parameters without a reducer.
+        As soon as the gradient of a merged tensor is computed, it is passed to the tensor's reducer, which adds up the
+        derivatives with respect to the coefficients of this tensor. `reducers` are by the tensor's name. No gradients
+        are computed for parameters without a reducer.
         """
         hooks = []
         leaf: Any  # torch's hooks have no types
@@ -413,7 +417,8 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
     """The derivative of the loss with respect to each layer's scale, by the layer's index.
 
-    A layer's scale s divides the last weights of the branches of all later layers. The derivative is therefore -1 / s
+    A layer's scale is a factor on the residual stream after the layer. The scale is folded into the weights: a scale s
+    divides the last weight of each branch (attention or MLP) in all later layers. The derivative is therefore -1 / s
     times the sum, over these weights, of the inner product of gradient and weight, which the reducers have computed.
     """
     after = [0.0] * len(recipe.layers)

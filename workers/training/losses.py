@@ -1,4 +1,4 @@
-"""Losses by teacher forcing, with one forward pass for each minibatch of targets of similar length."""
+"""Losses of target texts by teacher forcing, with one forward pass for each minibatch of targets of similar length."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ IMPOSSIBLE = float("-inf")
 
 
 class ModelOfLogits(Protocol):
-    """Interface of models whose losses are computed, such as `TrainableModel`."""
+    """Interface of a model that returns the logits from which losses are computed, such as `TrainableModel`."""
 
     @property
     def device(self) -> torch.device: ...
 
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
-        """The logits [rows, last, vocabulary] after the last `last` columns of `tokens` [rows, columns]."""
+        """Compute the logits [rows, last, vocabulary] at the last `last` positions of `tokens` [rows, columns]."""
         ...
 
 
 def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the indices of the targets in each forward pass's minibatch, the shortest targets first.
+    """Divide targets into minibatches, and yield the indices of each minibatch's targets, the shortest targets first.
 
-    A target has the texts from which the loss of a sample is computed. A minibatch has at most `max_tokens` tokens with
-    padding, or a single target.
+    A target has the texts from which the loss of a sample is computed. A minibatch is for one forward pass, and has at
+    most `max_tokens` tokens with padding, or a single target.
     """
     order = sorted(range(len(targets)), key=lambda i: (_width(targets[i].readings), i))
     together: list[int] = []
@@ -63,9 +63,12 @@ def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tens
 class _ScoredPositions:
     """The positions in a batch of texts at which a token's log-probability counts for the loss.
 
-    Logits are [rows, num_columns, vocabulary]; they belong to the last `num_columns` columns of the texts. The lists
-    have an entry for each position: `index` its index in the flattened rows and columns of the logits, `row` its row,
-    and `accepted` the tokens that count as right there.
+    The logits are [rows, num_columns, vocabulary] for the last `num_columns` columns of the texts. The three lists have
+    an entry for each scored position:
+
+    - `index`: the index of the position in the flattened rows and columns of the logits
+    - `row`: the row of the position
+    - `accepted`: the tokens that count as right at the position
     """
 
     num_columns: int
@@ -86,9 +89,10 @@ class _ScoredPositions:
         return found
 
     def log_likelihoods(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The log-likelihood of each row [num_rows], from `logits` [rows x columns, vocabulary].
+        """Compute the log-likelihood of each row [num_rows], from `logits` [rows x columns, vocabulary].
 
-        It is the sum over the row's scored positions of the log-probability that any accepted token follows.
+        A row's log-likelihood is a sum over its scored positions. Each term is the log-probability that one of the
+        accepted tokens comes next.
         """
         device = logits.device
         scores = logits.index_select(0, torch.tensor(self.index, device=device)).float().log_softmax(-1)
@@ -115,7 +119,7 @@ def _of_targets(targets: Sequence[Target], of_rows: torch.Tensor) -> torch.Tenso
 
 
 def _padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Concatenate rows of numbers to one matrix, padded with zeros to the longest row, and its mask.
+    """Pad rows of numbers with zeros to the length of the longest row; return them as one matrix, and its mask.
 
     The mask, bool of the same shape, is False for padding.
     """

@@ -31,8 +31,9 @@ RANDOM = ("drop", "jitter")
 class ParameterPart:
     """The part of a model's parameter that corresponds to one merged tensor.
 
-    It is the whole parameter (`leaf`) if `expert` is None. Otherwise the parameter joins a matrix of all experts of a
-    mixture of experts, and the part is rows `start` to `stop` - 1 of the expert with this index.
+    If `expert` is None, the part is the whole parameter `leaf`. Otherwise `leaf` contains one matrix of every expert of
+    a mixture of experts, and the part is the rows `start` to `stop` - 1 of the matrix of the expert with the index
+    `expert`.
     """
 
     leaf: torch.nn.Parameter
@@ -41,7 +42,7 @@ class ParameterPart:
     stop: int = 0
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same part of the tensor `whole`, such as the parameter's gradient, which has the parameter's shape."""
+        """Select this part from a tensor `whole` that has the parameter's shape, such as the parameter's gradient."""
         return whole if self.expert is None else whole[self.expert, self.start : self.stop]
 
 
@@ -49,15 +50,16 @@ Leaves = Sequence[tuple[torch.nn.Parameter, Mapping[str, ParameterPart]]]
 
 
 class TrainableModel:
-    """A transformers model into which merges are written, with gradients of its parameters.
+    """A transformers model into which merges are written in place, and whose parameters have gradients.
 
-    It has the architecture of the family in `bank`, in `dtype` on `device`, with one copy of its weights. Its layers
-    are those of merges like `like`, by default the base's. `memory` has the merged tensors by name. `leaves` has the
-    parameters, each with the merged tensors that it contains. A tied output head is a separate parameter in the
-    embedding's memory, so that the gradients of both are computed, and can be freed, one after the other. With
-    `recomputes` activations within layers are computed again in the backward pass. Raises InvalidModel if transformers
-    holds the tensors of the model in another form, and InvalidRecipe for an order of layers that the configuration
-    cannot express.
+    `bank` has the opened weights of a family, which is a base model and its experts. The model has the family's
+    architecture, in `dtype` on `device`, with one copy of its weights. Its layers are those of a merge of the recipe
+    `like`; if `like` is None, they are the base's. `memory` has the memory of each merged tensor, by the tensor's name.
+    `leaves` has the parameters, each with the merged tensors that it contains. A tied output head is a separate
+    parameter in the embedding's memory, so that the gradients of embedding and head are computed, and can be freed, one
+    after the other. With `recomputes`, activations within layers are computed again in the backward pass. Raises
+    InvalidModel if transformers holds the tensors of the model in another form, and InvalidRecipe for an order of
+    layers that the configuration cannot express.
     """
 
     def __init__(
@@ -87,11 +89,11 @@ class TrainableModel:
         self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
     def holds(self, recipe: Recipe, bank: Bank) -> bool:
-        """Whether the merge of `recipe` can be written into this model, which requires the same kinds of layers."""
+        """Whether a merge of `recipe` can be written into this model: the layers must agree in number and kind."""
         return _of_layers(recipe, bank) == self._of_layers
 
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
-        """The logits [rows, last, vocabulary] after the last `last` columns of `tokens` [rows, columns].
+        """Compute the logits [rows, last, vocabulary] at the last `last` positions of `tokens` [rows, columns].
 
         Rows may be padded at their ends. Padding does not change the logits of earlier tokens, because attention is
         causal.
@@ -109,7 +111,7 @@ def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
 
 
 def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
-    """The name of the base tensor that initialises each tensor of a merge, by the tensor's name.
+    """Map the name of each tensor of a merge to the name of the base tensor that initialises it.
 
     The layers are those of the merge `like`; if it is None, they are the base's.
     """
@@ -128,10 +130,11 @@ def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
 
 
 def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layers: Mapping[str, Any]) -> Any:
-    """Make a transformers model from tensors of the base in `bank`.
+    """Make a transformers model from tensors of the base model, whose weights `bank` holds.
 
-    `origins` has the name in the base of each of the model's tensors; `of_layers` are the fields of its configuration
-    that differ from the base's. Its parameters are copies, because otherwise transformers would use the bank's memory.
+    `origins` maps the name of each of the model's tensors to the name of the base tensor that initialises it.
+    `of_layers` has the fields of the model's configuration that differ from the base's. The model's parameters are
+    copies, because otherwise transformers would use the bank's memory.
     """
     import transformers
 
@@ -169,11 +172,11 @@ def _attention(config: Any) -> str | None:
 
 
 def _parts(module: Any, bank: Bank, dtype: torch.dtype, origins: Mapping[str, str]) -> dict[str, ParameterPart]:
-    """The part of a parameter of `module` that corresponds to each merged tensor, by the tensor's name.
+    """Map the name of each merged tensor to the parameter of `module`, or the part of one, that corresponds to it.
 
     A part is found by the tensor's name or, if this fails, by its values. Therefore the model must hold the base's
-    weights, in `dtype`; `origins` has the name in the base of each tensor. Raises InvalidModel if a part is not found,
-    or if several parts have the tensor's values.
+    weights, in `dtype`. `origins` maps the name of each merged tensor to the name of the base tensor that initialises
+    it. Raises InvalidModel if a part is not found, or if several parts have the tensor's values.
     """
     named = dict(module.named_parameters())
     prefix = f"{module.base_model_prefix}."
@@ -205,7 +208,7 @@ def _layer(name: str) -> str | None:
 
 
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
-    """Yield the parts of `parameters` whose values equal those of a given tensor.
+    """Yield the parts of `parameters` whose values equal those of `tensor`.
 
     A part is a whole parameter, or the rows of one expert of a mixture of experts. This search is needed if
     transformers gives a parameter another name than the stored tensor has, or joins the matrices of a mixture's experts

@@ -1,8 +1,8 @@
-"""Derivatives with respect to a merge's coefficients, from the gradient with respect to a merged tensor.
+"""Derivatives of a loss with respect to a merge's coefficients, computed from the gradient at a merged tensor.
 
-For a sum of task vectors a derivative is the inner product of gradient and task vector, computed without holding the
-task vector. Other methods are differentiated through their function in PyTorch, which needs memory for several tensors
-of this size.
+For a sum of task vectors (expert minus base), a derivative is the inner product of gradient and task vector; it is
+computed without holding the task vector in memory. Other merge methods are differentiated through their function in
+PyTorch, which needs memory for several tensors of the merged tensor's size.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """The coefficients of a tensor's merge with respect to which its method is differentiable.
+    """The coefficients that a tensor's merge states and with respect to which its merge method is differentiable.
 
     The result is empty for an unchanged source, which is constant. Raises InvalidRecipe, naming the method, if the
-    method is differentiable with respect to no coefficient, or has several layers of one model among its sources.
+    method is differentiable with respect to no coefficient, or if a coefficient has one value for each source and two
+    sources are layers of the same model.
     """
     merge, declared = tensor.merge, METHODS[tensor.merge.method]
     if not declared.gradients_by:
@@ -58,8 +59,9 @@ def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
 def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
     """The derivatives of the loss with respect to the coefficients of one merged tensor, by the coefficient's name.
 
-    Each derivative is in float64, with one number or with one number for each source. The coefficients are those of
-    `stated_coefficients`. `gradient` is the gradient of the loss with respect to the merged tensor.
+    Each derivative is a float64 tensor with one number for each source, or with a single number if the sources share
+    the coefficient. The coefficients are those of `stated_coefficients`. `gradient` is the gradient of the loss with
+    respect to the merged tensor.
     """
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:
@@ -78,9 +80,10 @@ def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
 def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient: torch.Tensor) -> Derivatives:
     """The derivatives of a loss with respect to the weights of the merge method `linear`.
 
-    The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. With respect
-    to w_j, the derivative is <G, theta_j - m> / W, where G is the gradient of the loss with respect to m. Differences
-    from the first source are used instead of whole tensors, because the inner products of whole tensors would cancel.
+    The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. Let G be the
+    gradient of the loss with respect to m. The derivative with respect to w_j is <G, theta_j - m> / W. This inner
+    product is computed from the sources' differences from the first source, because the inner products of G with whole
+    tensors are almost equal, and their difference would lose digits.
     """
     weights = merge.per_source("weight")
     products = _projections(gradient, tensors, tensors[0])
@@ -100,7 +103,7 @@ FUSED: Mapping[str, Callable[[Tensors, torch.Tensor | None, Merge, torch.Tensor]
 
 
 def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> torch.Tensor:
-    """The inner products of `gradient` with the difference of each of N `tensors` from `base`, in float64: [N]."""
+    """The inner product of `gradient` with (tensor - `base`) for each of `tensors`, in float64: [len(tensors)]."""
     every = [gradient, *tensors, base]
     if gradient.device.type == "cpu" and all(each.is_contiguous() and each.dtype in STORED for each in every):
         from workers.merging.kernels.reductions import projections
@@ -119,8 +122,8 @@ def _through_the_function(
 ) -> Derivatives:
     """The derivatives of the loss with respect to the coefficients of a merge, by automatic differentiation.
 
-    The merge is computed by the method's function in PyTorch. `gradient` is the gradient of the loss with respect to
-    the merged tensor. `per_model` says for each coefficient, by name, whether it has a value for each source.
+    PyTorch differentiates the function of the merge method. `gradient` is the gradient of the loss with respect to the
+    merged tensor. `per_model` says for each coefficient, by name, whether it has a value for each source.
     """
     leaves = {
         name: [

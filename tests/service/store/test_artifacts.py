@@ -235,7 +235,7 @@ def test_manifests_are_read_once(store: Store, study: str, s3: S3, tmp_path: Pat
     artifacts.put(study, "new", model(tmp_path / "new", b"new"))
     artifacts.remove(study, "expert 0")
     assert [num_read(), num_read()] == [1, 0]
-    assert {*artifacts._used()} >= {record.digest for record in artifacts.of(study)}
+    assert {*artifacts.used()} >= {record.digest for record in artifacts.of(study)}
 
 
 def test_one_artifact_is_read_without_the_others(artifacts: ArtifactStore, study: str, tmp_path: Path) -> None:

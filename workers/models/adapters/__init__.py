@@ -1,7 +1,8 @@
-"""LoRA adapters of PEFT as models: which tensors of a base model they change, and how.
+"""LoRA adapters of PEFT, opened as models: which tensors of a base model they change, and how.
 
 Everything is read from adapter_config.json and the headers of adapter_model.safetensors. Where peft uses the types of
-modules, this package uses the base's tensors. It does not compute the product of an adapter's matrices.
+modules, this package uses the base's tensors. The package does not compute the product of an adapter's matrices;
+`computed_tensors` does so when a tensor is read.
 
 - `reading`: applies an adapter to a base, or reports all of its problems
 - `settings`: adapter_config.json

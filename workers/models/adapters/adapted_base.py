@@ -46,10 +46,10 @@ class AdaptedBase:
     def stack(self, parameter: str) -> str | None:
         """Name of the base's stacked MoE tensor for `parameter` of the adapted model; None if there is none.
 
-        A stack is one matrix of all experts of a layer's mixture of experts, as one tensor. The result is a key of
-        `Layout.stacks`, or the name of the tensor if the stack is stored as one. The base may have no tensor of the
-        parameter's name. Then the result is the stack of the same layer whose name ends in the same matrix, if there is
-        only one.
+        A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
+        tensor. The result is a key of `Layout.stacks`, or the name of the tensor if the stack is stored as one tensor.
+        If the base has no tensor with the parameter's name, the result is the only stack of the same layer whose name
+        ends with the same last part as `parameter`. If there are several, the result is None.
         """
         if (name := self.name(parameter)) is not None:
             return name if len(self.tensors[name].shape) == 3 else None

@@ -1,4 +1,4 @@
-"""LoRA adapters of stacked mixture-of-experts matrices, which peft's `target_parameters` selects.
+"""LoRA adapters of stacked mixture-of-experts matrices, which peft's setting `target_parameters` names.
 
 transformers holds the experts of a layer as one parameter for each kind of matrix.
 """
@@ -18,7 +18,7 @@ __all__ = ["Stack", "changed_stack", "stack_at", "stack_problems"]
 
 @dataclass(frozen=True)
 class Stack:
-    """Parameter in transformers that stacks one matrix of every expert in an MoE layer.
+    """Parameter in transformers that stacks one matrix of each expert in an MoE layer.
 
     `parameter` is its name in transformers. `parts` has, for each expert of the mixture, the names of the stored
     tensors that the parameter joins along the rows. If the parameter is stored as one tensor (`is_stored`), `parts` has
@@ -33,10 +33,11 @@ class Stack:
 def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None:
     """Find the stacked MoE parameter that a LoRA adapter's matrices at `module` change; None if there is none.
 
-    A stack is one matrix of all experts of a layer's mixture of experts. An adapter may change several stacks of one
-    mixture: peft then wraps the mixture's module in one wrapper for each stack. The number of times that "base_layer"
-    occurs in the name `module` identifies the wrapper, and so the stack: the first stack has the innermost wrapper.
-    Only stacks that the adapter's setting `target_parameters` names are considered.
+    A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
+    tensor. An adapter may change several stacks of one mixture: peft then wraps the mixture's module in one wrapper for
+    each stack. The number of times that "base_layer" occurs in the name `module` identifies the wrapper, and so the
+    stack: the first stack has the innermost wrapper. Only stacks that the adapter's setting `target_parameters` names
+    are considered.
     """
     experts = module.replace(".base_layer", "")
     depth = module.count(".base_layer")

@@ -1,4 +1,4 @@
-"""Applies a LoRA adapter to a base model, or reports all problems of the adapter."""
+"""Reading of a LoRA adapter, which is applied to a base model; all problems of the adapter are reported together."""
 
 from __future__ import annotations
 
@@ -165,12 +165,12 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Yield the problems of an adapter that trained only the embedding or only the head of a tied base.
+    """Yield problems of an adapter that trained the embedding or the output head alone, although the base ties them.
 
-    In a tied base the two are one tensor; in the adapted model they would differ. An adapter with the setting
-    `ensure_weight_tying` and matrices of the embedding has no such problem, because peft trained the two as one tensor.
-    In this case, the product of the matrices is added once to the tied tensor (the merge function of peft 0.21 adds it
-    twice).
+    In the base, embedding and output head are one tensor; in the adapted model they would differ. There is no problem
+    for an adapter with the setting `ensure_weight_tying` and matrices of the embedding, because peft trained embedding
+    and head as one tensor. In this case, the product of the matrices is added once to the tied tensor (the merge
+    function of peft 0.21 adds it twice).
     """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
     embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]

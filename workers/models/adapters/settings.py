@@ -1,4 +1,4 @@
-"""Reads the settings in a LoRA adapter's adapter_config.json that merging needs."""
+"""Reader of a LoRA adapter's adapter_config.json, for the settings that merging needs."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ EMBEDDING_MODULES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings in a LoRA adapter's adapter_config.json that merging needs, with peft's names where they differ.
+    """Settings in a LoRA adapter's adapter_config.json that merging needs.
 
-    - `r`: the rank of matrices
-    - `alpha` (`lora_alpha`): a number that determines the factor of matrices
+    If adapter_config.json has another name for a setting, this name is in parentheses.
+
+    - `r`: the rank of the LoRA matrices
+    - `alpha` (`lora_alpha`): a number from which the factor of the matrices' product is computed (`scaling`)
     - `ranks`, `alphas` (`rank_pattern`, `alpha_pattern`): other ranks and alphas for modules, by regular expressions
       for the end of a module's name
     - `whole_modules` (`modules_to_save`): modules that were trained as whole tensors
     - `tokens` (`trainable_token_indices`): the ids of tokens whose rows were trained individually, by embedding module
     - `parameters` (`target_parameters`): parameters, not modules, that the adapter changes
-    - `stated_base`: the base model as the file states it, or ""
+    - `stated_base`: the base model as the file states it; "" if the file states none
     """
 
     r: int
@@ -71,9 +73,10 @@ class Settings:
         return self.ranks.get(_pattern(self.ranks, module), self.r)
 
     def scaling(self, module: str) -> float:
-        """Factor of a module's LoRA product B A: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv:2312.03732).
+        """Factor of the product of a module's LoRA matrices: alpha / rank, or alpha / sqrt(rank) if rank-stabilised.
 
-        A and B are the adapter's matrices for the module, r is their rank, alpha a setting of the adapter.
+        alpha is a setting of the adapter. Rank-stabilised adapters (arXiv:2312.03732) have the setting `use_rslora` in
+        adapter_config.json.
         """
         rank = self.rank(module)
         return self.alphas.get(_pattern(self.alphas, module), self.alpha) / (
@@ -82,7 +85,7 @@ class Settings:
 
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """First of `patterns` (regular expressions) that matches the end of the name `module`; "" if none does."""
+    """First regular expression in `patterns` that matches the end of the name `module`; "" if none does."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
 
 

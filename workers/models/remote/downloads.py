@@ -45,11 +45,11 @@ class Origin(Protocol):
         """
 
     def reason(self, error: Exception, record: SnapshotRecord) -> str:
-        """Reason, in one line, why a download failed with `error`."""
+        """One-line text for messages about why a download failed with `error`."""
 
 
 def absent_bytes(directories: Iterable[Path]) -> int:
-    """Bytes that `fetched` would download for the models in `directories`; each model counts once."""
+    """Number of bytes that `fetched` would download for the models in `directories`; each model counts once."""
     return sum(
         sum(_absent_files(read_record(directory)).values())
         for directory in {*directories}
@@ -58,11 +58,12 @@ def absent_bytes(directories: Iterable[Path]) -> int:
 
 
 def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
-    """Download the weights of those models in `directories` of which only metadata are on this machine.
+    """Download the weights of models in `directories` if only the models' metadata are on this machine.
 
-    Returns the directories in the same order, with the downloaded models in place of the snapshots, at the same
-    commits. Complete files are kept if a download is interrupted. `note` is called with lines about the progress.
-    Raises InvalidModel if a download fails, or if the cache's disk is too small, in which case nothing is downloaded.
+    Returns the directories in the same order, with the downloaded models in place of the metadata-only snapshots, at
+    the same commits. Complete files are kept if a download is interrupted. `note` is called with lines about the
+    progress. Raises InvalidModel if a download fails, or if the cache's disk is too small, in which case nothing is
+    downloaded.
     """
     if lack := lack_of_space(directories):
         raise InvalidModel((lack,))
@@ -102,7 +103,7 @@ def _origin(record: SnapshotRecord) -> Origin:
 
 
 def lack_of_space(directories: Iterable[Path]) -> str | None:
-    """Reason why a disk is too small for the weights of the models in `directories`; None if there is space.
+    """Error text if a disk is too small to download the weights of the models in `directories`; None otherwise.
 
     Only the metadata-only snapshots among the directories need a download. The disks are those of the caches of the
     Hugging Face hub and of object stores; MARGIN_BYTES must remain free.

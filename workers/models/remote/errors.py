@@ -1,4 +1,4 @@
-"""Exception, and one-line message, for a hub model that cannot be used."""
+"""Exception and one-line messages for a hub model that cannot be used."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ CONNECTIONS = 4
 
 @dataclass(frozen=True)
 class ObjectFile:
-    """A file in an object store: its path, size in bytes, version tag, and the stated sha256 (hex) or None."""
+    """A file in an object store: path, size in bytes, version tag, and sha256 (hex; None if the store states none)."""
 
     path: str
     num_bytes: int
@@ -60,7 +60,11 @@ def downloaded(objects: ObjectStore, place: Path, files: Mapping[str, ObjectFile
 
 
 def _download(objects: ObjectStore, source: ObjectFile, file: Path) -> int:
-    """Download one object to `file`, which appears after its content is checked; return its size in bytes."""
+    """Download one object to `file`, and return its size in bytes.
+
+    `file` appears only after its content is checked. Raises InvalidModel if the content does not have the stated
+    sha256.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     try:

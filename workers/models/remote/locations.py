@@ -1,8 +1,8 @@
-"""Finds the directory of a model that is downloaded, or of which only metadata are downloaded.
+"""Search for the directory of a model that is downloaded, or of which only the metadata are downloaded.
 
-A model on the hub or in an object store whose weights are not on this machine is checked as a metadata-only snapshot.
-So a family is checked before its weights are downloaded. A snapshot belongs to one commit, and the download that
-replaces it belongs to the same commit.
+If the weights of a model on the hub or in an object store are not on this machine, the model is checked as a
+metadata-only snapshot, which has its files without the contents of the weights. So models are checked before their
+weights are downloaded. A snapshot belongs to one commit, and the download that replaces it belongs to the same commit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Selects the files of a model from the file names that a hub or an object store lists."""
+"""Selection of a model's files from the file names that the hub or an object store lists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL_FILES = (*NEEDED_FILES, "README.md")
 
 
 def weight_files(directory: Path, names: Collection[str]) -> list[str]:
-    """Names, among `names`, of the safetensors files with a model's weights.
+    """Names of the safetensors files with a model's weights, selected from `names`.
 
     `directory` has the model's small files, of which the index of the weights is read. A second copy of the weights in
     another format is not included. The result is empty if the index cannot be read.
@@ -48,5 +48,5 @@ def weight_files(directory: Path, names: Collection[str]) -> list[str]:
 
 
 def pickles(names: Iterable[str]) -> list[str]:
-    """Those of `names` that are pickled weights, which are never read."""
+    """Names of files with pickled weights, selected from `names`; pickles are never read."""
     return [name for name in names if any(Path(name).match(pattern) for pattern in PICKLES)]

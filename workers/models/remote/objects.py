@@ -60,9 +60,9 @@ class Objects:
 def located(url: str) -> Path:
     """Find the local directory of the model in the object-store folder `url`; metadata are downloaded if needed.
 
-    It is the directory of the downloaded model or, if the model is not downloaded, a metadata-only snapshot, which has
-    the model's files without the contents of the weights. If the store does not answer, the version that was last
-    located is used, provided that it is complete on this machine. Raises InvalidModel if the URL is invalid or the
+    The result is the directory of the downloaded model or, if the model is not downloaded, a metadata-only snapshot,
+    which has the model's files without the contents of the weights. If the store does not answer, the version that was
+    last located is used, provided that it is complete on this machine. Raises InvalidModel if the URL is invalid or the
     model cannot be read.
     """
     if problem := object_url_problem(url):
@@ -111,10 +111,10 @@ def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
 
 
 def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
-    """Read the files, by name, of a stored artifact from its manifest with the sha256 `digest`.
+    """Read the list of an artifact's files from its manifest in the store, whose sha256 is `digest`.
 
-    The result also has the object store that contains the files. Raises InvalidModel if the stored manifest has another
-    sha256.
+    An artifact is a set of files that the service stores by content. The result has the object store that contains the
+    files, and the files by name. Raises InvalidModel if the stored manifest has another sha256.
     """
     content = objects.read(blob_path(digest))
     if hashlib.sha256(content).hexdigest() != digest:
@@ -140,7 +140,7 @@ def _last_located(url: str) -> Path | None:
 
 
 def _sums(text: str) -> dict[str, str]:
-    """The sha256 (hex) of each file by name, as printed by the program sha256sum; other lines are ignored."""
+    """Parse the output of the program sha256sum to the sha256 (hex) of each file by name; other lines are ignored."""
     return {found[2]: found[1] for line in text.splitlines() if (found := _SUM.fullmatch(line.strip()))}
 
 

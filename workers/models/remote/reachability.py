@@ -1,4 +1,4 @@
-"""Check of whether the Hugging Face hub answers, because its client otherwise retries requests for a minute."""
+"""Check of whether the Hugging Face hub answers; without the check, its client retries requests for a minute."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class SnapshotRecord:
 
     It lists the model's files, and the sizes and sha256 (hex) of the weights as the hub or the object store states
     them. `name` is a hub id or the URL of a folder in an object store, `revision` the branch, tag or commit that was
-    requested, `commit` the version of the files. An outline (`workers.engines.transformers.outlines`) has only what the
-    model's configuration says, and its weights cannot be downloaded.
+    requested, `commit` the version of the files. If `is_outline`, only the model's configuration is known
+    (`workers.engines.transformers.outlines`), and the weights cannot be downloaded.
     """
 
     name: str
@@ -94,9 +94,10 @@ def stated_hash(file: Path) -> str | None:
 
 
 def named(text: str) -> str:
-    """Replace directories of metadata-only snapshots in a text by model and commit (owner/name@commit).
+    """Replace each path of a metadata-only snapshot in `text` by the model and its commit (owner/name@commit).
 
-    Such directories have a model's files without the contents of the weights; their paths mean nothing to users.
+    A metadata-only snapshot is a directory with a model's files without the contents of the weights. Its path means
+    nothing to users.
     """
     replaced = text.replace(f"{snapshots_dir()}{os.sep}", "")
     return text if replaced == text else _URL_IN_PATH.sub(r"\1://", replaced)

@@ -2,7 +2,7 @@
 
 CACHE/tasks/s3:/BUCKET/FOLDER/FILE@VERSION/FILE    a data file
 CACHE/tasks/s3:/BUCKET/FOLDER@VERSION/FILE         an lm-eval YAML file, with the other files of its folder
-CACHE/tasks/....latest                             the last version found, in case the store does not answer
+CACHE/tasks/....latest                             the version that was found last, for use if the store does not answer
 
 Versions that were not used for UNUSED_S are deleted when another one is downloaded.
 """
@@ -73,7 +73,7 @@ def local_file(name: str | Path) -> Path:
 
 
 def _downloaded(folder: str, file: str, of: str) -> Path:
-    """Download a file of an object-store folder, alone or with the whole folder, and return its path here.
+    """Download a file of an object-store folder, alone or with the whole folder, and return its path on this machine.
 
     `folder` and `of` are URLs. `of` is the URL of the folder if all its files are downloaded, else the URL of the file.
     """

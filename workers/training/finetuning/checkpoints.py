@@ -31,7 +31,7 @@ def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], opt
     """Write a checkpoint of a training below `directory`, after `step` updates, and return its directory.
 
     `trained` are the trained weights by name; `loss` is the loss of the last update. An existing checkpoint is not
-    changed. The oldest checkpoints beyond the newest KEPT are removed.
+    changed. Only the newest KEPT checkpoints are kept.
     """
     out = directory / f"{PREFIX}{step:08}"
     if not out.exists():
@@ -52,12 +52,12 @@ def latest(directory: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """The number of updates before a checkpoint; 0 if `checkpoint` is None."""
+    """The number of updates after which a checkpoint was written; 0 if `checkpoint` is None."""
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix(PREFIX))
 
 
 def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
-    """The parts of the optimizer's state in a checkpoint that are not tensors, by the names of its `state_dict`."""
+    """The optimizer's state in a checkpoint without its tensors, with the keys of the optimizer's `state_dict`."""
     state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
     return state
 

@@ -1,4 +1,4 @@
-"""Training data: rows of a JSONL file or dataset as tokenized documents, packed into rows of one length.
+"""Training data: entries of a JSONL file or dataset as tokenized documents, packed into rows of one length.
 
 A token's loss counts if the token belongs to a completion, or ends a completion. The order of rows depends only on the
 seed, so that every rank has the same rows and takes its own part of each batch.
@@ -29,7 +29,7 @@ MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 
 @dataclass(frozen=True)
 class Document:
-    """A training text as token ids, with the tokens that count for the loss.
+    """A training text as token ids, with the information which tokens count for the loss.
 
     `has_loss` says for each token whether its loss counts. `origin` says where the text comes from, for messages.
     """
@@ -41,10 +41,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of token ids as a model's input, as tensors of [rows, length].
+    """A batch for the model: token ids, positions and labels, each as a tensor [rows, length].
 
-    `tokens` are ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or IGNORED for
-    tokens whose loss does not count.
+    `tokens` are the token ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or
+    IGNORED for tokens whose loss does not count.
     """
 
     tokens: torch.Tensor
@@ -57,7 +57,7 @@ class Batch:
 
 
 def read_documents(data: Data, prompts: Prompts) -> list[Document]:
-    """Read and tokenize all documents of the training data, in their order.
+    """Read and tokenize all documents of the training data, in the order of the data.
 
     Raises InvalidTask if data are missing, malformed or empty (with the line), if there is no completion to learn from,
     if a document is longer than a row, or if the tokenizer has no end-of-text token.
@@ -137,7 +137,7 @@ MAX_OPEN = 63
 
 
 def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
-    """The indices of the `batch` rows that update number `step` (from 0) is computed on.
+    """The indices of the `batch` rows in the batch of update number `step` (counted from 0).
 
     Each pass over all rows has its own order, which `seed` determines.
     """
@@ -184,11 +184,12 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
 
 
 def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[Any] | None:
-    """The messages of a row whose prompt and completion are both lists of messages; None if neither is nested.
+    """Join a row's prompt and completion to one list of messages; None if neither is a list or an object.
 
-    Rows of this form are TRL's conversational rows. Templates may use a key's value in any way, so only the keys that
-    the default templates write into the text are checked. Raises InvalidTask for a list or an object that would be
-    written into the text as a Python expression. `origin` says where the row comes from, for messages.
+    Rows whose prompt and completion are lists of messages are TRL's conversational rows. Templates may use a key's
+    value in any way, so only the keys that the default templates write into the text are checked. Raises InvalidTask
+    for a list or an object that would be written into the text as a Python expression. `origin` says where the row
+    comes from, for messages.
     """
     defaults = {PROMPT: data.prompt, COMPLETION: data.completion}
     given = {name: fields.get(name) for name, template in defaults.items() if template == f"{{{{{name}}}}}"}

@@ -1,4 +1,4 @@
-"""Scoring of evaluation tasks during training by plain transformers, with the prompts and metrics of studies."""
+"""Scoring of evaluation tasks during training, in transformers, with the prompts and metrics that studies use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class TaskScorer:
         return self._evaluator.describe(task).num_samples
 
     def values(self, spans: Sequence[Span]) -> dict[str, float]:
-        """The mean metric of each objective over its samples in `spans`."""
+        """The mean metric of each objective over its samples in `spans`.
+
+        A span names an objective, its task, and a range of the task's samples.
+        """
         found: dict[str, list[float]] = {}
         for sample in self._evaluator.score(spans).samples:
             found.setdefault(sample.objective, []).append(sample.value)
@@ -52,7 +55,8 @@ class Evaluator:
     `base` is the directory of the base model, whose tokenizer is used. `max_length` is the largest number of tokens in
     a text. With `chat_template`, prompts are formatted with the tokenizer's chat template. `linearized`, a
     linearization of `model`, is scored in its place. `access` limits the files that tasks may use, or is None for no
-    limit. Raises InvalidTask if a task cannot be built, and if there is no chat template.
+    limit. Raises InvalidTask if a task cannot be built, or if `chat_template` is true and the tokenizer has no chat
+    template.
     """
 
     def __init__(

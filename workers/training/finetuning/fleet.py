@@ -54,10 +54,10 @@ class Analysis(Section):
     """Options of the analysis of trained experts: the distribution of task vectors, and the losses of merges."""
 
     samples: Annotated[int, Field(ge=1)] = 100
-    """The number of samples of each evaluation task that coefficients of merges are chosen by, and of those after them
-    that merges are reported on."""
+    """The number of samples of each evaluation task by which coefficients of merges are chosen. Merges are reported on
+    as many further samples."""
     wudi: bool = False
-    """Whether WUDI-Merging is among the merge methods, which takes several hundred matrix products for each matrix."""
+    """Whether WUDI-Merging is one of the merge methods. It takes several hundred matrix products for each matrix."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class Pipeline:
     def places(self, out: Path) -> dict[str, Path]:
         """The directory in which each expert is trained, by alias.
 
-        It is `out` for a single expert; each expert of a fleet has a separate directory below `out`.
+        The directory of a single expert is `out`; each expert of a fleet has a separate directory below `out`.
         """
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 
     def field_of(self, alias: str, field: str = "") -> str:
-        """Dotted path, for messages, of an expert's option `field` in the specification file: "experts.math.data".
+        """The dotted path of an expert's option `field` in the specification file, such as "experts.math.data".
 
-        If `field` is "", the result is the path of the expert.
+        Messages name options by this path. If `field` is "", the result is the path of the expert.
         """
         return ".".join(filter(None, [*((EXPERTS, alias) if self.is_fleet else ()), field]))
 
@@ -145,7 +145,8 @@ def load_pipeline(file: Path) -> Pipeline:
 def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
     """Read the specification of a fine-tuning of one or several experts from a parsed document.
 
-    Relative paths are relative to `directory`. Raises InvalidStudy with every problem found.
+    Relative paths are relative to `directory`, or left as they are if it is None. Raises InvalidStudy with every
+    problem found.
     """
     problems: list[Problem] = []
     analysis = _analysis(document.get(ANALYSIS), problems)
@@ -200,7 +201,8 @@ def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, Finetun
     """Set the layers to which MergOPT adds noise, if all experts of a fleet train only some layers.
 
     Each expert then has noise in all layers that any of the experts trains, because merges of the experts change these
-    layers. The options of an expert that name the layers with noise are not changed.
+    layers. An expert whose options name the layers with noise is not changed. If an expert trains all layers or an
+    adapter, nothing is changed.
     """
     trained = [spec.training.layers for spec in experts.values()]
     if any(layers is None for layers in trained) or any(spec.adapter is not None for spec in experts.values()):
@@ -232,8 +234,8 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The options of one expert of a fleet: the shared options, overridden by the expert's own options.
 
-    If both have a section, the expert's options override the shared options of the same name; the other options of the
-    section are kept.
+    If the shared options and the expert's options have the same section, the expert's options override the shared
+    options of the same name; the other options of the section are kept.
     """
     merged = dict(shared)
     for key, value in own.items():

@@ -3,11 +3,13 @@
 {"step": 1, "steps": 500, "loss": 2.3, "gradient_norm": 0.8, "learning_rate": 1e-5, "tokens": 512, "seconds": 0.4}
 {"step": 50, "values": {"math": 0.61}}
 
-`loss` is the loss of the batch at the weights; with MergOPT, it is the loss at the weights plus the offset of the
-update. MergOPT's lines also have the drawn `alpha` and `models` (K), and every tenth line has `weights_loss`, the loss
-of the batch at the weights. Lines of SAM and ASAM have `offset_loss`, the loss at the point nearby where it is highest.
-With the method tangent, `values` are the values of the model with the exported weights, and evaluations also have
-`linearized_values`, the values of the linearized model that is trained.
+`loss` is the loss of the batch at the weights. With the optimizer MergOPT, which computes gradients at the weights plus
+an offset, it is the loss at the weights plus the offset. MergOPT's lines also have `alpha` and `models`, the
+coefficient and the number of models in the merge that the update simulates. Every tenth of these lines, and the last
+one, have `weights_loss`, the loss of the batch at the weights. Lines of the optimizers SAM and ASAM have `offset_loss`,
+the loss at the weights plus an offset that raises it. With the method tangent, `values` are the values of the model
+with the exported weights, and evaluations also have `linearized_values`, the values of the linearized model that is
+trained.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ Report = Callable[[Mapping[str, Any]], None]
 
 
 def read_history(file: Path) -> list[dict[str, Any]]:
-    """Read all lines of a training's history, without an incomplete last line that a killed process left."""
+    """Read the lines of a training's history, up to an incomplete last line that a killed process may have left.
+
+    The result is empty if the file does not exist.
+    """
     try:
         lines = file.read_text().splitlines()
     except FileNotFoundError:
@@ -64,9 +69,10 @@ class HistoryReader:
         self._inode = self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The complete lines that were written since the last call, or all complete lines at the first call.
+        """Read the complete lines that were written since the last call, or all complete lines at the first call.
 
-        If `History.forget_after` has replaced the file, all its lines are returned.
+        If `History.forget_after` has replaced the file, all its lines are returned. The result is empty if the file
+        does not exist.
         """
         try:
             with self._file.open("rb") as stream:
@@ -85,7 +91,7 @@ class HistoryReader:
 class History:
     """Writer of a training's history: a file with one JSON line for each update and evaluation.
 
-    One rank writes the file (`is_writer`). Every rank calls `report` with the line.
+    One rank writes the file (`is_writer`). Every rank calls the function `report` with each line.
     """
 
     def __init__(self, file: Path, *, is_writer: bool, report: Report) -> None:

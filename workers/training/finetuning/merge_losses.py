@@ -3,7 +3,7 @@
 Paper: "MergOPT: A merge-aware optimizer for robust model merging", figure 2 (the joint loss over two coefficients),
 tables 1, 3, 20 and 21 (merge methods by optimizer and number of experts). Losses are measured on the reference answers
 of the experts' evaluation tasks, in nats per token of an answer, in float32. The coefficients of a merge are chosen by
-the losses on some samples of each task. The losses and metrics that are reported of the merge are measured on other
+the losses on some samples of each task. The losses and metrics that are reported for the merge are measured on other
 samples.
 """
 
@@ -69,7 +69,7 @@ MAX_TOKENS = 4096  # in one forward pass
 
 @dataclass(frozen=True)
 class Landscape:
-    """The sum of two experts' losses on merges over a grid of their coefficients.
+    """The sum of two experts' losses for merges of the two, over a grid of the two coefficients.
 
     The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector plus
     `coefficients`[j] times the second expert's task vector. An expert's loss is the loss of the merge on this expert's
@@ -82,7 +82,7 @@ class Landscape:
 
 
 class Candidate(NamedTuple):
-    """A merge of experts by a published method with one coefficient, compared with other coefficients of the method.
+    """A merge of experts by a published method, with one of the coefficients that are compared for this method.
 
     `method` is the method's name in tables. `coefficient` is None for a method without a coefficient.
     """
@@ -139,9 +139,9 @@ class MergeLosses:
     the other half to report merges. `directories` has the directory of each expert by alias, and `tasks` has the tasks
     of each expert by alias. `chats` are the aliases of the experts on whose tasks prompts are formatted with the chat
     template. `max_length` is the largest number of tokens in a text. With `is_linearized`, a merge is the linearization
-    of the base model, evaluated at the merged weights; experts of the method `tangent` are trained in the same way.
-    Raises InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a
-    single sample.
+    of the base model, evaluated at the merged weights; the fine-tuning method `tangent` trains experts as such
+    linearizations. Raises InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer
+    or a task has a single sample.
     """
 
     def __init__(
@@ -177,17 +177,17 @@ class MergeLosses:
             self._scorers[alias] = TaskScorer(str(self._bank.sources.result_dir), options, self._called)
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """The mean loss of a merge on the tasks of each merged expert, for choosing coefficients.
+        """Measure the mean loss of a merge on each merged expert's tasks, with the samples for choosing coefficients.
 
-        The result is by the experts' aliases. The losses are measured on the samples by which coefficients are chosen.
+        The result is by the experts' aliases.
         """
         self._hold(merge)
         return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}
 
     def report(self, merge: Merge) -> Report:
-        """The mean loss and metric of a merge on the tasks of each merged expert, for reports.
+        """Measure the mean loss and metric of a merge on each merged expert's tasks, with the samples for reports.
 
-        The results are by the experts' aliases. They are measured on samples by which no coefficient is chosen.
+        The results are by the experts' aliases. No coefficient is chosen by these samples.
         """
         self._hold(merge)
         aliases = [source.model for source in merge.sources]
@@ -222,7 +222,8 @@ class _TaskSamples:
     """A task's samples in two disjoint parts: one for choosing coefficients, one for reporting merges.
 
     `chosen_by` and `reported` have the reference answers of the two parts. `span` has the positions of the reported
-    samples: the first position, and the position after the last. Losses are divided by `unit`.
+    samples: the first position, and the position after the last. Losses are divided by `unit` (`References.unit`), so
+    that tasks are comparable.
     """
 
     task: TaskSpec
@@ -252,7 +253,7 @@ class _TaskSamples:
 
 
 class _Linearized:
-    """Adapter that gives a linearized model the interface `ModelOfLogits`, from which sample losses are computed."""
+    """Adapter with which a linearized model implements `ModelOfLogits`, so that sample losses can be computed."""
 
     def __init__(self, model: LinearizedModel, device: torch.device) -> None:
         self._model, self.device = model, device
@@ -382,7 +383,7 @@ def merge_table(
     If there are more than two experts, the first rows are for pairs: all pairs of the first IN_PAIRS experts are
     merged. The other rows are for the merge of all experts together. `measure` returns the loss on each expert's tasks,
     by the expert's alias; coefficients are chosen by this loss. `report` returns the losses and metrics that are
-    reported of the best merge; by default, the losses of `measure` are reported. `seed` determines the random masks of
+    reported for the best merge; by default, the losses of `measure` are reported. `seed` determines the random masks of
     DARE. With `wudi`, WUDI-Merging is one of the methods.
     """
     sets = [[tuple(experts)]]

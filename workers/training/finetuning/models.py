@@ -86,12 +86,12 @@ def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedM
 
 @torch.no_grad()
 def check_packing(model: Any) -> None:
-    """Check that packed documents are independent: none changes the model's outputs for the next document in its row.
+    """Check that packed documents are independent: no document changes the outputs for the next one in its row.
 
     In `model`, a transformers model in float32, the positions restrict attention to one document, but layers with a
-    state (recurrent or convolutional) keep it from one document to the next. The check compares two rows whose first
-    documents differ and whose second documents are equal. Raises InvalidModel if the logits of the second documents
-    differ.
+    state (recurrent or convolutional) keep this state from one document to the next. The check compares two rows whose
+    first documents differ and whose second documents are equal. Raises InvalidModel if the logits of the second
+    documents differ.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens = torch.arange(3 * PROBE, device=model.device) % vocabulary

@@ -51,29 +51,30 @@ class Data(Section):
     """A JSONL file with one object on each line, which has `messages` of a chat, `prompt` and `completion` as lists of
     messages, or the keys that the templates use."""
     dataset: Line | None = None
-    """A dataset's name on the hub, or its directory, as the library datasets takes it."""
+    """The name of a dataset on the hub, or its directory, in a form that the library datasets accepts."""
     configuration: Line | None = None
     """The configuration (subset) of the dataset. Default: the dataset's only or default one."""
     split: Line = "train"
     """The split of the dataset that is used."""
     prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
-    """Jinja template of the prompt over a row's keys."""
+    """Jinja template that makes the prompt from a row's keys."""
     completion: Annotated[str, Field(min_length=1)] = "{{completion}}"
-    """Jinja template of the completion over a row's keys. The loss counts completions and their end of text, or in
-    chats what the assistant says, but never prompts."""
+    """Jinja template that makes the completion from a row's keys. The loss counts completions and their end of text; in
+    chats, it counts the assistant's messages. It never counts prompts."""
     max_length: Count = 1024
     """The number of tokens of a row. A longer document is an error."""
     packing: bool = True
-    """Whether a row may have several documents, none of which sees another. Models with layers that carry a state from
-    document to document are refused."""
+    """Whether a row may have several documents, which do not attend to each other. Models whose layers carry a state
+    from document to document are then refused."""
     pad_token: Line | None = None
-    """The token that rows are padded with, if the tokenizer names none."""
+    """The token with which rows are padded, if the tokenizer has no pad token."""
 
 
 class Method(Section):
     kind: Literal["mergopt", "adamw", "sgd", "sam", "asam", "tangent"] = "mergopt"
-    """The optimizer. mergopt takes gradients where a merge may move the weights; sam and asam are sharpness-aware;
-    tangent trains in the tangent space of the base. All but sgd update by AdamW unless `optimizer` says otherwise."""
+    """The optimizer. mergopt computes gradients at weights to which a merge may move the model; sam and asam are
+    sharpness-aware; tangent trains in the tangent space of the base. mergopt, sam, asam and tangent wrap the option
+    `optimizer`."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """The optimizer that mergopt, sam, asam and tangent wrap."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -83,30 +84,32 @@ class Method(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.001
     """The weight decay of AdamW or SGD. The default is that of the MergOPT paper."""
     noise: Literal["laplace", "gaussian", "task_vectors", "merges"] = "laplace"
-    """What mergopt adds to the weights. laplace, gaussian: noise with this distribution (z in the paper). task_vectors:
-    z is, for each weight matrix, the task vector of an expert of `fit_to`, drawn anew for each. merges: the offset of a
-    merge with experts of `fit_to`, without an approximation (the paper's equation 5)."""
+    """What mergopt adds to the weights while it computes gradients. laplace, gaussian: noise with this distribution (z
+    in the paper). task_vectors: for each weight matrix, z is the task vector of one of the experts in `fit_to`, drawn
+    anew for each matrix. merges: the offset of a merge with experts in `fit_to`, without an approximation (the paper's
+    equation 5)."""
     scale: Positive | Literal["auto"] = 0.0005
-    """The scale of the noise: b of Laplace's distribution, or the standard deviation of Gauss'. auto: fitted to the
-    task vectors of `fit_to`."""
+    """The scale of the noise: b of Laplace's distribution, or the standard deviation of the normal distribution. auto:
+    fitted to the task vectors of the experts in `fit_to`."""
     mean: Annotated[float, Field(gt=-1, lt=1)] = 0.0
     """The mean of the noise (mu in the paper)."""
     noise_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """The decoder layers to whose weights mergopt adds noise, which should be those that merges move. Default: all
-    weights; with an adapter, the weights that it changes; in a fleet whose experts all train layers only, the layers
-    that any of them trains."""
+    """The decoder layers to whose weights mergopt adds noise. They should be the layers that merges change. Default:
+    all weights; with an adapter, the weights that it changes; in a fleet whose experts all have `training.layers`, the
+    layers that any of the experts trains."""
     fit_to: tuple[Line, ...] = ()
-    """Experts of the same base: with scale: auto the noise is fitted to their task vectors, with noise: task_vectors or
-    merges offsets are made of these. Each takes the memory of the weights then."""
+    """Experts of the same base. With scale: auto, the noise is fitted to their task vectors. With noise: task_vectors
+    or merges, offsets are made of their task vectors, and each expert takes as much memory as the weights."""
     coefficients: Annotated[tuple[float, ...], Field(min_length=1)] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
     """The coefficients of simulated merges, of which mergopt draws one for each update (A in the paper)."""
     max_models: Count = 7
     """The largest number of models in the merges that mergopt simulates (K_max in the paper)."""
     in_layers: bool = False
-    """Whether mergopt adds noise where layers read their weights. This needs no copy of the weights, but computes the
-    noise twice."""
+    """Whether mergopt adds noise where layers read their weights. This needs no copy of the weights, but the noise is
+    computed twice."""
     rho: Positive | None = None
-    """The radius of sam (default 0.05) or asam (default 0.5)."""
+    """The radius of sam (default 0.05) or asam (default 0.5), which is the size of the offset for the second
+    gradient."""
 
 
 class Training(Section):
@@ -119,14 +122,14 @@ class Training(Section):
     batch: Count = 8
     """The number of rows of one update, over all workers."""
     micro_batch: Count = 8
-    """The number of rows that a worker reads at once."""
+    """The number of rows in one forward pass of a worker."""
     learning_rate: Positive = 2e-5
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate decays to 0 after the warm-up; constant: not at all."""
+    """How the learning rate decays to 0 after the warm-up. constant: it does not decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_gradient_norm: Positive | None = 1.0
     gradient_checkpointing: bool = False
-    """Whether activations are computed twice, to keep fewer in memory."""
+    """Whether activations are computed twice, so that fewer are kept in memory."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """The decoder layers whose weights are trained. Default: all weights of the model."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -142,16 +145,17 @@ class Adapter(Section):
     alpha: Positive = 32
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: Annotated[tuple[Line, ...], Field(min_length=1)] | Line = "all-linear"
-    """The names of the modules that are adapted, or all-linear."""
+    """The names of the modules that get an adapter, or all-linear for all linear modules."""
 
 
 class Evaluation(Section):
     every: Count = 100
-    """The number of updates between evaluations; there is one at the end too."""
+    """The number of updates between evaluations. The model is also evaluated after the last update."""
     samples: Count = 100
-    """The number of samples of each objective: its first ones in the order of a study with the same seed."""
+    """The number of samples of each objective. They are its first samples in the order of a study with the same
+    seed."""
     chat_template: bool | None = None
-    """Whether prompts are written out by the chat template. Default: true if the training data are conversations."""
+    """Whether prompts are formatted with the chat template. Default: true if the training data are conversations."""
     objectives: Annotated[tuple[ObjectiveSpec, ...], Field(min_length=1)]
 
 

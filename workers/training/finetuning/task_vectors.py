@@ -1,6 +1,7 @@
 """The distribution of a trained expert's task vector, and its fits by Laplace and normal distributions.
 
-Paper: "MergOPT: A merge-aware optimizer for robust model merging", table 10, and figure 1 for the sum of all experts'.
+Paper: "MergOPT: A merge-aware optimizer for robust model merging", table 10, and figure 1 (the sum of all experts' task
+vectors).
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ class TaskVector:
 
 
 def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
-    """Measure the distribution of one expert's task vector on about a million of its elements.
+    """Measure the distribution of one expert's task vector (expert minus base), by about a million elements.
 
-    Raises InvalidModel, and ValueError if the task vector is 0.
+    Raises InvalidModel if a model cannot be used, and ValueError if the task vector is 0.
     """
     return _distribution(alias, sample_of(base, [expert]))
 
 
 def accumulated_vector(base: Path, experts: Sequence[Path]) -> TaskVector:
-    """Measure the distribution of the sum of the experts' task vectors on about a million of its elements.
+    """Measure the distribution of the sum of all experts' task vectors, by about a million elements.
 
-    The elements are evenly spaced in the tensors that any expert changes. Raises InvalidModel, and ValueError if all
-    task vectors are 0.
+    The elements are evenly spaced in the tensors that any expert changes. Raises InvalidModel if a model cannot be
+    used, and ValueError if all task vectors are 0.
     """
     origin = open_checkpoint(base)
     opened = [each for expert in experts if (each := read_expert(expert, origin)) is not None]

@@ -1,4 +1,4 @@
-"""The training loop on one or several ranks, whose results do not depend on their number, except for rounding.
+"""The training loop on one or several ranks; the number of ranks changes the results only by rounding.
 
 Ranks share each batch's rows and average gradients (DDP). The loss of an update is the mean over the targets of the
 whole batch, so the number of workers, and of rows in a forward pass, changes only rounding. A training that was killed
@@ -78,10 +78,11 @@ def train(
     """Train an expert according to `spec` in the directory `out`, or continue its training from a checkpoint.
 
     No other training may use `out`. The function runs on every rank of the process group, if there is one. Each rank
-    calls `report` with the numbers of every update and evaluation, as METRICS lists them. `device` is this rank's
-    device; by default it is a GPU if there is one. `access` limits the files that evaluation tasks may use, or is None
-    for no limit. Returns facts about the training. Raises InvalidModel, InvalidTask and TrainingFailed if the base
-    model, the data, or the training itself fails.
+    calls `report` with the numbers of every update and evaluation, as the training's history lists them (`history`).
+    `device` is this rank's device; by default it is a GPU if there is one. `access` limits the files that evaluation
+    tasks may use, or is None for no limit. Returns facts about the training, such as the number of steps, the last
+    loss, and the values of the last evaluation. Raises InvalidModel if the base model cannot be used, InvalidTask if
+    the data or an evaluation task cannot be used, and TrainingFailed if a loss or a gradient is NaN or infinite.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
@@ -192,15 +193,19 @@ def _evaluators(
 def noise_seed(spec: FinetuneSpec) -> int:
     """The seed of MergOPT's random draws, a function of the specification's seed and name.
 
-    Experts of a fleet have the same seed. Without the name, they would share all draws, although merges combine
-    independent experts.
+    Experts of a fleet (experts that one specification file defines) have the same seed. Without the name, they would
+    share all draws, although merges combine independent experts.
     """
     digest = hashlib.blake2b(f"{spec.seed}\x1f{spec.name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
 def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Restore a training from a checkpoint. Raises InvalidModel if its noise was on other weights."""
+    """Restore the trained weights and the optimizer's state from a checkpoint.
+
+    Raises InvalidModel if an earlier version wrote the checkpoint and added MergOPT's noise to the trained layers
+    alone, whereas this specification adds it to other weights.
+    """
     had_noise_on_trained = (
         isinstance(optimizer, MergOPT)
         and spec.training.layers is not None
@@ -229,7 +234,7 @@ def check(spec: FinetuneSpec) -> None:
 
 
 def check_data(spec: FinetuneSpec) -> None:
-    """Check the base and the data of a fine-tuning, like `check` without the evaluation tasks.
+    """Check the base and the data of a fine-tuning as `check` does, but not its evaluation tasks.
 
     Raises InvalidModel for problems of the base, and InvalidTask for problems of the data.
     """
@@ -247,8 +252,8 @@ def check_data(spec: FinetuneSpec) -> None:
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
     """The learning rate of update number `step`, counted from 0.
 
-    It rises linearly during the warm-up. Then it decays to 0 after the last update, or stays the same with the schedule
-    "constant".
+    It rises linearly during the warm-up. Then it decays towards 0, which it would reach after the last update; with the
+    schedule "constant" it stays the same.
     """
     warmup = training.warmup_steps
     if step < warmup:
@@ -260,7 +265,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """This process's place among the processes that train together: its rank, their number, collective operations."""
+    """The rank of this process, the number of training processes, and collective operations of these processes."""
 
     rank: int
     size: int
@@ -321,7 +326,8 @@ class _Passes:
     def without_averaging(self) -> AbstractContextManager[Any]:
         """Context manager in which backward passes accumulate this rank's gradients without averaging over ranks.
 
-        It is used for all portions of a batch except the last, so that gradients are averaged once for each update.
+        The context is used for all micro-batches of a batch except the last, so that gradients are averaged once for
+        each update.
         """
         if isinstance(self._forward, DistributedDataParallel):
             context: AbstractContextManager[Any] = self._forward.no_sync()
@@ -356,8 +362,8 @@ class _Update:
     def gradients(self) -> float:
         """Compute the gradients of the mean loss over all target tokens of the batch, and return the loss.
 
-        A target is a token whose loss counts. Gradients are over all ranks, and clipped to the specification's norm.
-        Raises TrainingFailed if the loss or the norm is NaN or infinite.
+        A target is a token whose loss counts. Gradients are averaged over all ranks, and clipped to the largest norm
+        that the specification allows. Raises TrainingFailed if the loss or the norm is NaN or infinite.
         """
         self._optimizer.zero_grad()
         ranks = self._passes.ranks

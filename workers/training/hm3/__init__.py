@@ -1,16 +1,18 @@
 """The lower level of HM3: an actor-critic that learns which layer of which model comes next in a layer path.
 
-The paper is "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" (arXiv:2409.18893). The state is
-the path so far. An action is a layer of a model, or the end of the path. The reward is known once the whole path is
-scored. The package needs torch only. It does not know who scores a path, nor where the score is stored.
+The paper is "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" (arXiv:2409.18893). A layer path is
+a sequence of steps, each of which is a layer of one of several models. The state is the path so far. An action is the
+next layer, or the end of the path. A policy may first draw a proto-action, which is a point in the space of the steps'
+embeddings, and then choose a step near it. The reward is known once the whole path is scored. The package needs torch
+only. It does not know who scores a path, nor where the score is stored.
 
-The parts have RLlib's names: a module of networks, a runner that builds episodes with it, a learner that improves it.
-RLlib's own Learner would fit. tests/benchmarks/bench_hm3_rllib.py compares it with the learner of this package, and
-docs/hm3.md says why it is not used. RLlib's runners do not fit, because they wait for each reward. Here an episode is a
-trial in a store, which any replica scores, perhaps after a restart.
+The parts have RLlib's names: a module of networks, a runner that builds episodes with the networks, and a learner that
+improves them. RLlib's own Learner would fit. tests/benchmarks/bench_hm3_rllib.py compares it with the learner of this
+package, and docs/hm3.md says why it is not used. RLlib's runners do not fit, because they wait for each reward. Here an
+episode is a trial in a store, which any replica scores, perhaps after a restart.
 
 - `pool`: the steps that a path may have, and those that may come next
-- `networks`: networks from the path so far to a state, a proto-action and the expected outcomes
+- `networks`: networks that compute a state, a proto-action and the expected outcomes from the path so far
 - `wolpertinger`: choice of a step from a proto-action
 - `episodes`: the runner, which builds paths with given networks
 - `ppo`: advantages and losses, as formulas on tensors

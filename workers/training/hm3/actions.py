@@ -5,11 +5,11 @@ action WOLPERTINGER, a policy draws a proto-action, a point in the space of the 
 distribution. `wolpertinger` chooses a step near this point. With CATEGORICAL, the policy draws one of the allowed
 steps. The logit of a step is the product of the policy network's output with the step's embedding.
 
-If layers have scales, a proto-action has one more number: the place, in the range of scales, of the last layer's scale.
+If layers have scales (factors on the residual stream after a layer), a proto-action has one more number: the scale of
+the last layer, as a position in the range of scales.
 
-Axes: B paths of a batch, T steps of a path, A possible steps (the pool's layers, and the end), D dimensions of an
-embedding or numbers of a proto-action, E dimensions of an embedding where a proto-action may have one more number, H
-numbers of a state.
+Axes: B paths of a batch, T steps of a path, A possible steps (the pool's layers, and the end), D numbers of a
+proto-action, E dimensions of an embedding (D is E + 1 if layers have scales, otherwise E), H numbers of a state.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ class Action(StrEnum):
 
 
 def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tensor:
-    """The logits [..., A] of all possible steps of a layer path; steps that are not allowed get a very low logit.
+    """The logits of all possible steps of a layer path; a step that is not allowed gets a very low logit.
 
-    `protos` [..., D] are the outputs of the policy network. `allowed` [..., A] says which steps are allowed.
+    A path has A possible steps, which are the layers of the source models and the end of the path. `protos` [..., D]
+    are the outputs of the policy network, with D numbers each. `embeddings_AD` [A, D] are the embeddings of the steps.
+    `allowed` [..., A] says which steps are allowed. The result is [..., A].
     """
     return (protos @ embeddings_AD.T).masked_fill(~allowed, FORBIDDEN)
 
@@ -55,10 +57,11 @@ def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tenso
 def distribution(
     networks: Networks, states: Tensor, preference: Tensor, allowed: Tensor, action: Action
 ) -> Distribution:
-    """The distribution of a policy's actions in each state [..., H].
+    """The distribution of a policy's actions in each of several states.
 
-    `allowed` [..., A] says which steps may follow. No gradients reach the embeddings through this distribution, because
-    only outcomes train the embeddings.
+    `states` [..., H] are states of layer paths, with H numbers each. `preference` has the weights of the objectives.
+    `allowed` [..., A] says which of A possible steps may follow. No gradients reach the embeddings through this
+    distribution, because only outcomes train the embeddings.
     """
     protos = networks.proto(states, preference)
     if action is Action.CATEGORICAL:
@@ -68,21 +71,24 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """The continuous actions (proto-actions) [B, D] of episodes that follow a given layer path.
+    """The proto-actions of episodes that follow a given layer path, as if the policy had drawn them: [B, D].
 
-    `taken_BE` are the embeddings of the path's steps. `places_B` has, for each episode, the place of the given layer
-    scale in the range of scales. If it is NaN, the place in `proto_BD` is kept. Without scales D = E.
+    A proto-action is a point in the space of the steps' embeddings, which has E dimensions. If layers have scales, one
+    more number follows, which is the last layer's scale as a position in the range of scales: D is E + 1, otherwise E.
+    `proto_BD` are the proto-actions that the policy drew in B episodes. `taken_BE` are the embeddings of the given
+    steps. `places_B` are the positions of the given scales; where a position is NaN, the position in `proto_BD` is
+    kept.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)
 
 
 def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: int) -> Tensor:
-    """Given layer scales of B layer paths, as places in the range of scales, by step: [B, length].
+    """Convert the given layer scales of several layer paths to positions in the range of scales: [paths, length].
 
-    The step is the one before which the scale is applied; its place is NaN if no scale is applied there. The scale of
-    the first layer is applied before the second step. `scales` has the scales of each path. If `scales` is empty, the
-    result has no rows.
+    A layer scale is a factor on the residual stream after a layer. The factor is applied before the next step: column t
+    of the result has the scale of the layer of step t - 1, or NaN if no scale is given for it. `scales` has the scales
+    of each path. If `scales` is empty, the result has no rows.
     """
     found = torch.full((len(scales), length), torch.nan)
     for row, given in enumerate(scales):
@@ -111,7 +117,11 @@ class LegalSteps:
         return int(self._table.sum(dim=2).max())
 
     def before(self, steps_BT: Tensor) -> Tensor:
-        """The alternatives to each step of the layer paths `steps_BT`: the steps allowed there, as bool [B, T, A]."""
+        """The steps that were allowed at each step of several layer paths, as bool [B, T, A].
+
+        `steps_BT` [B, T] are the T steps of each of B paths. There are A possible steps: all layers, and the end of the
+        path.
+        """
         begun = torch.cat([steps_BT.new_zeros(len(steps_BT), 1), steps_BT[:, :-1]], dim=1)
         # After the end of a path there is padding, whatever it is.
         layers = torch.where(begun == self._stop, 0, begun % self._num_layers)

@@ -1,8 +1,9 @@
 """Statistics of each layer's weights, which describe the layer to a policy without naming its model.
 
-They are computed over all numbers of each component of a layer (attention, MLP, norms): the mean, the logarithm of the
-standard deviation, the kurtosis, and the logarithm of the distance from the base's layer relative to the base's norm.
-The paper embeds the layers' parameters without stating how. These statistics are a choice of this project.
+The statistics are computed over all weights of each component of a layer (attention, MLP, norms): the mean, the
+logarithm of the standard deviation, the kurtosis, and the logarithm of the distance from the base's layer relative to
+the base's norm. The paper embeds the layers' parameters without stating how. These statistics are a choice of this
+project.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ SMALLEST = 1e-8
 def layer_descriptors(family: Family, models: tuple[str, ...]) -> Tensor:
     """Statistics of each layer's weights for several models, [num_models, num_layers, num_components * 4].
 
-    Each statistic is standardised over all layers of all models; a constant one is 0. `models` are aliases. Results are
-    cached by the models' fingerprints.
+    Each statistic is standardised over all layers of all models; a statistic that is the same for all layers is 0.
+    `models` are aliases. Results are cached by the models' fingerprints.
     """
     key = "hm3 descriptors 1 " + json.dumps([family.fingerprints[alias] for alias in (family.base.alias, *models)])
     found = cached(key)

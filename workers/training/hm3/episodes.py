@@ -1,6 +1,7 @@
 """The runner of HM3's policies, which builds layer paths with given networks; each path is an episode.
 
-Axes: B episodes, T steps, A steps of the pool with the end, C candidates, D dimensions of an embedding, H of a state.
+Axes: B episodes, T steps, A steps of the pool with the end, C candidates, D dimensions of an embedding, H numbers of a
+state.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 class Role:
     """Settings of one episode: its preference vector, its randomness, and its layer path if that is given.
 
-    `number` is the episode's number. `preference` is the preference vector. `exploration` is the probability, in
-    [0, 1], that a step is drawn at random. `noise` multiplies the standard deviation of the point that the policy draws
-    for each step. `path` is a given path to follow, and `scales` those of its layers if they are given; if they are
-    None, the policy chooses.
+    `number` is the episode's number. `preference` is the preference vector, which has the weights of the objectives.
+    `exploration` is the probability, in [0, 1], that a step is drawn at random. `noise` multiplies the standard
+    deviation of the point that the policy draws for each step. `path` is a given path to follow, and `scales` are given
+    scales of its layers. If `path` or `scales` is None, the policy chooses the path or the scales.
     """
 
     number: int
@@ -48,8 +49,8 @@ class Episode:
     `steps` [T] are the indices of the T steps, including the end of the path if the policy chose it; `path` is without
     the end. `protos` [T, D] are the proto-actions: for each step a point in the D-dimensional space of embeddings,
     whose nearest steps were the candidates. `log_densities` [T] are the log densities of these points under the policy
-    that built the episode. `scales` are those of all layers but the last, if layers have scales: a proto-action then
-    has one more number, the place of the scale of the layer before the step.
+    that built the episode. If layers have scales, `scales` are the scales of all layers but the last. A proto-action
+    then has one more number, which is the scale of the layer before the step, as a position in the range of scales.
     """
 
     number: int
@@ -62,9 +63,9 @@ class Episode:
 
 
 def generator_of(seed: int | str, number: int) -> torch.Generator:
-    """The random generator of episode `number`, which depends on `seed` and `number` only.
+    """The random number generator of an episode, which depends only on `seed` and the episode's `number`.
 
-    `seed` is a number, or a text that names a stream of random numbers.
+    `seed` is a number, or a text that identifies a stream of random numbers.
     """
     digest = hashlib.sha256(f"hm3:{seed}:{number}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -80,23 +81,25 @@ def play(
     action: Action = Action.WOLPERTINGER,
     ideal: Tensor | None = None,
 ) -> list[Episode]:
-    """Build several layer paths with a policy, side by side; each path is an episode with its own settings (role).
+    """Build several layer paths with a policy, as one batch; each path is an episode with its own settings (role).
 
     With the action WOLPERTINGER the policy draws, for each step, a proto-action: a point in the space of the steps'
-    embeddings. The `k` nearest allowed steps are the candidates, of which the one with the best expected outcome is
-    taken, by Tchebycheff's function if its `ideal` point is given. With the probability `exploration` of the role a
-    candidate is drawn at random instead. The role's `noise` multiplies the deviation of proto-actions. If both are 0,
+    embeddings. The `k` nearest allowed steps are the candidates, and the candidate with the best expected outcome is
+    taken. Expected outcomes of several objectives are compared by their weighted sum or, if the point `ideal` is given,
+    by Tchebycheff's function (`scalarisation`). With the probability `exploration` of the role a candidate is drawn at
+    random instead. The role's `noise` multiplies the deviation of proto-actions. If `exploration` and `noise` are 0,
     the path is the one that the policy prefers.
 
     With CATEGORICAL the policy draws one of the allowed steps. With the probability `exploration` all of them have the
     same probability. The role's `noise` is the temperature, and `k` is not used.
 
-    A step without an alternative is taken without the policy. The end of a path of maximal length is such a step; it is
-    no part of the episode. If a role gives the path, the policy learns from it as if it had chosen it: the embeddings
-    of the path's steps are the proto-actions.
+    A step without an alternative is taken without the policy. For example, after a path of maximal length only the end
+    can follow; this end is no part of the episode. If a role gives the path, the policy later learns from the path as
+    if it had chosen it: the embeddings of the path's steps are the proto-actions.
 
-    An episode has random numbers of its own, which `seed` and its number determine. But its rounding depends on all
-    episodes that are built with it. Therefore it is repeated exactly only together with the same episodes.
+    An episode has random numbers of its own, which `seed` and its number determine. But rounding in an episode depends
+    on all episodes that are built with it. Therefore an episode is repeated exactly only together with the same
+    episodes.
     """
     paths = networks.paths
     noise_BTD, draws_BTE, gumbel_BTA = _random_numbers(networks, roles, seed=seed, action=action)
@@ -159,12 +162,13 @@ def play(
 def _random_numbers(
     networks: Networks, roles: Sequence[Role], *, seed: int | str, action: Action
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The random numbers of B episodes of at most T steps, for embeddings with D dimensions.
+    """Draw all random numbers with which the episodes of `roles` are built.
 
-    The first result has normal numbers [B, T, D], times the role's noise. They displace the points that the policy
-    chooses among the embeddings. The second result has two uniform numbers for each step, [B, T, 2]: one decides
-    whether the step is drawn at random, the other which step is drawn. The third has numbers of a Gumbel distribution
-    for each of A steps, [B, T, A], times the role's noise; only a categorical policy needs them, A is 0 for others.
+    There are B episodes of at most T steps, and a proto-action (a point among the embeddings of the steps) has D
+    numbers. The first result has normal numbers [B, T, D], times the role's noise, which displace the proto-actions.
+    The second result has two uniform numbers for each step, [B, T, 2]: one decides whether the step is drawn at random,
+    the other which step is drawn. The third result has numbers of a Gumbel distribution, [B, T, A], times the role's
+    noise. A is the number of possible steps if `action` is CATEGORICAL, and 0 otherwise.
     """
     longest, size = networks.paths.longest, len(networks.log_std)
     num_steps = stop_of(networks.paths) + 1 if action is Action.CATEGORICAL else 0
@@ -188,10 +192,10 @@ def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
 
 
 def _after(networks: Networks, hidden_1BH: Tensor, steps_BCD: Tensor) -> tuple[Tensor, Tensor]:
-    """The states and encoder memories of B layer paths after each of C candidate steps: [B, C, H] each.
+    """The states and encoder memories of several layer paths after each candidate for the next step: [B, C, H] each.
 
-    A state has H numbers, and so has the encoder's memory. `hidden_1BH` is the encoder's memory before the step,
-    `steps_BCD` are the embeddings of the candidates.
+    There are B paths, with C candidates each. The encoder is a GRU; its states and its memory have H numbers.
+    `hidden_1BH` is the memory before the step, `steps_BCD` are the embeddings of the candidates.
     """
     count, num = steps_BCD.shape[:2]
     before = hidden_1BH.repeat_interleave(num, dim=1)

@@ -2,10 +2,10 @@
 
 It differs from `learner` in three points:
 
-- The ratios of PPO refer to the networks that built the episodes, which are one update older. They are outside PPO's
-  clip almost always, so the clip has no effect.
+- The ratios of PPO refer to the networks that built the episodes, which are one update older. The ratios are outside
+  PPO's clip almost always, so the clip has no effect.
 - Policy network, value network and encoder have one optimizer, and learn in the same steps.
-- Each step of an episode is paid an equal share of the outcome.
+- The reward of each step of an episode is an equal share of the outcome.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class FirstLearner(BaseLearner):
     def _advantages(self, batch: EpisodeBatch) -> Tensor:
         """The advantages [episodes, steps] of an iteration's episodes by generalized advantage estimation (GAE).
 
-        They are normalised over all steps of the iteration, and 0 after an episode's end.
+        The advantages are normalised over all steps of the iteration, and 0 after an episode's end.
         """
         options = self.options
         states = self.networks.states(batch.steps)

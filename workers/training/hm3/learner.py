@@ -44,9 +44,10 @@ FIRST_NETWORKS, MINI_BATCHES = -1, -2
 class LearnerOptions:
     """Options for updating the policy network and the value network.
 
-    The options `clip` and the lambda of GAE have the values that HM3's authors state; the others were chosen here.
-    `recalled` is the number of earlier episodes that the value network learns from in each mini-batch. `target_kl` is
-    the KL divergence, in nats per step, at which the policy network stops to learn from an iteration.
+    The options `clip` and the lambda of GAE (generalized advantage estimation) have the values that HM3's authors
+    state; the others were chosen here. `recalled` is the number of earlier episodes that the value network learns from
+    in each mini-batch. `target_kl` is the KL divergence, in nats per step, at which the policy network stops to learn
+    from an iteration.
     """
 
     clip: float = 0.1
@@ -68,10 +69,10 @@ class LearnerOptions:
 class UpdateStatistics:
     """Losses, entropy and policy changes of one update; losses and entropy are means over its mini-batches.
 
-    - `kl`: the KL divergence, in nats per step, of the policy after its epochs from the policy before them
+    - `kl`: the KL divergence, in nats per step, between the policy before its epochs and the policy after them
     - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after the epochs
-    - `drift`: the KL divergence of the policy at the end of the update from the policy after its epochs, which comes
-      from the encoder's learning
+    - `drift`: the KL divergence between the policy after its epochs and the policy at the end of the update, which
+      differ because the encoder learns
     - `policy_steps`: the number of gradient steps of the policy network
 
     In studies of version 1 of the searcher, `kl` is the mean over mini-batches, and the others are not measured.
@@ -122,8 +123,8 @@ class BaseLearner:
     def ideal(self) -> Tensor | None:
         """The ideal point [objectives] of Tchebycheff's function; None if outcomes are weighted sums.
 
-        It has the best outcome of the remembered episodes in each objective, or 1, the best possible one, if there are
-        none.
+        It has the best outcome of the remembered episodes in each objective. If no episode is remembered, it has 1, the
+        best possible outcome. Tchebycheff's function measures the distance from this point (`scalarisation`).
         """
         if self.options.scalarisation is Scalarisation.WEIGHTED_SUM:
             return None
@@ -134,9 +135,10 @@ class BaseLearner:
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
         """Update the networks with the episodes of one iteration.
 
-        `outcomes_BK` [episodes, objectives] are the parts of each episode's outcome R by objective, less the price of
-        the path's length. R is the scalarisation of these parts by the episode's preference. Raises TrainingFailed if
-        an outcome, a loss or a number in the networks is NaN or infinite; the learner cannot be used further then.
+        `outcomes_BK` [episodes, objectives] are the outcomes of each episode by objective, less the price of the path's
+        length. The scalarisation of these numbers by the episode's preference vector is the outcome that the policy
+        learns to raise. Raises TrainingFailed if an outcome, a loss or a number in the networks is NaN or infinite; the
+        learner cannot be used further then.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
         self._check(batch.outcomes, "an outcome")
@@ -152,7 +154,8 @@ class BaseLearner:
     def to_bytes(self) -> bytes:
         """Serialise the state on which the next update depends.
 
-        It consists of networks, optimizers, the number of updates, and the episodes that the value network learns from.
+        The state consists of the networks, their optimizers, the number of updates, and the episodes that the value
+        network learns from.
         """
         buffer = io.BytesIO()
         state = {
@@ -167,9 +170,9 @@ class BaseLearner:
     def restore(self, content: bytes, *, remembers: bool = True) -> None:
         """Restore a state that `to_bytes` returned for networks of the same shapes.
 
-        With `remembers` false the remembered episodes are left out, because they are those of another search. Raises
-        ValueError if the networks have other shapes or draw other actions, and TrainingFailed if they have numbers that
-        are NaN or infinite.
+        With `remembers` false, the remembered episodes in the state are left out; this is for a state of another
+        search. Raises ValueError if the networks have other shapes or draw other actions, and TrainingFailed if they
+        have numbers that are NaN or infinite.
         """
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}
@@ -189,7 +192,8 @@ class BaseLearner:
     def _learn(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> UpdateStatistics:
         """Learn from `batch`, the episodes of one iteration, and from `memory`, which contains them and earlier ones.
 
-        `order` draws mini-batches.
+        `order` is the random number generator that draws mini-batches. Returns the losses and policy changes of this
+        update.
         """
         raise NotImplementedError
 
@@ -204,7 +208,7 @@ class BaseLearner:
     # -- for all versions ------------------------------------------------------------------------------------------
 
     def _check(self, values: Tensor, what: str) -> None:
-        """Raise TrainingFailed if one of `values` is NaN or infinite; `what` names them in the message."""
+        """Raise TrainingFailed if one of `values` is NaN or infinite; `what` names the values in the message."""
         if not bool(torch.isfinite(values).all()):
             wrong = float(values.detach()[~torch.isfinite(values)][0])
             raise TrainingFailed(
@@ -230,14 +234,15 @@ class BaseLearner:
 class Learner(BaseLearner):
     """The PPO learner, whose policy network and value network have separate optimizers.
 
-    An update has two phases, after Cobbe et al., "Phasic Policy Gradient" (2020). In the first the policy network
-    learns from the iteration's episodes, whose states are frozen. Its ratios refer to the policy at the start of the
-    update, so they begin at 1. The phase ends when the KL divergence from that policy is above `target_kl`. In the
-    second the value network and the encoder learn from all episodes so far. The encoder's states, which the policy
-    network reads, change; so it learns to draw the same actions from the new ones.
+    An update has two phases, after Cobbe et al., "Phasic Policy Gradient" (2020). In the first phase, the policy
+    network learns from the iteration's episodes, whose states are frozen. PPO's ratios refer to the policy at the start
+    of the update, so they begin at 1. The phase ends when the KL divergence from that policy is above `target_kl`. In
+    the second phase, the value network and the encoder learn from all episodes so far. This changes the encoder's
+    states, which the policy network reads. Therefore the policy network is trained to draw the same actions from the
+    new states.
 
-    The outcome is the reward of the last step. The value network predicts, for each state, the outcome times gamma to
-    the power of the number of steps that are left.
+    The outcome is the reward of the last step. For each state, the value network predicts the outcome times gamma^n,
+    where gamma is the discount factor and n the number of steps that are left.
     """
 
     def __init__(
@@ -287,8 +292,8 @@ class Learner(BaseLearner):
     ) -> tuple[list[Tensor], list[Tensor], float, float]:
         """Train the policy network on an iteration's episodes, whose steps have the given advantages.
 
-        Returns the policy's losses and entropies, one of each step of the optimizer, the KL divergence from the policy
-        before, and the share of ratios outside the clip at the end.
+        Returns the policy's losses and entropies, with one number for each step of the optimizer; the KL divergence
+        between the policies before and after the training; and the share of ratios outside PPO's clip after it.
         """
         options, is_step = self.options, batch.is_step
         taken = batch.steps if options.action is Action.CATEGORICAL else batch.protos
@@ -321,7 +326,8 @@ class Learner(BaseLearner):
     def _improve_value(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> tuple[list[Tensor], float]:
         """Train the value network and the encoder on remembered episodes, while the policy's actions stay the same.
 
-        Returns the value network's losses and the policy's drift on the states of `batch`.
+        Returns the value network's losses and the policy's drift, which is the KL divergence between the policies
+        before and after this training, over the steps of `batch`.
         """
         options, networks = self.options, self.networks
         former = copy.deepcopy(networks)
@@ -340,7 +346,10 @@ class Learner(BaseLearner):
             return losses, float(self._moved(former, batch.remembered))
 
     def _moved(self, former: Networks, episodes: Memory) -> Tensor:
-        """The mean KL divergence of the current policy from that of the networks `former` over episodes' steps."""
+        """The mean KL divergence, over the steps of `episodes`, between the policy of `former` and the current policy.
+
+        `former` are the networks before an update.
+        """
         legal = self._legal.before(episodes.steps)
         with torch.no_grad():
             states = self.networks.states(episodes.steps)[:, :-1]
@@ -360,7 +369,7 @@ class Learner(BaseLearner):
     def _advantages(self, batch: EpisodeBatch) -> Tensor:
         """The advantages [episodes, steps] of an iteration's episodes by generalized advantage estimation (GAE).
 
-        They are normalised over all steps of the iteration, and 0 after an episode's end.
+        The advantages are normalised over all steps of the iteration, and 0 after an episode's end.
         """
         options = self.options
         found = self.networks.outcomes(self.networks.states(batch.steps), batch.preferences[:, None])
@@ -408,7 +417,7 @@ def mean_of(values: Sequence[Tensor]) -> float:
 
 
 def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
-    """Advantages scaled to mean 0 and standard deviation 1 over the real steps, and 0 elsewhere."""
+    """Advantages scaled to mean 0 and standard deviation 1 over the real steps, and 0 at padding."""
     real = advantages_BT[is_step_BT]
     scale = real.std(unbiased=False) + 1e-8
     return torch.where(is_step_BT, (advantages_BT - real.mean()) / scale, 0.0)
@@ -416,10 +425,10 @@ def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Memory:
-    """The data of the B episodes from which the value network learns, as tensors.
+    """The episodes from which the value network learns, as tensors that are padded to the longest episode.
 
-    `steps` [B, T] are the steps of each episode, padded to T steps with step 0, and `lengths` [B] the numbers of steps.
-    `preferences` and `outcomes` are [B, K] for K objectives.
+    `steps` [episodes, T] are the steps of each episode, padded to T steps with step 0. `lengths` [episodes] are the
+    numbers of steps without padding. `preferences` and `outcomes` are [episodes, objectives].
     """
 
     steps: Tensor
@@ -437,7 +446,7 @@ class Memory:
 
     @property
     def num_left(self) -> Tensor:
-        """The number of remaining steps after each state, [B, T + 1]; negative after an episode's end."""
+        """The number of steps that follow each state, [episodes, steps + 1]; negative after an episode's end."""
         return self.lengths[:, None] - torch.arange(self.steps.shape[1] + 1)[None]
 
     def only(self, rows: Tensor) -> Memory:
@@ -453,17 +462,18 @@ class Memory:
 
 
 def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
-    """Concatenate the steps [episodes, T] of two batches of episodes, padded with 0 to the longest episode."""
+    """Concatenate the steps [episodes, steps] of two batches of episodes, padded with 0 to the longest episode."""
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])
 
 
 @dataclass(frozen=True)
 class EpisodeBatch:
-    """B episodes as tensors, padded to T steps with step 0.
+    """The episodes of one iteration as tensors, padded with step 0 to the longest episode.
 
-    `steps` and `log_densities` are [B, T], `protos` [B, T, D] for proto-actions of dimension D, `preferences` and
-    `outcomes` [B, K] for K objectives. `lengths` are the numbers of steps without padding.
+    `steps` and `log_densities` are [episodes, T], where T is the number of steps of the longest episode. `protos` are
+    [episodes, T, D] for proto-actions with D numbers. `preferences` and `outcomes` are [episodes, objectives].
+    `lengths` are the numbers of steps without padding.
     """
 
     steps: Tensor

@@ -1,7 +1,7 @@
 """The networks of HM3's policies, which map a partial layer path to a state, a proto-action and expected outcomes.
 
 Sizes in shapes: B episodes, T steps, A possible steps (those of the pool, and the end), D dimensions of an embedding, H
-of a state, K objectives.
+numbers of a state, K objectives.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SMALLEST_SPREAD = 1e-3
 class NetworkOptions:
     """Sizes and inputs of a policy's networks: the encoder of layer paths, the policy network and the value network.
 
-    With `by_index` models have embeddings of their own, beside the statistics of their layers. Without it, the networks
+    With `by_index`, each model has a learned embedding, beside the statistics of its layers. Without it, the networks
     can be used for other models with the same number of layers. With `sees_preference` the preference vector is an
-    input. With `scales` the policy network has one more output, the place of the last layer's scale in the range of
-    scales.
+    input. With `scales` the policy network has one more output, which is the last layer's scale as a position in the
+    range of scales.
     """
 
     num_objectives: int = 1
@@ -81,7 +81,7 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the mean and the unit of the value network's outputs to the mean and the deviation of `outcomes_BK`.
+        """Set the mean and the unit of the value network's outputs to the mean and standard deviation of `outcomes_BK`.
 
         `outcomes_BK` [episodes, objectives] are the first known outcomes.
         """
@@ -89,7 +89,10 @@ class Networks(nn.Module):
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
 
     def embeddings(self) -> Tensor:
-        """The unit-length embeddings of a layer path's steps, the last for its end: [steps + 1, dimensions]."""
+        """The unit-length embeddings of all possible steps of a layer path: [steps + 1, dimensions].
+
+        The last embedding belongs to the path's end, and each other embedding belongs to a layer.
+        """
         paths = self.paths
         found = self.layers.weight[None].expand(len(paths.models), -1, -1)
         if self.options.by_index:
@@ -100,9 +103,9 @@ class Networks(nn.Module):
         return nn.functional.normalize(every, dim=1)
 
     def states(self, steps_BT: Tensor) -> Tensor:
-        """The encoder's states of layer paths before the first step and after each step, [B, T + 1, H].
+        """The encoder's states of layer paths before the first step and after each step: [paths, T + 1, H].
 
-        `steps_BT` are the T steps of B paths; a state has H numbers.
+        `steps_BT` [paths, T] are the T steps of each path; a state has H numbers.
         """
         table = self.embeddings()
         begun = nn.functional.normalize(self.start, dim=0).expand(len(steps_BT), 1, -1)
@@ -110,21 +113,23 @@ class Networks(nn.Module):
         return states
 
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """The mean [..., D] of the policy's continuous action (proto-action) in each state [..., H].
+        """The mean of the policy's proto-action (continuous action) in each of several states: [..., D].
 
-        A proto-action is a point in the D-dimensional space of the steps' embeddings; a state has H numbers. If layers
-        have scales, one more number follows: the place in the range of scales of the last layer of the path so far.
-        In the paper (equation 16) a network of that layer and of the step's number gives the scale. The state knows
-        both here.
+        A proto-action is a point in the D-dimensional space of the steps' embeddings. `states` are [..., H] with H
+        numbers of each state, and `preference_K` has the weight of each objective. If layers have scales, one more
+        number follows: the scale of the last layer of the path so far, as a position in the range of scales. In the
+        paper (equation 16), a network computes the scale from that layer and the step's number. Here the state contains
+        the layer and the number.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found
 
     def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """The outcome of the complete layer path that the value network expects, by objective: [..., objectives].
+        """The value network's prediction of the complete layer path's outcome, by objective: [..., objectives].
 
-        `states` [..., H] are the states of paths so far. The price of the path's length is subtracted. The expected
-        outcome R is the sum weighted by the preference.
+        `states` [..., H] are the states of the paths so far, with H numbers each. The price of the path's length is
+        subtracted. `preference_K` has the weight of each objective. The expected outcome of the path is the
+        scalarisation of the result by these weights (`scalarisation`).
         """
         found: Tensor = self.centre + self.spread * self.value(self._seen(states, preference_K))
         return found
@@ -136,7 +141,7 @@ class Networks(nn.Module):
 
 
 def _head(num_inputs: int, hidden: int, *, means: Sequence[float]) -> nn.Sequential:
-    """Two linear layers with a tanh between them, with outputs near `means` before training.
+    """Make two linear layers with a tanh between them, whose outputs are near `means` before training.
 
     `hidden` is the number of outputs of the first layer.
     """

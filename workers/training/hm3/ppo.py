@@ -20,8 +20,8 @@ __all__ = ["Losses", "gae", "log_density", "remaining_shares", "surrogate"]
 class Losses:
     """PPO's losses for one mini-batch, of which `total` is minimised.
 
-    `policy` and `value` are the losses of the policy network and of the value network. `entropy` is that of the
-    distribution of proto-actions.
+    `policy` and `value` are the losses of the policy network and of the value network. `entropy` is the entropy of the
+    distribution from which actions are drawn.
     """
 
     total: Tensor
@@ -29,14 +29,15 @@ class Losses:
     value: Tensor
     entropy: Tensor
     kl: Tensor
-    """Estimate of the KL divergence from the policy that built the episodes: the mean of (ratio - 1) - log ratio."""
+    """Estimate of the KL divergence between the old and the new policy: the mean of (ratio - 1) - log(ratio)."""
 
 
 def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) -> Tensor:
     """Generalized advantage estimation: the advantage of each step [T] of a finished episode.
 
     The advantage of step t is the sum over l of (gamma lambda)^l delta_{t+l}. Here delta_t is r_t + gamma V(s_{t+1}) -
-    V(s_t), with r_t the reward and V(s_t) the value of the state before step t; the value after the last step is 0.
+    V(s_t), where r_t is the reward of step t, and V(s_t) is the value of the state before step t. The value after the
+    last step is 0.
     """
     following = torch.cat([values_T[1:], values_T.new_zeros(1)])
     deltas = rewards_T + gamma * following - values_T
@@ -49,26 +50,29 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
 
 
 def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
-    """The discounted share of an episode's outcome that is still to be paid as rewards before each step [T].
+    """The discounted share of an episode's outcome that is still to be paid as rewards before each step.
 
-    Each of T steps is paid the T-th part of the outcome: the share before step t is (1 / T) sum_{j >= t} gamma^(j - t).
+    The reward of each of the T = `num_steps` steps is the T-th part of the outcome. Therefore the share before step t
+    is (1 / T) sum_{j >= t} gamma^(j - t). The result is [T].
     """
     return gae(torch.full((num_steps,), 1.0 / num_steps), torch.zeros(num_steps), gamma=gamma, lambda_=1.0)
 
 
 def log_density(proto: Tensor, mean: Tensor, log_std_D: Tensor) -> Tensor:
-    """The log density [...] of points [..., D] under normal distributions that are independent in each dimension.
+    """The log density of points with D coordinates under a normal distribution with independent coordinates.
 
-    `mean` has the means, and `log_std_D` the logarithms of the D standard deviations.
+    `proto` [..., D] are the points, `mean` are the means, and `log_std_D` are the logarithms of the D standard
+    deviations. The result is [...].
     """
     z = (proto - mean) * torch.exp(-log_std_D)
     return (-0.5 * z**2 - log_std_D - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
-    """PPO's clipped objective (larger is better), elementwise: min(ratio A, clip(ratio, 1 - clip, 1 + clip) A).
+    """PPO's clipped objective (larger is better) for each step, from advantages and ratios of densities.
 
-    A is the advantage, and ratio the density of an action under the new policy divided by that under the old one.
+    The objective is min(ratio A, clip(ratio, 1 - clip, 1 + clip) A). A is the advantage. The ratio is the density of an
+    action under the new policy divided by the density under the old policy; `log_ratio` is its logarithm.
     """
     ratio = log_ratio.exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)

@@ -1,4 +1,4 @@
-"""Scalarisation: functions that map the values of several objectives to the one outcome which policies maximise.
+"""Scalarisation: functions that combine an episode's values of several objectives into one outcome to be maximised.
 
 Miettinen, "Nonlinear Multiobjective Optimization" (1998), sections 3.1 (weighted sum) and 3.4 (Tchebycheff).
 """
@@ -15,19 +15,22 @@ __all__ = ["Scalarisation", "scalarised"]
 
 
 class Scalarisation(StrEnum):
-    """The function that maps an episode's outcomes by objective and its preference vector to its outcome R."""
+    """The kind of function that combines an episode's outcomes by objective into one outcome.
+
+    The function takes the outcomes and a preference vector, which has the weight of each objective.
+    """
 
     WEIGHTED_SUM = "weighted_sum"
     TCHEBYCHEFF = "tchebycheff"
 
 
 def scalarised(outcomes: Tensor, preferences: Tensor, ideal_K: Tensor | None) -> Tensor:
-    """The outcome R [...] of outcomes by objective [..., K] under preference vectors [..., K]; larger is better.
+    """Combine outcomes by objective into one outcome, by preference vectors; larger is better.
 
-    With `ideal_K` None it is the weighted sum. Otherwise it is Tchebycheff's function, negated: the largest of the
-    weighted distances from `ideal_K`, the best known outcome in each of the K objectives. Every point of a front has
-    the best value of Tchebycheff's function for some weights, whereas weighted sums leave out points where the front is
-    not convex.
+    `outcomes` and `preferences` are [..., objectives], and the result is [...]. If `ideal_K` is None, the result is the
+    weighted sum. Otherwise it is Tchebycheff's function, negated: the largest of the weighted distances from `ideal_K`,
+    which has the best known outcome in each objective. Every point of a Pareto front has the best value of
+    Tchebycheff's function for some weights, whereas weighted sums leave out points where the front is not convex.
     """
     if ideal_K is None:
         return (outcomes * preferences).sum(dim=-1)

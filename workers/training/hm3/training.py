@@ -2,13 +2,13 @@
 
 Networks and preference vectors follow from the options, the seed and earlier outcomes alone. All iterations have the
 same number of episodes. The networks that build iteration i have learned from the iterations up to i - 2. So the
-episodes of one iteration can be scored while those of the next are built. With one policy for each preference vector,
-the policies take turns, one iteration each. A policy that is conditioned on the vector takes all vectors in each
-iteration, one after the other.
+episodes of one iteration can be scored while the episodes of the next iteration are built. With one policy for each
+preference vector, the policies take turns, one iteration each. A policy that is conditioned on the vector takes all
+vectors in each iteration, one after the other.
 
-A search may begin with given policies. They have no warm-up, and explore from the beginning as rarely as a search does
-at its end. If they do not learn either, the first episode of each preference vector is the path that the policy
-prefers, without noise.
+A search may begin with given policies. Given policies have no warm-up, and explore from the beginning as rarely as a
+search does at its end. If given policies do not learn, the first episode of each preference vector is the path that the
+policy prefers, without noise.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class PolicyTrainingOptions:
     - `k`: the number of candidates for each step
     - `exploration`, `explored`: the probability of drawing a step at random decreases linearly from 1 to `exploration`
       over the `explored` iterations of a policy after its warm-up
-    - `draws_paths`: whole paths are drawn at random instead, as the space draws them: all in the warm-up, then a share
-      that decreases to zero over the `explored` iterations; single steps are drawn with the probability `exploration`
-    - `is_conditioned`: one policy has the preference vector as an input; otherwise there is a policy for each vector
-    - `learns`: if false, the policies that a search begins with play all episodes, and the vectors take turns
+    - `draws_paths`: if true, whole paths are drawn at random from the search space: all paths in the warm-up, then a
+      share that decreases to zero over the `explored` iterations; single steps are drawn at random with the probability
+      `exploration`
+    - `is_conditioned`: one policy has the preference vector as an input; otherwise each vector has a policy
+    - `learns`: if false, the policies that a search begins with build all episodes, and the vectors take turns
     - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by
-      `FirstLearner`, and those of different searches may have the same random numbers.
+      `FirstLearner`, and policies of different searches may have the same random numbers.
     """
 
     episodes: int = 16
@@ -78,9 +79,9 @@ class PolicyTraining:
     """The policies of one search, which build episodes and learn from their outcomes.
 
     `preferences` are the preference vectors, at least one. `descriptors` are statistics of the layers' weights, or
-    None. `saved` has the checkpoints that were saved after iterations of this search, by iteration. Only those of the
-    last two iterations of each policy are needed. `start` has the checkpoint that each policy begins with, or is empty
-    for new policies. Raises ValueError if `start` has another number of checkpoints.
+    None. `saved` has the checkpoints that were saved after iterations of this search, by iteration. Only the
+    checkpoints of the last two iterations of each policy are needed. `start` has the checkpoint that each policy begins
+    with, or is empty for new policies. Raises ValueError if `start` has another number of checkpoints.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """The number of iterations whose outcomes must be known before episode `number` is built.
 
-        It counts all iterations up to the last one from which the episode's policy has learned. A single policy has
-        learned up to the second iteration before that of the episode. Several policies take turns; each has learned up
-        to its own previous iteration, which is at least two earlier. The result is 0 if policies do not learn.
+        The number counts all iterations up to the last one from which the episode's policy has learned. A single policy
+        has learned up to the second iteration before that of the episode. Several policies take turns; each has learned
+        up to its own previous iteration, which is at least two earlier. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
@@ -137,7 +138,7 @@ class PolicyTraining:
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """The number of earlier iterations that had the same policy as `iteration`."""
+        """The number of earlier iterations that belong to the same policy as `iteration`."""
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
@@ -153,7 +154,7 @@ class PolicyTraining:
     def source_of(self, iteration: int, *, newest: int) -> int | None:
         """The last iteration, up to `newest`, from which the policy of `iteration` has learned; None if there is none.
 
-        In the warm-up there is none.
+        In the warm-up the policy learns from no iteration.
         """
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None
@@ -237,11 +238,12 @@ class PolicyTraining:
     ) -> UpdateStatistics | None:
         """Update the policy of an iteration with the outcomes of its episodes, and save its checkpoint.
 
-        Returns None in the warm-up, in which nothing is learned. `outcomes_BK` are as in `Learner.update`. Episodes
-        that another process built are built again, with the same result. `paths` are the paths that had the outcomes,
-        and `scales` the scales of their layers, if layers have any. If such a path differs from that of the episode,
-        the policy learns from the path in `paths`; this is so where the searcher proposed a mutant, and in a search
-        that an earlier version of this package began. With `restarts` the policy network starts anew before it learns.
+        Returns None if the policy does not learn from this iteration, for example in the warm-up. `outcomes_BK` are as
+        in `Learner.update`. Episodes that another process built are built again, with the same result. `paths` are the
+        paths that were scored, and `scales` are the scales of their layers, if layers have any. If a scored path
+        differs from the episode's path, the policy learns from the scored path. This is the case if the searcher
+        proposed a random change of the best path (a mutant), and in a search that an earlier version of this package
+        began. With `restarts` the policy network is reinitialised before it learns.
         """
         if not self.is_learned_from(iteration):
             return None
@@ -288,11 +290,14 @@ class PolicyTraining:
         return play(learner.networks, roles, seed=seed, k=k, action=action, ideal=learner.ideal)
 
     def seed_of(self, stream: str, number: int) -> int:
-        """A seed for an episode's random numbers that differs from that of every other episode, stream and search."""
+        """A seed for an episode's random numbers; every other episode, stream and search has another seed."""
         return generator_of(self._stream(stream), number).initial_seed()
 
     def _stream(self, name: str) -> int | str:
-        """The seed of a stream of random numbers, which differs from that of every other stream and search."""
+        """The seed of a stream of random numbers; every other stream and search has another seed.
+
+        In version 1 of the searcher, all streams of a search have the seed of the search.
+        """
         return self._seed if self.options.version == 1 else f"{self._seed} {name}"
 
     def _new(self, iteration: int) -> BaseLearner:

@@ -1,7 +1,8 @@
-"""Choice of a step in the Wolpertinger policy: of the k steps nearest to a proto-action, the best by expected outcome.
+"""Choice of a step in the Wolpertinger policy: the best, by expected outcome, of the k steps nearest to a proto-action.
 
 Dulac-Arnold et al., "Deep Reinforcement Learning in Large Discrete Action Spaces" (2015), section 4, with the value of
-the state after a step in place of the action-value, as in HM3. B episodes, A steps, C candidates.
+the state after a step in place of the action-value, as in HM3. A proto-action is the point that a policy draws in the
+space of the steps' embeddings. Axes: B episodes, A steps, C candidates.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ __all__ = ["choose", "nearest"]
 def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     """The indices [B, C] of the allowed steps whose embeddings are nearest to given points (proto-actions).
 
-    There are B points. Distances are Euclidean. The nearest step comes first; of equally near steps, the one with the
-    smaller index. C is the smaller of `k` and the number of all steps. If fewer than C steps are allowed, the last
-    indices of a row are not candidates. The second result, bool [B, C], says which indices are candidates.
+    There are B points, and C candidates for each of them. Distances are Euclidean. The nearest step comes first; of
+    equally near steps, the one with the smaller index comes first. C is the smaller of `k` and the number of all steps.
+    If fewer than C steps are allowed, the last indices of a row are not candidates. The second result, bool [B, C],
+    says which indices are candidates.
     """
     distances = torch.linalg.vector_norm(embeddings_AD - protos_BD[:, None], dim=2)
     distances = torch.where(allowed_BA, distances, torch.inf)
@@ -28,8 +30,9 @@ def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: 
 def choose(outcomes_BC: Tensor, is_candidate_BC: Tensor, *, explores_B: Tensor, draws_B: Tensor) -> Tensor:
     """The index [B] of the chosen candidate in each of B episodes.
 
-    It is the candidate with the largest expected outcome; among equal ones, the nearest. In episodes that explore
-    (`explores_B`), a random number in [0, 1) (`draws_B`) chooses among all candidates with equal probability.
+    The candidate with the largest expected outcome is chosen; of equally good candidates, the nearest one.
+    `is_candidate_BC` says which of the C places in a row have a candidate. In episodes that explore (`explores_B`), a
+    random number in [0, 1) (`draws_B`) chooses among all candidates with equal probability.
     """
     best = torch.where(is_candidate_BC, outcomes_BC, -torch.inf).argmax(dim=1)
     counts = is_candidate_BC.sum(dim=1)

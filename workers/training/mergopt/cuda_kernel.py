@@ -31,8 +31,9 @@ def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: i
 def _add(flat, quantiles, numbers, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Triton kernel that adds noise to `flat`.
 
-    `numbers` has the low and the high 32 bits of the key, and the number of the first element among those of all
-    parameters.
+    `numbers` has the low and the high 32 bits of the key, and the index of the first element of `flat` among the
+    elements of all parameters. `quantiles` are those of the noise's distribution, `size` is the number of elements of
+    `flat`, and `BLOCK` the number of elements of one program.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size

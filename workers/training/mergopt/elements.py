@@ -1,7 +1,7 @@
-"""The index of each element among the elements of all parameters, which determines its noise in MergOPT.
+"""Numbering of the elements of all parameters; an element's number determines its noise in MergOPT.
 
 Parameters follow each other in the optimizer's order, each in C order of its whole shape. A rank that holds a shard of
-a parameter (FSDP2) numbers the elements as if it held the whole parameter. So the shard gets the same noise as that
+a parameter (FSDP2) numbers its elements as if it held the whole parameter. So the shard gets the same noise as that
 part of the parameter gets in an unsharded process.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["Part", "parts_of"]
 class Part:
     """The part of a parameter that this process holds: all of it, or a shard.
 
-    `tensor` shares the parameter's memory. Its first element has the number `start` among the elements of all
+    `tensor` shares the parameter's memory. `start` is the index of its first element among the elements of all
     parameters.
     """
 
@@ -34,7 +34,7 @@ class Part:
     start: int
 
     def add_noise(self, quantiles: torch.Tensor, *, key: int) -> None:
-        """Add noise to this part of a parameter in place.
+        """Add MergOPT's noise to this part of a parameter in place.
 
         `key` determines the random numbers (`noise.draw_key`). `quantiles` are those of the noise's distribution.
         """
@@ -63,9 +63,9 @@ def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
 
 
 def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add noise to the elements of `tensor` in place.
+    """Add MergOPT's noise to the elements of `tensor` in place.
 
-    The first element has the number `start` among the elements of all parameters. `key` determines the random numbers
+    `start` is the index of the first element among the elements of all parameters. `key` determines the random numbers
     (`noise.draw_key`). `quantiles` are those of the noise's distribution.
     """
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -85,7 +85,7 @@ def _on_gpu() -> Callable[..., None]:
 
 
 def _local(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This process's memory of a parameter, and the number of the parameter's elements before it.
+    """The part of a parameter in this process's memory, and the index of the part's first element in the parameter.
 
     Raises ValueError if the parameter is sharded along another dimension than the first.
     """

@@ -26,9 +26,10 @@ SAMPLE = 1_000_000
 class Fit:
     """A zero-centred distribution fitted to the elements of task vectors by maximum likelihood.
 
-    `distance` is the Kolmogorov-Smirnov distance in [0, 1] between the distribution and the elements. `log_likelihood`
-    is the mean over the elements (natural log). `zeros` is the share of elements that are exactly 0 because of rounding
-    to a short dtype.
+    `scale` is b of Laplace's distribution, or the standard deviation of the normal distribution. `distance` is the
+    Kolmogorov-Smirnov distance in [0, 1] between the distribution and the elements. `log_likelihood` is the mean over
+    the elements (natural log). `zeros` is the share of elements that are exactly 0 because of rounding to a short
+    dtype.
     """
 
     distribution: str
@@ -47,7 +48,7 @@ def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
     """Fit a zero-centred distribution to `elements` [n] of task vectors by maximum likelihood.
 
     The scale is the mean of |x| over the elements x for "laplace", and the root of the mean of x^2 for "gaussian".
-    Raises ValueError for another name, and if all elements are 0.
+    Raises ValueError if `distribution` is another name, or if all elements are 0.
     """
     x = elements.detach().flatten().double().sort().values
     if not x.numel() or not bool(x.abs().max() > 0):
@@ -69,11 +70,12 @@ def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
 
 
 def sample_of(base: Path, experts: Sequence[Path], *, num_elements: int = SAMPLE) -> torch.Tensor:
-    """Sample about `num_elements` elements of the experts' task vectors, in float32.
+    """Sample about `num_elements` elements of the experts' task vectors (expert minus base), in float32.
 
-    Every expert gives elements that are evenly spaced in each tensor, in proportion to its size. Tensors that an expert
+    Each expert gives about the same number of elements, which are evenly spaced in its tensors. Tensors that an expert
     has unchanged from the base are left out, because they were not trained. `base` and `experts` are directories;
-    experts are whole models or adapters. Raises InvalidModel.
+    experts are whole models or adapters. Raises InvalidModel if a model cannot be used, or if an expert has no tensor
+    in common with the base.
     """
     origin = open_checkpoint(base)
     return torch.cat([_spaced(origin, expert, num_elements // len(experts)) for expert in experts])

@@ -1,12 +1,12 @@
-"""Offsets added where layers read their weights, so that parameters never change and need no copy.
+"""MergOPT's offsets, added where layers read their weights, so that parameters never change and need no copy.
 
-While a module computes, a tensor with noise replaces a parameter with an offset. Instead of that tensor, autograd saves
-a description from which it can be recomputed, so that the tensor is freed when the module is done. The backward pass
-recomputes the tensors, one at a time. At most one layer's tensors exist at once; with activation checkpointing, those
-of a checkpointed part.
+While a module computes, a tensor with noise replaces each of its parameters that gets an offset. Instead of that
+tensor, autograd saves a description from which the tensor can be recomputed, so that the tensor is freed when the
+module is done. The backward pass recomputes the tensors, one at a time. The tensors of at most one layer exist at once
+or, with activation checkpointing, the tensors of one checkpointed part.
 
-Parameters that a module reads from another module than itself get no offset. Autocast keeps casts of weights, as it
-does without offsets.
+A parameter that is read by another module than the one that owns it has no offset in that module. Autocast keeps casts
+of weights, as it does without offsets.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """Description that autograd saves in place of a tensor with noise, from which the backward pass recomputes it.
+    """Description from which the backward pass recomputes a tensor with noise; autograd saves it, not the tensor.
 
     The tensor is a view of the parameter's `part` with noise. Its shape is `size`, its strides are `stride`, and
-    `place` is the offset of its first element in memory.
+    `place` is the index of its first element in the memory of the part.
     """
 
     part: Part
@@ -68,9 +68,10 @@ class _Note:
 
 
 class _Draw:
-    """One draw of noise, and the existing tensors with this noise by the address of their memory.
+    """The noise of one optimizer step, and a table of the tensors that currently have this noise.
 
-    `tables` has the quantiles of the noise's distribution for each device; `key` determines the random numbers.
+    The tensors in the table are identified by the address of their memory. `tables` has the quantiles of the noise's
+    distribution for each device; `key` determines the random numbers.
     """
 
     def __init__(self, tables: Mapping[torch.device, torch.Tensor], key: int) -> None:

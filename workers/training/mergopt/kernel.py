@@ -27,8 +27,8 @@ def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: i
     """Add MergOPT's noise to the contiguous CPU tensor `flat` in place, by compiled code.
 
     The result is that of `noise.add_plainly`. `quantiles` are those of the noise's distribution, `key` determines the
-    random numbers, and `start` is the number of the first element among the elements of all parameters. The dtype of
-    `flat` is one of DTYPES.
+    random numbers, and `start` is the index of the first element of `flat` among the elements of all parameters. The
+    dtype of `flat` is one of DTYPES.
     """
     words, table = as_array(flat), quantiles.numpy()
     k0, k1 = key_words(key)

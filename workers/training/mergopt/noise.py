@@ -2,10 +2,12 @@
 
     h = hash(key, i), that of `workers.merging.masks`;  z_i = quantiles[h >> 16]
 
-The range of probabilities is divided into 2^16 equal intervals; `quantiles` has, in float32, the distribution's
-quantile at the middle of each. So a draw computes no transcendental functions, which differ between devices, and its
-table fits a core's cache. Values beyond probability 2^-17 at either end do not occur: |z| stays below 11.1 b under
-Laplace, 4.4 standard deviations under Gauss.
+A draw is the noise of one optimizer step, `key` is the draw's 64-bit key, and z_i its element i. The range of
+probabilities is divided into 2^16 equal intervals; `quantiles` has, in float32, the distribution's quantile at the
+middle of each interval. So a draw computes no transcendental functions, which differ between devices, and the table of
+quantiles fits a core's cache. Values beyond probability 2^-17 at either end do not occur: z differs from the mean by
+less than 11.1 b under Laplace's distribution with scale b, and by less than 4.4 standard deviations under the normal
+distribution.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ CHUNK = 1 << 16  # elements hashed at a time: their int64 temporaries fit a core
 
 
 class Noise(Protocol):
-    """Interface of a symmetric noise distribution, given by its quantiles.
+    """Interface of a symmetric distribution of noise, which is given by its quantiles.
 
     The quantiles are float32 [NUM_QUANTILES] on CPU, ascending.
     """
@@ -73,16 +75,16 @@ class Gaussian:
 
 
 def draw_key(seed: int, step: int) -> int:
-    """The 64-bit key that determines the noise of optimizer step `step`."""
+    """The 64-bit key that determines the noise of optimizer step `step`, computed from `seed` and `step`."""
     return int.from_bytes(hashlib.blake2b(f"mergopt\x1f{seed}\x1f{step}".encode(), digest_size=8).digest(), "little")
 
 
 def add_plainly(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add noise to the one-dimensional tensor `flat`, of any floating dtype, in place: the reference for the kernels.
+    """Add noise to the one-dimensional tensor `flat` in place, in plain PyTorch; the kernels give the same bits.
 
-    The noise is drawn from `quantiles` by `key` (`draw_key`). The elements of `flat` have the numbers `start`, `start`
-    + 1, ... among those of all parameters. The sum is in float32, rounded once. `quantiles` are on the device of
-    `flat`.
+    `flat` has any floating dtype. The noise is drawn from `quantiles` by `key` (`draw_key`). `start` is the index of
+    the first element of `flat` among the elements of all parameters. The sum is in float32, rounded once. `quantiles`
+    are on the device of `flat`.
     """
     for first in range(0, flat.numel(), CHUNK):
         part = flat[first : first + CHUNK]

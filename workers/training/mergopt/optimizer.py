@@ -7,6 +7,9 @@ parameters:
     g = grad L(theta + (K alpha - 1) z)                                                         (lines 5 and 6)
     theta <- Optimizer(theta, g)                                                                (line 7)
 
+Here theta are the parameters, L is the loss, and z is a random task vector with the scale b. The simulated merge has K
+models, at most K_max, and the coefficient alpha from the set A.
+
 The implementation follows the paper's text, not its published code. The code differs from the text in three points: b
 is 0.01 by default (the paper: 0.0005), a closure's gradients are added up over two backward passes, and the last update
 uses the gradient at the offset.
@@ -53,7 +56,7 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """The factor K alpha - 1 on the random task vectors z, where K is `num_models`."""
+        """The factor `num_models` * `alpha` - 1, by which the random task vectors are multiplied."""
         return self.num_models * self.alpha - 1
 
 
@@ -132,7 +135,7 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def draw(self) -> Draw:
-        """The merge that the next update simulates."""
+        """The merge that the next update simulates, as a number of models, a coefficient and a random key."""
         return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
 
     @property
@@ -185,7 +188,7 @@ class MergOPT(OptimizerWrapper):
 
     @contextmanager
     def _moved(self, add: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which the parameters have the offset that the function `add` adds.
+        """Context manager in which the parameters are changed by an offset, which the function `add` adds to them.
 
         On exit, the parameters are restored from a copy.
         """
@@ -203,7 +206,7 @@ class MergOPT(OptimizerWrapper):
                 torch._foreach_copy_(tensors, self._copies)
 
     def _scaled_quantiles(self, noise: Noise, factor: float) -> dict[torch.device, torch.Tensor]:
-        """The quantiles of the distribution `noise` times `factor`, for each device that has parameters.
+        """The quantiles of the distribution `noise`, multiplied by `factor`, on each device that has parameters.
 
         Each product is rounded to float32 before it is added to a parameter, so that all devices add the same numbers.
         """
@@ -262,9 +265,10 @@ class MergOPT(OptimizerWrapper):
 
 
 def _check_fit(noise: TaskVectors, parts: Sequence[Part], *, in_layers: bool) -> None:
-    """Raise ValueError if task vectors do not have the shapes of the parameters `parts`, or cannot be added to them.
+    """Raise ValueError if the task vectors `noise` do not have the shapes of `parts`, or cannot be added to them.
 
-    Task vectors cannot be added if offsets are added within layers (`in_layers`).
+    `parts` are the parameters that get the offset. Task vectors cannot be added if offsets are added within layers
+    (`in_layers`).
     """
     if in_layers:
         raise ValueError("mergopt: offsets of task vectors need a copy; leave `model` out")

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization (SAM and ASAM), with which SAFT-Merge trains experts.
+"""Sharpness-aware minimization (SAM and ASAM), with which the method SAFT-Merge trains experts for merging.
 
 A step computes two gradients: g at the parameters theta, then another one at theta plus an offset, where the loss is
 higher. The second gradient updates theta. With rho as the size of the offset and eta as a small constant:
@@ -28,11 +28,12 @@ SAM_RHO, ASAM_RHO, ASAM_ETA = 0.05, 0.5, 0.01
 class SharpnessAware(OptimizerWrapper):
     """Wrapper of any optimizer for sharpness-aware minimization (SAM or ASAM).
 
-    `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss. The
-    closure is called twice, at the parameters and at an offset of them; the first loss is returned. `rho` > 0 is the
-    size of the offset; if it is None, it is the paper's. `is_adaptive` selects ASAM, which scales the offset by the
-    magnitudes of the parameters plus `eta`. Under data parallelism gradients are averaged over ranks before the offset
-    is computed, so that all ranks have the same offset. Sharded parameters are refused (ValueError).
+    `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss. `step`
+    calls the closure twice, at the parameters and at the parameters plus an offset, and returns the first loss. `rho` >
+    0 is the size of the offset; None means the value in the paper, SAM_RHO or ASAM_RHO. `is_adaptive` selects ASAM,
+    which scales the offset by the magnitudes of the parameters plus `eta`. Under data parallelism gradients are
+    averaged over ranks before the offset is computed, so that all ranks have the same offset. Sharded parameters are
+    refused (ValueError).
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class SharpnessAware(OptimizerWrapper):
         self.rho, self.is_adaptive, self.eta = rho, is_adaptive, eta
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update, for which `closure` is called twice; return its first result.
+        """Make one update, for which `closure` is called twice; return the result of the first call.
 
         Raises ValueError without a closure.
         """
@@ -64,7 +65,8 @@ class SharpnessAware(OptimizerWrapper):
     def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The parameters that have a gradient, each with the offset for the second gradient.
 
-        The loss rises in the direction of the offset. The result is empty if all gradients are 0.
+        The loss rises in the direction of the offset. The result is empty if all gradients are 0, or if no parameter
+        has a gradient.
         """
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not moved:

@@ -1,8 +1,11 @@
 """Fine-tuning in the tangent space of the base model, by one Jacobian-vector product per forward pass.
 
-Ortiz-Jimenez et al., "Task arithmetic in the tangent space", NeurIPS 2023, equation 6: f(x; theta_0) + <grad f(x;
-theta_0), theta - theta_0>. It is for small models: theta_0 is in memory beside theta, and a forward pass takes two to
-three times as long.
+Ortiz-Jimenez et al., "Task arithmetic in the tangent space", NeurIPS 2023, equation 6. The base model f with the
+parameters theta_0 is replaced by its linearization in the trained parameters theta, for an input x:
+
+    f(x; theta_0) + <grad f(x; theta_0), theta - theta_0>
+
+The method is for small models: theta_0 is in memory beside theta, and a forward pass takes two to three times as long.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ __all__ = ["LinearizedModel", "TangentModel"]
 
 
 class TangentModel(torch.nn.Module):
-    """The linearization of `model` at its current weights.
+    """The linearization of `model` at the weights that it has when this object is made.
 
     The trained parameters are those of `model`; the logits [rows, columns, vocabulary] are linear in them. Attention
     must be eager, because fused kernels have no forward derivative.
@@ -69,7 +72,7 @@ class LinearizedModel:
         past_key_values: Any = None,
         use_cache: bool = False,
     ) -> Any:
-        """The outputs `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`."""
+        """Compute the outputs `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`."""
         given = {"input_ids": input_ids, "position_ids": position_ids}
         read = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}
         for name, before in (past_key_values or {}).items():

@@ -1,11 +1,13 @@
 """Offsets of MergOPT computed from the task vectors of real experts, in place of independent noise.
 
-With theta_0 as the base, D_j as the task vectors of the given experts, and the draw's alpha and K:
+Let theta be the parameters, theta_0 the base's parameters, and D_j the task vector of the given expert j. The merge
+that a step simulates has K models and the coefficient alpha. There are two kinds of offsets:
 
     resampled:  (K alpha - 1) z, where z is, for each parameter, the part of a D_j with j drawn anew
     of merges:  (alpha - 1) (theta - theta_0) + alpha sum_j D_j over K - 1 experts, drawn without repetition
 
-The second is the offset of equation 5 of the MergOPT paper. The first and the paper's noise approximate it.
+The offset of merges is the offset in equation 5 of the MergOPT paper. The resampled offset and the paper's noise
+approximate it.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ class TaskVectors:
     """Task vectors of experts from which MergOPT's offsets are computed.
 
     `vectors`[j][i] is the task vector of expert j on parameter i, in the order, shapes, dtypes and devices of the
-    parameters that get the offset. `origin` has these parameters of the base, for offsets of merges; if it is None,
-    offsets are resampled. Raises ValueError without an expert.
+    parameters that get the offset. `origin` has the values of these parameters in the base, from which the offsets of
+    merges are computed. If `origin` is None, offsets are resampled: for each parameter, a random expert's task vector
+    is taken. Raises ValueError if there is no expert.
     """
 
     vectors: Sequence[Sequence[torch.Tensor]]
@@ -39,7 +42,7 @@ class TaskVectors:
 
     @property
     def max_models(self) -> int | None:
-        """The largest number of models in a simulated merge; None if there is no limit."""
+        """The largest number of models in a simulated merge; None, for no limit, if offsets are resampled."""
         return None if self.origin is None else 1 + len(self.vectors)
 
     @cached_property

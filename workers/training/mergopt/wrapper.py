@@ -1,4 +1,4 @@
-"""Base class of optimizers around another one, with the same parameter groups and state for schedulers."""
+"""Base class of optimizers that wrap another optimizer, and share its parameter groups and state with schedulers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["OptimizerWrapper"]
 
 
 class OptimizerWrapper(Optimizer):
-    """Base class of optimizers around another optimizer, whose parameter groups and state they share.
+    """Base class of optimizers that wrap another optimizer, and use its parameter groups and state.
 
-    Subclasses define the method `step`. The wrapped `optimizer` has been made with all parameters before.
+    Subclasses define the method `step`. The wrapped `optimizer` must already have all parameters.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -25,7 +25,7 @@ class OptimizerWrapper(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError, because wrappers prepare data about all parameters only once."""
+        """Raise RuntimeError, because wrappers prepare data about all parameters once, when they are made."""
         if hasattr(self, "optimizer"):
             raise RuntimeError(f"{type(self).__name__}: construct it with all parameters; none can be added")
         super().add_param_group(param_group)
@@ -38,7 +38,7 @@ class OptimizerWrapper(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Use the parameter groups and state of the wrapped optimizer as one's own.
+        """Use the parameter groups and state of the wrapped optimizer as those of this wrapper.
 
         This is repeated after loading a state, because loading replaces groups and state.
         """

@@ -1,0 +1,246 @@
+"""Backups of a server: its database and the files of its artifacts, consistent with each other, in one directory.
+
+A backup is a directory:
+
+- `backup.json`: version and time of the backup, the name and sha256 of its database, and the rows of each table
+- `database-DIGEST.db`: all tables, read at one moment, as an SQLite file, whatever database the server uses
+- `files/blobs/`: the files of all artifacts that the database names, each under its sha256
+
+`backup.json` is replaced last. A process that is killed at any moment therefore leaves the previous backup complete. A
+later backup into the same directory copies only files that the directory does not have yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import sqlalchemy as sa
+from pydantic import Field, TypeAdapter, ValidationError
+
+from service.disk import locked
+from service.errors import Conflict
+from service.store import schema
+from service.store.artifacts import ArtifactStore
+from service.store.blobs import BlobStore, DirectoryBlobs, digest_of, open_blobs
+from service.store.move import MovedTable, check_empty, copy_tables
+from service.store.sql import Store
+from service.types import JobState
+from workers.directories import replacing, sync
+
+__all__ = ["Backup", "Restored", "back_up", "read_backup", "restore"]
+
+MANIFEST, FILES = "backup.json", "files"
+
+# Format of the directory; a program refuses a newer one.
+FORMAT = 1
+
+# Files between two messages about progress.
+PROGRESS_FILES = 100
+
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True)
+class Backup:
+    """Contents of a backup, as `backup.json` stores them.
+
+    - `format`: number of the format of the directory.
+    - `revision`: revision of the database's schema.
+    - `created_at`: time at which the tables were read, in seconds since the epoch.
+    - `database`: sha256 of the SQLite file.
+    - `tables`: the copied tables, each with its number of rows and the sha256 of the rows.
+    - `jobs`, `unfinished_jobs`: number of jobs, and of those that have not ended.
+    - `files`, `bytes`: number and total size in bytes of the artifacts' files.
+    """
+
+    format: int
+    revision: str
+    created_at: float
+    database: Sha256
+    tables: tuple[MovedTable, ...]
+    jobs: int
+    unfinished_jobs: int
+    files: int
+    bytes: int
+
+    @property
+    def database_name(self) -> str:
+        """Name of the SQLite file in the directory."""
+        return f"database-{self.database[:16]}.db"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Result of a restoration: the backup, and the number of exports that must be requested again."""
+
+    backup: Backup
+    removed_exports: int
+
+
+MANIFESTS = TypeAdapter(Backup)
+
+
+# -- backing up --------------------------------------------------------------------------------------------------------
+
+
+def back_up(store: Store, files: str | Path, out: Path, *, note: Callable[[str], None] = lambda _: None) -> Backup:
+    """Write a backup of `store`, and of the artifacts' files at the location `files`, to the directory `out`.
+
+    Servers and drivers may run meanwhile. All tables are read at one moment. Files that jobs delete meanwhile stay
+    until the backup is complete if `files` is a directory. Exports (merged models for download) are not copied, nor are
+    the files of drivers, such as checkpoints of trainings. `out` may hold an earlier backup, which is replaced when the
+    new one is complete. `note` is called with messages about the progress.
+
+    Raises:
+        Conflict: `out` has other files than a backup's, or a file of an artifact is gone or has changed since it was
+            stored.
+        InUse: Another process writes a backup to `out`.
+        OSError: A file cannot be written, for example because the disk is full.
+    """
+    _check_place(out)
+    source, target = open_blobs(files), DirectoryBlobs(out / FILES)
+    with locked(out), source.storing():
+        out.chmod(0o700)
+        for left in out.glob(".new-*"):  # by backups that were killed
+            shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(dir=out, prefix=".new-") as scratch:
+            file = Path(scratch) / "database.db"
+            created_at = store.now()
+            with contextlib.closing(Store(_sqlite(file))) as copy:
+                with store.snapshot() as snapshot:
+                    tables = copy_tables(snapshot, copy, note=note)
+                digests = ArtifactStore(copy, files).used()
+                num_jobs, num_unfinished = len(copy.jobs()), len(copy.unfinished_jobs())
+            for number, digest in enumerate(sorted(digests), 1):
+                _transfer(source, target, digest, Path(scratch))
+                if number % PROGRESS_FILES == 0 or number == len(digests):
+                    note(f"files: {number} of {len(digests)}")
+            backup = Backup(
+                FORMAT, schema.REVISION, created_at, digest_of(file), tuple(tables), num_jobs, num_unfinished,
+                len(digests), sum(_size(target, digest) for digest in digests),
+            )  # fmt: skip
+            file.replace(out / backup.database_name)
+        sync(out / backup.database_name)
+        with replacing(out / MANIFEST) as new:
+            new.write_bytes(MANIFESTS.dump_json(backup, indent=1))
+        for old in out.glob("database-*.db"):
+            if old.name != backup.database_name:
+                old.unlink()
+        target.collect(lambda: digests)
+    return backup
+
+
+def _check_place(out: Path) -> None:
+    if not out.exists() or (out / MANIFEST).is_file():
+        return
+    if not out.is_dir():
+        raise Conflict(f"--out {out}: is a file; give a new directory, or that of an earlier backup")
+    # What a first backup leaves behind that was killed.
+    unknown = [
+        path.name
+        for path in sorted(out.iterdir())
+        if path.name != FILES and not path.name.startswith((".lock", ".new-", "database-"))
+    ]
+    if unknown:
+        raise Conflict(
+            f"--out {out}: has files that are no backup's, such as {unknown[0]}; give a new directory, or that of an "
+            "earlier backup"
+        )
+
+
+def _transfer(source: BlobStore, target: BlobStore, digest: str, scratch: Path) -> None:
+    """Copy a file from one store of files to another, unless `target` has it, and compare the copy's digest."""
+    if target.stored(digest) is not None:
+        return
+    file = scratch / "file"
+    try:
+        source.copy(digest, file)
+    except FileNotFoundError as error:
+        raise Conflict(f"artifact: file {digest} is gone from {source.place}; nothing was replaced") from error
+    if digest_of(file) != digest:
+        raise Conflict(f"artifact: file {digest} in {source.place} has changed since it was stored, or cannot be read")
+    target.add(file)
+    file.unlink()
+
+
+def _size(blobs: BlobStore, digest: str) -> int:
+    stored = blobs.stored(digest)
+    assert stored is not None
+    return stored.num_bytes
+
+
+def _sqlite(file: Path) -> str:
+    return f"sqlite:///{file.absolute()}"
+
+
+# -- restoring ---------------------------------------------------------------------------------------------------------
+
+
+def read_backup(directory: Path) -> Backup:
+    """Read and check the description of a backup, and the digest of its database.
+
+    Raises:
+        Conflict: The directory has no complete backup, the backup is from a newer program, or its database has changed.
+    """
+    try:
+        content = (directory / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Conflict(f"{directory}: has no {MANIFEST}; give a directory that `mergesearch backup` wrote") from error
+    try:
+        found = json.loads(content).get("format")
+        if isinstance(found, int) and found > FORMAT:
+            raise Conflict(f"{directory}: is a backup of format {found}, this program reads {FORMAT}; use a newer one")
+        backup = MANIFESTS.validate_json(content)
+    except (ValueError, AttributeError, ValidationError) as error:
+        raise Conflict(f"{directory / MANIFEST}: cannot be read: {' '.join(str(error).split())[:300]}") from error
+    file = directory / backup.database_name
+    if not file.is_file():
+        raise Conflict(f"{directory}: its database, {file.name}, is missing")
+    if (digest := digest_of(file)) != backup.database:
+        raise Conflict(f"{file}: has changed since the backup (sha256 {digest[:16]}..., not {backup.database[:16]}...)")
+    return backup
+
+
+def restore(
+    directory: Path, target: Store, files: str | Path, *, note: Callable[[str], None] = lambda _: None
+) -> Restored:
+    """Restore a backup to an empty database, and its artifacts' files to the location `files`.
+
+    The files are restored first and the database last, in one transaction: a restoration that is interrupted leaves the
+    database empty, and the same call continues. Jobs that had not ended get a new driver from the next server.
+    Exports are removed, since their files are not part of a backup. The backup itself is not changed.
+
+    Raises:
+        Conflict: There is no complete backup in `directory`, one of its files is missing or has changed, or the
+            database of `target` has data.
+    """
+    backup = read_backup(directory)
+    check_empty(target)
+    source, blobs = DirectoryBlobs(directory / FILES), open_blobs(files)
+    with tempfile.TemporaryDirectory(prefix="mergesearch-restore-") as scratch, blobs.storing():
+        file = Path(shutil.copyfile(directory / backup.database_name, Path(scratch) / "database.db"))
+        with contextlib.closing(Store(_sqlite(file))) as copy:  # migrates the copy, if the backup is older
+            digests = sorted(ArtifactStore(copy, directory / FILES).used())
+            for number, digest in enumerate(digests, 1):
+                _transfer(source, blobs, digest, Path(scratch))
+                if number % PROGRESS_FILES == 0 or number == len(digests):
+                    note(f"files: {number} of {len(digests)}")
+            removed = len(copy.exports())
+            copy_tables(copy, target, change=_detach, note=note)
+    return Restored(backup, removed)
+
+
+def _detach(connection: sa.Connection) -> None:
+    """Remove what belongs to the server and the drivers of the original: their heartbeats, exports and drains."""
+    finished = [state.value for state in JobState if state.is_finished]
+    without_driver = sa.update(schema.studies).where(schema.studies.c.state.not_in(finished))
+    connection.execute(without_driver.values(heartbeat_at=None, progressed_at=None, waiting_for=None))
+    connection.execute(sa.delete(schema.exports))
+    connection.execute(sa.delete(schema.drains))
