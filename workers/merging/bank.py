@@ -608,7 +608,8 @@ def _shared(
             part(memory, info, start).copy_(checkpoint.read_stored(info))
 
     memory = shared.fill(end, write)
-    if is_pinned and (error := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), max(1, end), 0))):
+    cuda: Any = torch.cuda
+    if is_pinned and (error := int(cuda.cudart().cudaHostRegister(memory.data_ptr(), max(1, end), 0))):
         log.warning("the shared sources are not pinned (CUDA error %d): copies to the GPU take longer", error)
     return {info: part(memory, info, start) for (info, _), start in zip(infos, starts, strict=True)}
 

@@ -42,7 +42,7 @@ class Shard:
             or view.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
         ):
             return None
-        first = view.storage_offset() - whole.storage_offset()
+        first = int(view.storage_offset()) - int(whole.storage_offset())
         dims = [(size, step) for size, step in zip(view.shape, view.stride(), strict=True) if size != 1]
         run = 1
         while dims and dims[-1][1] == run:

@@ -109,11 +109,15 @@ def test_a_killed_process_leaves_memory_to_others(root: Path, tmp_path: Path) ->
     assert names(root) == []
 
 
+def twos(memory: torch.Tensor) -> None:
+    memory.fill_(2)
+
+
 def test_memory_without_room_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = SharedDirectory("sources", root=root)
     with pytest.raises(NoRoom, match=r"has room for .* GB, the sources need 1000000000.00 GB"):
         shared.fill(10**18, lambda memory: None)
-    assert torch.equal(shared.fill(3, lambda memory: memory.fill_(2)), torch.full((3,), 2, dtype=torch.uint8))
+    assert torch.equal(shared.fill(3, twos), torch.full((3,), 2, dtype=torch.uint8))
     shared.close()
     monkeypatch.setattr(os, "getuid", lambda: 1234567)
     (root / "mergesearch-1234567").symlink_to(root)
@@ -127,13 +131,17 @@ def test_values_are_kept_by_name_and_old_rules_are_removed(root: Path, monkeypat
     monkeypatch.setattr(node, "MOST_RULES", 4)
     shared = SharedDirectory("sources", root=root)
     one, other = Node(shared), Node(shared)
-    found = [of.value(("rule", number), lambda number=number: -number) for number in range(20) for of in (one, other)]
+
+    def rule(of: Node, number: int) -> int:
+        return of.value(("rule", number), lambda: -number)
+
+    found = [rule(of, number) for number in range(20) for of in (one, other)]
     assert found == [-number for number in range(20) for _ in range(2)]
     assert (one.num_made, other.num_made) == (20, 0)
     kept = list((shared.path / "rule").iterdir())
     assert 4 <= len(kept) <= 8
     kept[0].write_bytes(b"cut")  # is computed again, whichever it is
-    assert [other.value(("rule", number), lambda number=number: -number) for number in range(20)] == found[::2]
+    assert [rule(other, number) for number in range(20)] == found[::2]
 
     calls: list[int] = []
     threads = [

@@ -142,7 +142,7 @@ def test_ranks_hold_the_bits_of_one_rank_by_every_method(name: str, family: Fami
     recipe = recipe_by(family, name)
     whole = dict(merged_tensors(recipe, alone, FLOAT32))
     shapes = merged_names(recipe, alone)
-    before, why = alone.elements_read, {}
+    before, why = alone.elements_read, dict[str, str]()
     merge_into(recipe, alone, {key: torch.empty(shape) for key, shape in shapes.items()})
     of_one = alone.elements_read - before
     for rank, bank in enumerate(ranks):

@@ -106,7 +106,8 @@ class HeldWeights:
         """Raise RuntimeError if `parameters`, or buffers, still have parts of the NaN of `mark_unwritten`."""
         for name in self._unwritten.keys() & (set(parameters) | self._random_buffers):
             flat = self._unwritten[name].view(-1)
-            if missing := sum(int(part.isnan().sum()) for part in flat.split(CHECKED)):
+            missing = sum(int(part.isnan().sum()) for part in torch.split(flat, CHECKED))
+            if missing:
                 raise RuntimeError(f"the merge left {missing} of {flat.numel()} elements of {name} unwritten")
             del self._unwritten[name]
 
