@@ -41,15 +41,16 @@ def merge(
     bounds may be in other shards.
     """
     xs, merged = as_arrays(tensors), as_array(out)
-    of = _runs(Shard.whole(tuple(tensors[0].shape)) if shard is None else shard)
     if isinstance(rule, rules.Important):
-        return _merge_important(rule, xs, merged, None if shard is None else of)
+        return _merge_important(rule, xs, merged, None if shard is None else _runs(shard))
     b, numbers = xs[0] if base is None else as_array(base), typed(rule)
     parts = pieces(merged.size, BLOCK)
+    if shard is not None:
+        run(_merge_runs, [(numbers, b, xs, merged, *part, *_runs(shard)) for part in parts])
+        return None
     found = np.empty((len(parts), most_undecided(rule)), np.int64)
-    counts = run(_merge, [(numbers, b, xs, merged, row, *part, *of) for row, part in zip(found, parts, strict=True)])
+    counts = run(_merge, [(numbers, b, xs, merged, row, *part) for row, part in zip(found, parts, strict=True)])
     if any(counts):
-        assert shard is None, "a shard was merged without exact thresholds"
         positions = np.concatenate([row[:count] for row, count in zip(found, counts, strict=True)])
         _merge_at(typed(decided(rule, b, xs, positions)), b, xs, merged, positions)
     return None
@@ -80,16 +81,38 @@ def _runs(shard: Shard) -> tuple[np.uint64, np.uint64, np.uint64]:
 
 
 @compiled
-def _merge(
-    rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop: int, first: Any, size: Any, stride: Any
-) -> int:
-    """Merge elements by a rule, and write them to `out` from `start` to `stop` - 1.
+def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop: int) -> int:
+    """Merge the elements from `start` to `stop` - 1 by a rule, and write them to `out`.
 
-    `out` has the elements of a shard: runs of `size` elements, one every `stride` elements, from element `first`. If
-    the rule has only bounds of a threshold, elements between the bounds cannot be decided yet. Their positions are
+    If the rule has only bounds of a threshold, elements between the bounds cannot be decided yet. Their positions are
     written to `found`, and their number is returned.
     """
     num_found, block = 0, np.empty(BLOCK, out.dtype)
+    for begin in range(U64(start), U64(stop), U64(BLOCK)):
+        end = min(begin + U64(BLOCK), U64(stop))
+        is_any_undecided = NONE
+        for i in range(begin, end):
+            is_any_undecided = either(is_any_undecided, undecided(rule, base, xs, i))
+            block[i - begin] = rounded(element(rule, base, xs, i), block[0])
+        copied_past_caches(block, out, begin, end)
+        if is_any_undecided > NONE:
+            for i in range(begin, end):
+                if undecided(rule, base, xs, i) > NONE:
+                    found[num_found] = i
+                    num_found += 1
+    stores_done()
+    return num_found
+
+
+@compiled
+def _merge_runs(
+    rule: Any, base: Any, xs: Any, out: Any, start: int, stop: int, first: Any, size: Any, stride: Any
+) -> None:
+    """Merge elements of a shard by a rule with exact thresholds, and write them to `out` from `start` to `stop` - 1.
+
+    The shard has runs of `size` elements, one every `stride` elements, from element `first`.
+    """
+    block = np.empty(BLOCK, out.dtype)
     at, last = U64(start), U64(stop)
     while at < last:
         column = at % size
@@ -97,20 +120,12 @@ def _merge(
         until = min(last, at + (size - column))
         for begin in range(at, until, U64(BLOCK)):
             end = min(begin + U64(BLOCK), until)
-            low, high = begin + ahead, end + ahead
-            is_any_undecided = NONE
-            for i in range(low, high):
-                is_any_undecided = either(is_any_undecided, undecided(rule, base, xs, i))
+            low = begin + ahead
+            for i in range(low, end + ahead):
                 block[i - low] = rounded(element(rule, base, xs, i), block[0])
             copied_past_caches(block, out, begin, end)
-            if is_any_undecided > NONE:
-                for i in range(low, high):
-                    if undecided(rule, base, xs, i) > NONE:
-                        found[num_found] = i
-                        num_found += 1
         at = until
     stores_done()
-    return num_found
 
 
 @compiled
