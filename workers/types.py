@@ -267,8 +267,8 @@ class Evidence:
     - `weights_checksum`: the checksum of the engine's parameters after the swap, which wrote the merge into the engine
     - `replica`, `swap_count`: the name of the engine's replica, and the number of the swap
     - `engine`: description of the engine: program, dtype, size and placement of the source weights, the part of the
-      merge that was not computed on the engine's device, and what confines the code of tasks if some tasks have code of
-      their own
+      merge that was not computed on the engine's device, the tensors that each of several ranks merged whole, and what
+      confines the code of tasks if some tasks have code of their own
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
       the samples count as checked once the engine has passed another canary
     """

@@ -182,7 +182,11 @@ def _merging(directory: Path) -> tuple[Any, Any, Callable[[str, int], None]]:
     family = merge_family.open_made(directory)
     bank = Bank(family, cache=directory / "cache")
     result = {name: torch.zeros(info.shape) for name, info in bank.base.tensors.items()}
-    return family, bank, lambda method, seed: merge_into(merge_family.recipe(family, method, seed), bank, result)
+
+    def merge(method: str, seed: int) -> None:
+        merge_into(merge_family.recipe(family, method, seed), bank, result)
+
+    return family, bank, merge
 
 
 def _bar(method: str) -> dict[str, Any]:

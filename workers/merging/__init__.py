@@ -13,6 +13,8 @@ Each module imports only modules below it:
 - `methods`: the merge methods in plain torch, which define the results of the kernels.
 - `merged_tensor`: one tensor to merge, and the stacks of experts.
 - `residual_scales`: scales of layers and of their MLPs, folded into weights.
+- `node`: values and memory that the processes of one machine share.
+- `shards`: the elements of a tensor that one rank of an engine holds.
 - `recent`: a cache for statistics of several sources.
 - `order_statistics`: the order of elements by magnitude, and tables that narrow any rank to a few elements.
 - `masks`: counter-based random masks.

@@ -7,7 +7,10 @@ merges.
 from __future__ import annotations
 
 import copy
+import hashlib
+import logging
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +24,10 @@ from workers.errors import InvalidModel
 from workers.merging.masks import mask_key
 from workers.merging.methods.arithmetic import Products, cosine_of, num_kept
 from workers.merging.methods.fusions import Importance
+from workers.merging.node import Node, NoRoom, SharedDirectory
 from workers.merging.order_statistics import MagnitudeTable, Ranked, TieOrder
 from workers.merging.recent import Recent, recent_bytes
+from workers.merging.shards import Shard
 from workers.merging.statistics import (
     importance_of,
     inner_products,
@@ -45,6 +50,8 @@ from workers.types import Family, Placement
 
 __all__ = ["Bank", "Key", "Mask"]
 
+log = logging.getLogger(__name__)
+
 Key = tuple[str, str]  # alias and tensor name
 Mask = tuple[float, int]  # density and seed of a random mask
 
@@ -55,6 +62,7 @@ MOST_WHOLE = 64
 # Host memory is allocated in pieces of this size, because torch rounds pinned allocations up to a power of two.
 CHUNK_BYTES = 1 << 30
 ALIGNMENT = 64  # bytes
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The seed of the keys that order equal elements; seeds of a recipe's masks are never negative.
 ORDER_SEED = -1
 
@@ -74,6 +82,10 @@ class Bank:
     together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
     saves memory for a single merge, which needs each statistic once.
 
+    With `is_shared`, the processes of this node that open the same sources share what they need: statistics, and with
+    the placement "host" the memory, which one of them fills (`node`). They share nothing if the node's shared memory
+    has too little room; `private_because` then says so.
+
     `room_bytes` is the available memory of `device` for merging one tensor, or None for no limit. A tensor that needs
     more is merged on the CPU (`workers.merging.devices`).
 
@@ -91,6 +103,7 @@ class Bank:
         device: torch.device | str = "cpu",
         keeps_statistics: bool = True,
         cache: str | Path | None = None,
+        is_shared: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.room_bytes: int | None = None
@@ -119,14 +132,35 @@ class Bank:
         self._recent = Recent(recent_bytes(self.sources) if keeps_statistics else 0)
         self.num_bytes = self.sources.stored_bytes
         self.placement = Placement(placement)
-        place = _placing(self.placement, self.device, self.num_bytes)
+        self._reads = _Reads()
+        self.private_because = ""
+        self.node = Node()
         models = [model for view in self._checkpoints.values() for model in (view.base, view) if model is not None]
-        self._stored = {
-            info: place(checkpoint.read_stored(info))
+        infos = [
+            (info, checkpoint)
             for checkpoint in {id(model): model for model in models}.values()
             if not is_metadata_only(checkpoint.directory)
             for info in checkpoint.own
-        }
+        ]
+        if is_shared:
+            try:
+                self.node = Node(SharedDirectory(self._content))
+                if self.placement is Placement.HOST:
+                    self._stored = _shared(infos, self.node.shared, is_pinned=self.device.type == "cuda")
+                    return
+            except NoRoom as error:
+                self.node, self.private_because = Node(), str(error)
+                log.warning("processes of this node share no memory for the sources: %s", error)
+        place = _placing(self.placement, self.device, self.num_bytes)
+        self._stored = {info: place(checkpoint.read_stored(info)) for info, checkpoint in infos}
+
+    @property
+    def _content(self) -> str:
+        """A name for the content of the bank, with the aliases by which statistics are named."""
+        models = sorted((model.alias, model.fingerprint) for model in self.family.models)
+        family = self.family
+        content = repr((models, family.tokenizer, sorted(family.vocabulary.items()), self.device.type))
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
 
     @property
     def family(self) -> Family:
@@ -172,8 +206,16 @@ class Bank:
         """The bank's alias for the model with the content hash `fingerprint`; None if the bank does not hold it."""
         return self._aliases.get(fingerprint)
 
-    def get(self, alias: str, name: str) -> torch.Tensor:
+    @property
+    def elements_read(self) -> int:
+        """The number of elements of the sources that this process was given so far for merges and statistics."""
+        return self._reads.total
+
+    def get(self, alias: str, name: str, shard: Shard | None = None) -> torch.Tensor:
         """The tensor `name` of the model `alias`, on the bank's device.
+
+        The whole tensor is returned; with `shard` the caller reads only these elements, which is all that is counted
+        (`elements_read`).
 
         The result may share memory with the bank and must not be written to. A tensor of an adapter is computed at
         every call. Raises InvalidModel if the bank has no such tensor.
@@ -184,6 +226,7 @@ class Bank:
             found = source.value(self._read)
             if isinstance(source, TensorInfo) and found is self._stored[source]:
                 self._at_hand[alias, name] = found
+        self._reads.add(found.numel() if shard is None else shard.num_elements)
         return found
 
     def cosine(self, first: Key, second: Key) -> float:
@@ -204,8 +247,12 @@ class Bank:
         found = [[product for product in row if product is not None] for row in known]
         if found == known:
             return found
-        tensors = [self.get(*source) for source in sources]
-        products = inner_products(tensors, None if base is None else self.get(*base))
+
+        def made() -> Products:
+            tensors = [self.get(*source) for source in sources]
+            return inner_products(tensors, None if base is None else self.get(*base))
+
+        products = self.node.value(("products", tuple(sources), base), made)
         if self._keeps_statistics:
             for row, of_row in zip(keys, products, strict=True):
                 self._products.update(zip(row, of_row, strict=True))
@@ -219,7 +266,9 @@ class Bank:
         """
 
         def made() -> Importance:
-            found = importance_of(self._on_cpu(first), self._on_cpu(second))
+            found = self.node.value(
+                ("importance", first, second), lambda: importance_of(self._on_cpu(first), self._on_cpu(second))
+            )
             return Importance(found.rows.to(self.device), found.threshold)
 
         if 0 in self._source(*first).shape:
@@ -235,7 +284,10 @@ class Bank:
         """
 
         def made() -> MagnitudeTable:
-            return variance_table([self._on_cpu(source) for source in sources], self._on_cpu(base), self.order(base))
+            return self.node.value(
+                ("variances", tuple(sources), base),
+                lambda: variance_table([self._on_cpu(each) for each in sources], self._on_cpu(base), self.order(base)),
+            )
 
         if 0 in self._source(*base).shape:
             return None
@@ -261,13 +313,16 @@ class Bank:
         unknown = [source for source, table in tables.items() if table is None]
         if unknown:
             with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                made = threads.map(
-                    lambda source: magnitude_table(self._on_cpu(source), self._on_cpu(base), self.order(source)),
-                    unknown,
-                )
+                made = threads.map(lambda source: self._magnitudes_of(source, base), unknown)
                 tables |= dict(zip(unknown, made, strict=True))
             self._magnitudes |= {(source, base): table for source, table in tables.items() if table is not None}
         return tuple(tables[source] for source in sources)
+
+    def _magnitudes_of(self, source: Key, base: Key) -> MagnitudeTable:
+        return self.node.value(
+            ("magnitudes", source, base),
+            lambda: magnitude_table(self._on_cpu(source), self._on_cpu(base), self.order(source)),
+        )
 
     def num_elements(self, *, stacks_experts: bool = False) -> int:
         """The number of elements of all merged tensors together.
@@ -375,10 +430,13 @@ class Bank:
         norms = {source: self._norms[source, base] for source in sources if (source, base) in self._norms}
         for source in sources:
             if source not in norms:
-                norms[source] = norm_of(self.get(*source), self.get(*base))
+                norms[source] = self._norm_of(source, base)
         if self._keeps_statistics:
             self._norms |= {(source, base): norm for source, norm in norms.items()}
         return tuple(norms[source] for source in sources)
+
+    def _norm_of(self, source: Key, base: Key) -> float:
+        return self.node.value(("norm", source, base), lambda: norm_of(self.get(*source), self.get(*base)))
 
     def order(self, key: Key) -> TieOrder:
         """The rule that orders elements of equal magnitude in the task vector of a tensor.
@@ -417,7 +475,7 @@ class Bank:
         """Placement and size of the source weights, as a document for the statistics of engines.
 
         The keys are placement, bytes (size of the sources), statistics_bytes (size of cached statistics), models
-        (number of models) and fingerprint (of the family).
+        (number of models), fingerprint (of the family) and shared (how processes of this node share them).
         """
         return {
             "placement": self.placement.value,
@@ -481,7 +539,10 @@ class Bank:
         """
         source = self._source(*key)
         # An adapter's tensor is computed on `device`, as for merging: a product of matrices has other bits on CPU.
-        return (self._stored[source] if isinstance(source, TensorInfo) else self.get(*key)).cpu()
+        if not isinstance(source, TensorInfo):
+            return self.get(*key).cpu()
+        self._reads.add(source.num_elements)
+        return self._stored[source].cpu()
 
 
 def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:
@@ -512,6 +573,45 @@ def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Call
     if placement is Placement.GPU:
         return lambda tensor: tensor.to(device)
     return _HostMemory(num_bytes, is_pinned=device.type == "cuda").place
+
+
+class _Reads:
+    """A count of elements that several threads add to."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_elements: int) -> None:
+        with self._lock:
+            self.total += num_elements
+
+
+def _shared(
+    infos: Sequence[tuple[TensorInfo, Checkpoint]], shared: SharedDirectory | None, *, is_pinned: bool
+) -> dict[TensorInfo, torch.Tensor]:
+    """The stored tensors in memory that processes of this node share; one of them reads the files.
+
+    Each process pins the memory for its GPU if `is_pinned`. Raises NoRoom if there is too little shared memory.
+    """
+    assert shared is not None
+    starts, end = [], 0
+    for info, _ in infos:
+        starts.append(end)
+        end += -(-info.num_bytes // ALIGNMENT) * ALIGNMENT
+
+    def part(memory: torch.Tensor, info: TensorInfo, start: int) -> torch.Tensor:
+        return memory[start : start + info.num_bytes].view(TORCH_DTYPES[info.dtype]).view(info.shape)
+
+    def write(memory: torch.Tensor) -> None:
+        for (info, checkpoint), start in zip(infos, starts, strict=True):
+            part(memory, info, start).copy_(checkpoint.read_stored(info))
+
+    memory = shared.fill(end, write)
+    cuda: Any = torch.cuda
+    if is_pinned and (error := int(cuda.cudart().cudaHostRegister(memory.data_ptr(), max(1, end), 0))):
+        log.warning("the shared sources are not pinned (CUDA error %d): copies to the GPU take longer", error)
+    return {info: part(memory, info, start) for (info, _), start in zip(infos, starts, strict=True)}
 
 
 class _HostMemory:

@@ -17,7 +17,8 @@ from search_spaces.methods import METHODS
 from search_spaces.recipe import Recipe, Source
 from workers.merging.bank import Bank, Key, Mask
 from workers.merging.devices import bank_for
-from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored
+from workers.merging.kernels import FUSED, can_fuse, exact_rule, for_each, is_fused, merge_shard, merge_stored
+from workers.merging.kernels.rules import Rule
 from workers.merging.masks import mask_key
 from workers.merging.merged_tensor import MergedTensor
 from workers.merging.methods.arithmetic import Products
@@ -25,7 +26,8 @@ from workers.merging.methods.fusions import Importance
 from workers.merging.methods.plain import PLAIN, Operands
 from workers.merging.methods.trimming import trim_ranks
 from workers.merging.order_statistics import Ranked, TieOrder
-from workers.merging.plan import TensorPlan, named_sources, plan_tensors
+from workers.merging.plan import TensorPlan, computation, named_sources, plan_tensors
+from workers.merging.shards import Shard
 
 __all__ = ["Scratch", "is_small", "merge_into", "merged_tensors", "operands_of", "sources_of"]
 
@@ -35,6 +37,9 @@ __all__ = ["Scratch", "is_small", "merge_into", "merged_tensors", "operands_of",
 # little.
 SMALL = 1 << 23
 SUMS, SMALL_SUM = frozenset({"linear", "weighted_sum"}), 1 << 29
+
+# Methods that use no statistic of `Operands`, but whose kernel rule is made by counting elements of whole tensors.
+READ_BY_RULE = frozenset({"ramplus_tl"})
 
 
 class Scratch:
@@ -108,32 +113,54 @@ def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     return bank.device.type == "cpu" and share <= 1
 
 
-def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
+def merge_into(
+    recipe: Recipe | TensorPlan,
+    bank: Bank,
+    destinations: Mapping[str, torch.Tensor],
+    shards: Mapping[str, Shard] | None = None,
+) -> dict[str, str]:
     """Compute the merged tensors named in `destinations`, and write them to the memory given there.
 
     This is the fastest way to merge, because several tensors are computed at a time. The memory is contiguous, of one
     dtype, and on the device of `bank`. A tensor for which this device has too little memory is computed on the CPU and
     copied (`devices`). Raises the errors of `plan_tensors`.
-    """
-    plan = plan_tensors(recipe, bank)
-    together: dict[Bank, list[tuple[int, _Computation]]] = {}
 
-    def write(bank: Bank, computation: _Computation) -> None:
+    `shards` says for some tensors which of their elements are written. Then only these elements are computed, from the
+    same elements of the sources, with the bits that they have in the whole tensor. Where that is not possible, the
+    whole tensor is computed; the result says why, in words, for each of these tensors.
+    """
+    plan, parts = plan_tensors(recipe, bank), shards or {}
+    together: dict[Bank, list[tuple[int, _Computation | _ShardComputation]]] = {}
+    why: dict[str, str] = {}
+
+    def write(bank: Bank, computation: _Computation | _ShardComputation) -> None:
+        if isinstance(computation, _ShardComputation):
+            computation.write(bank, destinations[computation.tensor.name])
+            return
         if computation.tensor.pieces:
             merged = computation.result(bank, next(iter(destinations.values())).dtype, None)
             for name, part in computation.tensor.split(merged):
                 if name in destinations:
-                    destinations[name].copy_(part)
+                    _copy(part, destinations[name], parts.get(name))
             return
-        destination = destinations[computation.tensor.name]
-        is_there = destination.device == bank.device
+        name = computation.tensor.name
+        destination, shard = destinations[name], parts.get(name)
+        is_there = destination.device == bank.device and shard is None
         merged = computation.result(bank, destination.dtype, (lambda name, shape: destination) if is_there else None)
         if merged is not destination:
-            destination.copy_(merged)
+            _copy(merged, destination, shard)
 
     for tensor in plan.tensors:
-        if destinations.keys() & tensor.shapes():
-            own = bank_for(tensor, plan, bank, next(iter(destinations.values())).dtype)
+        if written := destinations.keys() & tensor.shapes():
+            dtype = next(iter(destinations.values())).dtype
+            own = bank_for(tensor, plan, bank, dtype)
+            if written & parts.keys():
+                reason = _whole_because(tensor, plan, own, dtype)
+                if not reason:
+                    of_shard = _ShardComputation(tensor, plan, parts[tensor.name])
+                    together.setdefault(own, []).append((parts[tensor.name].num_elements, of_shard))
+                    continue
+                why |= dict.fromkeys(written & parts.keys(), reason)
             computation = _Computation.of(tensor, plan, own)
             if tensor.merge.method in FUSED:
                 together.setdefault(own, []).append((math.prod(tensor.shape), computation))
@@ -141,18 +168,46 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
                 write(own, computation)
     for own, computations in together.items():
         for_each(partial(write, own), computations, own.device)
+    return why
+
+
+def _copy(merged: torch.Tensor, destination: torch.Tensor, shard: Shard | None) -> None:
+    if shard is None:
+        destination.copy_(merged)
+    else:
+        part = shard.view(merged.contiguous())
+        destination.view(part.shape).copy_(part)
+
+
+def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> str:
+    """Why the elements of a shard of a planned tensor cannot be computed alone, in words; "" if they can."""
+    method = tensor.merge.method
+    if bank.device.type != "cpu":
+        return "no kernel for shards on a GPU"
+    if tensor.pieces:
+        return "the experts of the layer are merged as one tensor"
+    if method not in FUSED:
+        return f"{method} has no kernel"
+    if plan.recipe.keeps_equal:
+        return "the recipe has format 1, which has no kernels"
+    if plan.recipe.trim == "model" and METHODS[method].trims:
+        return "trim is model: its thresholds are those of whole models"
+    if not can_fuse((dtype,), math.prod(tensor.shape)):
+        return f"no kernel writes {dtype} or a tensor of {math.prod(tensor.shape)} elements"
+    return ""
 
 
 def sources_of(
-    tensor: MergedTensor, plan: TensorPlan, bank: Bank
+    tensor: MergedTensor, plan: TensorPlan, bank: Bank, shard: Shard | None = None
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """The stored tensors from which a merged tensor is computed: (tensors of the sources, tensor of the base).
 
-    The base's tensor is None if the method needs no base.
+    The base's tensor is None if the method needs no base. The tensors are whole; of these, the caller reads the
+    elements of `shard`, or all.
     """
 
     def get(source: Source) -> torch.Tensor:
-        return bank.get(plan.aliases[source.model], bank.layout.name(tensor.suffix, source.layer))
+        return bank.get(plan.aliases[source.model], bank.layout.name(tensor.suffix, source.layer), shard)
 
     needs_base = METHODS[tensor.merge.method].needs_base
     base = get(tensor.merge.base_in(plan.recipe.base)) if needs_base else None
@@ -234,11 +289,6 @@ class _Computation:
             compiles,
         )
 
-    @property
-    def is_copy(self) -> bool:
-        merge = self.tensor.merge
-        return merge.method == "passthrough" and merge.number("scale") == 1 and self.tensor.factor == 1
-
     def result(
         self, bank: Bank, dtype: torch.dtype, into: Callable[[str, tuple[int, ...]], torch.Tensor] | None
     ) -> torch.Tensor:
@@ -249,7 +299,7 @@ class _Computation:
         the bank's memory.
         """
         merge, shape = self.tensor.merge, self.tensor.shape
-        if self.is_copy:
+        if _is_copy(self.tensor):
             return bank.get(*self.sources[0]).to(dtype)
         operands, factor = self.operands(bank), self.tensor.factor
         if factor == 1 and self._is_fused(operands, dtype):
@@ -267,13 +317,14 @@ class _Computation:
         # The kernels order equal elements as recipes of format 2 do.
         return self.compiles and is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
-    def operands(self, bank: Bank) -> Operands:
+    def operands(self, bank: Bank, shard: Shard | None = None) -> Operands:
+        """The whole operands in their stored dtypes, of which the caller reads the elements of `shard`, or all."""
         # Ranks are half as large as a source, so they are read for one tensor at a time.
         uses_ranks = "ranks" in PLAIN[self.tensor.merge.method].uses
         has_ranks = self.base is not None and uses_ranks and math.prod(self.tensor.shape) > 0
         return Operands(
-            tensors=tuple(bank.get(*source) for source in self.sources),
-            base=None if self.base is None else bank.get(*self.base),
+            tensors=tuple(bank.get(*source, shard) for source in self.sources),
+            base=None if self.base is None else bank.get(*self.base, shard),
             cosine=self.cosine,
             magnitudes=self.magnitudes,
             norms=self.norms,
@@ -296,6 +347,49 @@ class _Computation:
     def _order(self, bank: Bank, key: Key) -> TieOrder:
         order = bank.order(key)
         return replace(order, keeps_equal=True) if self.keeps_equal else order
+
+
+def _is_copy(tensor: MergedTensor) -> bool:
+    return tensor.merge.method == "passthrough" and tensor.merge.number("scale") == 1 and tensor.factor == 1
+
+
+@dataclass(frozen=True)
+class _ShardComputation:
+    """A planned tensor of which the elements of one shard are computed, on CPU."""
+
+    tensor: MergedTensor
+    plan: TensorPlan
+    shard: Shard
+
+    def write(self, bank: Bank, destination: torch.Tensor) -> None:
+        """Compute the elements, and write them to the contiguous memory `destination`, rounded once to its dtype."""
+        tensor, shard, merge = self.tensor, self.shard, self.tensor.merge
+        if _is_copy(tensor):
+            part = shard.view(sources_of(tensor, self.plan, bank, shard)[0][0])
+            destination.view(part.shape).copy_(part)
+            return
+        if PLAIN[merge.method].uses or merge.method in READ_BY_RULE:
+            rule = self._rule_of_whole(bank)
+            sources, base = sources_of(tensor, self.plan, bank, shard)
+        else:  # the rule has the coefficients of the merge only
+            operands = _Computation.of(tensor, self.plan, bank).operands(bank, shard)
+            rule, sources, base = exact_rule(merge, operands), operands.tensors, operands.base
+        if tensor.factor == 1:
+            merge_shard(rule, sources, base, destination, shard)
+        else:
+            merged = torch.empty(destination.shape)
+            merge_shard(rule, sources, base, merged, shard)
+            destination.copy_(merged * tensor.factor)
+
+    def _rule_of_whole(self, bank: Bank) -> Rule:
+        """The rule of a merge whose numbers depend on the elements of the whole tensors."""
+
+        def made() -> Rule:
+            return exact_rule(self.tensor.merge, _Computation.of(self.tensor, self.plan, bank).operands(bank))
+
+        if "ranks" in PLAIN[self.tensor.merge.method].uses:  # they take as much memory as the sources
+            return made()
+        return bank.node.value(("rule", *computation(self.tensor, self.plan)), made)
 
 
 def _of_whole_models(

@@ -21,6 +21,7 @@ from workers.models.vocabulary import BASE, UNION
 __all__ = [
     "TensorPlan",
     "check_recipe",
+    "computation",
     "computations",
     "merged_names",
     "named_sources",
@@ -57,7 +58,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
     """
     plan = plan_tensors(recipe, bank)
     return {
-        name: (_computation(tensor, plan), part) for tensor in plan.tensors for part, name in enumerate(tensor.shapes())
+        name: (computation(tensor, plan), part) for tensor in plan.tensors for part, name in enumerate(tensor.shapes())
     }
 
 
@@ -215,7 +216,8 @@ def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
     return tokenizer if tokenizer in (BASE, UNION) else fingerprints[tokenizer]
 
 
-def _computation(tensor: MergedTensor, plan: TensorPlan) -> Hashable:
+def computation(tensor: MergedTensor, plan: TensorPlan) -> tuple[Hashable, ...]:
+    """A description of how a planned tensor is computed from the sources in the bank; equal ones give equal bits."""
     merge, recipe, aliases = tensor.merge, plan.recipe, plan.aliases
     sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
     base = merge.base_in(recipe.base)

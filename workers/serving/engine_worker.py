@@ -79,6 +79,7 @@ class EngineWorker:
                 swap_count=swap.swap_count,
                 engine=f"vllm, {self.engine.dtype}, {self.engine.sources}"
                 + (f", {swap.off_device}" if swap.off_device else "")
+                + (f", on each rank {swap.whole}" if swap.whole else "")
                 + (f", code of tasks confined by {confined_by}" if confined_by else ""),
                 canaries=canaries,
             ),

@@ -21,6 +21,7 @@ from workers.export.checkpoint import export, is_written, left_behind_bytes
 from workers.export.shards import Progress
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
+from workers.merging.shards import Shard
 from workers.models.checkpoints import open_checkpoint
 from workers.models.family import open_family
 from workers.models.tokenizers import load_tokenizer
@@ -188,10 +189,10 @@ def test_a_failed_export_leaves_nothing(untied: Bank, tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.__dict__.update(untied.__dict__)
 
-        def get(self, alias: str, name: str) -> torch.Tensor:
+        def get(self, alias: str, name: str, shard: Shard | None = None) -> torch.Tensor:
             if name == "model.norm.weight":
                 raise OSError("no space left on device")
-            return super().get(alias, name)
+            return super().get(alias, name, shard)
 
     with pytest.raises(OSError, match="no space left"):
         export(arithmetic(untied.family, 0.3, 0.4), Unfinished(), tmp_path / "out")

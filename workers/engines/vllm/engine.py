@@ -61,7 +61,9 @@ class SwapReport:
     number of seconds for writing it, including `repack_s`, the seconds for packing weights for vLLM's CPU kernels.
     `is_new` is false if the engine already held the recipe and nothing was done. `canary` is the report of the
     comparison with transformers after the swap; None if no comparison was due. `off_device` says in words which part of
-    the merge was computed on another device than the engine's; "" if none was.
+    the merge was computed on another device than the engine's; "" if none was. `whole` says of how many tensors, and
+    why, each rank computed more than the elements that it holds. `elements_read` is the number of elements of the
+    sources that all ranks together read.
     """
 
     digest: str
@@ -73,6 +75,8 @@ class SwapReport:
     is_new: bool
     canary: CanaryReport | None = None
     off_device: str = ""
+    whole: str = ""
+    elements_read: int = 0
 
 
 class _SourcesChanged(EvidenceMismatch):
@@ -100,7 +104,14 @@ class Engine:
         self._is_checked = False  # nothing was scored since the last canary that passed
         self._held: Recipe | None = None
         self._fault: EngineFault | None = None
-        self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "off_device": "", "bank": {}}
+        self._state: dict[str, Any] = {
+            "digest": None,
+            "swaps": 0,
+            "checksum": "",
+            "off_device": "",
+            "whole": "",
+            "bank": {},
+        }
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
         started = time.perf_counter()
         try:
@@ -286,6 +297,8 @@ class Engine:
             is_new=is_new,
             canary=canary,
             off_device=str(self._state["off_device"]),
+            whole=str(self._state["whole"]),
+            elements_read=int(self._state["elements_read"]) if is_new else 0,
         )
 
     def check(self) -> CanaryReport:
@@ -463,9 +476,9 @@ class Engine:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker extension (`MergeExtension`) in every process of the engine; combine the results.
 
-        With tensor parallelism there are several processes (ranks). The combined result has the maximum of counts, and
-        different texts joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or the number of
-        swaps.
+        With tensor parallelism there are several processes (ranks). The combined result has the maximum of counts of
+        rows, the sum of elements read, and different texts joined by "+". Raises EvidenceMismatch if the ranks differ
+        in the recipe digest or the number of swaps.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
@@ -474,10 +487,15 @@ class Engine:
         if isinstance(results[0], dict):
             if len({(result["digest"], result["swaps"]) for result in results}) > 1:
                 raise EvidenceMismatch(f"the engine's ranks hold different weights: {results}")
-            off_device = sorted({text for result in results if (text := result.get("off_device"))})
+
+            def texts(key: str) -> str:
+                return "+".join(sorted({text for result in results if (text := result.get(key))}))
+
             joined = {
                 "checksum": "+".join(result["checksum"] for result in results),
-                "off_device": "+".join(off_device),
+                "off_device": texts("off_device"),
+                "whole": texts("whole"),
+                "elements_read": sum(result.get("elements_read", 0) for result in results),
             }
             return {**results[0], **joined}
         return results[0] if len(set(results)) == 1 else "+".join(map(str, results))

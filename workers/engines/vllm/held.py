@@ -27,6 +27,10 @@ __all__ = ["HeldWeights", "Into", "NotPacked", "Writing"]
 
 log = logging.getLogger(__name__)
 
+# The largest magnitude of vLLM's random weights (`load_format: dummy`).
+RANDOM = 1e-3
+CHECKED = 1 << 24  # elements that are searched for NaN at a time
+
 Into = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
@@ -65,6 +69,10 @@ class HeldWeights:
         self._devices: dict[str, str] = {}  # the type of device that each tensor was computed on
         # Where a merge of each tensor can be written directly; None if only vLLM's loader can write it.
         self.destinations: dict[str, Destination | None] = {}
+        # Why a tensor of which this rank holds a shard was merged as a whole, by tensor name.
+        self.whole_because: dict[str, str] = {}
+        self._unwritten: dict[str, torch.Tensor] = {}  # filled with NaN, and not written since
+        self._random_buffers: frozenset[str] = frozenset()  # of these
         self._packed = _packed_modules(model)
         self._comparable = _comparable(self._packed)
         self._derived = [module for module in model.modules() if callable(_derive_of(module))]
@@ -78,6 +86,30 @@ class HeldWeights:
     def computed_on(self) -> Mapping[str, str]:
         """The type of device, such as "cuda", that computed each tensor of the held merge, by tensor name."""
         return self._devices
+
+    def mark_unwritten(self) -> None:
+        """Fill all weights with NaN, so that every weight that no merge writes is found (`_check_written`).
+
+        An engine starts with random weights. vLLM gives random values also to buffers, but computes some of them
+        afterwards; those that are still in its range of random numbers are filled with NaN, too.
+        """
+        parameters = self._parameters()
+        buffers = {name: each for name, each in self.model.state_dict().items() if name not in parameters}
+        random = {name: each for name, each in buffers.items() if each.is_floating_point() and _is_random(each)}
+        with torch.inference_mode():
+            self._unwritten = {name: each for name, each in parameters.items() if each.is_floating_point()} | random
+            for tensor in self._unwritten.values():
+                tensor.fill_(torch.nan)
+        self._random_buffers = frozenset(random)
+
+    def _check_written(self, parameters: Collection[str]) -> None:
+        """Raise RuntimeError if `parameters`, or buffers, still have parts of the NaN of `mark_unwritten`."""
+        for name in self._unwritten.keys() & (set(parameters) | self._random_buffers):
+            flat = self._unwritten[name].view(-1)
+            missing = sum(int(part.isnan().sum()) for part in torch.split(flat, CHECKED))
+            if missing:
+                raise RuntimeError(f"the merge left {missing} of {flat.numel()} elements of {name} unwritten")
+            del self._unwritten[name]
 
     def forget(self) -> None:
         """Make the next write cover every tensor, even unchanged ones."""
@@ -138,6 +170,7 @@ class HeldWeights:
             written, materialise_s = self._merge(changed, parameters, plan, bank, into)
             if missing := sorted(set(self._needed(parameters)) - written - sums.keys()):
                 raise RuntimeError(f"the merge left {len(missing)} parameters unwritten, for example {missing[0]}")
+            self._check_written(written)
             rewritten = {name: parameters[name] for name in written & parameters.keys()}
             packing = time.perf_counter()
             stale = _repack(self._packed, rewritten.values(), self._comparable)
@@ -163,20 +196,40 @@ class HeldWeights:
     ) -> tuple[set[str], float]:
         """Compute the merged tensors with the names `changed`, and write them into the model's parameters.
 
-        A tensor whose place in a parameter is known is written there directly; vLLM's weight loader writes the others.
-        Returns the names of the written parameters, and the seconds for computing the tensors.
+        A tensor of which vLLM's weight loader only copies elements is written to the same place without the loader; of
+        a tensor of which this rank holds a shard, only the shard is computed. The loader writes the others. Returns the
+        names of the written parameters, and the seconds for computing the tensors.
         """
         from workers.merging.materialize import merge_into, merged_tensors
+        from workers.merging.plan import merged_names
 
+        unknown = {
+            name
+            for name in changed
+            if name not in self.destinations
+            or ((known := self.destinations[name]) is not None and not known.is_in(parameters))
+        }
+        if unknown:
+            shapes = merged_names(plan, bank)
+            device = next(iter(parameters.values())).device
+            blank = (
+                (name, torch.empty(shape, dtype=self.dtype, device=device))
+                for name, shape in shapes.items()
+                if name in unknown
+            )
+            observed = LoadObserver(blank, parameters, copies=False)
+            with observed:
+                self.model.load_weights(iter(observed))
+            self.destinations |= dict.fromkeys(unknown) | observed.destinations
         destinations = {
             name: destination
             for name in changed
-            if (destination := self.destinations.get(name))
-            and destination.memory.device == bank.device
-            and destination.is_in(parameters)
+            if (destination := self.destinations[name]) and destination.memory.device == bank.device
         }
         merging = time.perf_counter()
-        merge_into(plan, bank, {name: destination.memory for name, destination in destinations.items()})
+        shards = {name: place.shard for name, place in destinations.items() if place.shard is not None}
+        memory = {name: place.memory for name, place in destinations.items()}
+        whole = merge_into(plan, bank, memory, shards) if memory else {}
         _wait_for(bank.device)
         seconds = time.perf_counter() - merging
         written = {destination.parameter for destination in destinations.values()}
@@ -187,9 +240,16 @@ class HeldWeights:
             observer = LoadObserver(merged, parameters, wait=partial(_wait_for, bank.device))
             with observer:
                 written |= set(self.model.load_weights(iter(observer)))
-            self.destinations |= observer.destinations
             seconds += observer.seconds
+            whole |= dict.fromkeys(others, "only vLLM's loader can write it")
+        self.whole_because = {name: why for name, why in self.whole_because.items() if name not in changed} | whole
         return written, seconds
+
+
+def _is_random(buffer: torch.Tensor) -> bool:
+    """Whether all values of a buffer are in the range of vLLM's random weights, and not all are zero."""
+    largest = float(buffer.abs().max()) if buffer.numel() else 0.0
+    return 0 < largest <= RANDOM
 
 
 def _wait_for(device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """An observer of vLLM's weight loader, which records where the loader writes each tensor.
 
-A tensor that the loader only copies, whole, into one part of a parameter can later be written there directly, without
-the loader.
+A tensor that the loader only copies, whole or the shard of it that a rank holds, into one part of a parameter can be
+written there directly, without the loader.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from workers.merging.shards import Shard
+
 __all__ = ["Destination", "LoadObserver"]
 
 
 @dataclass(frozen=True)
 class Destination:
-    """The part of a parameter's memory that holds one tensor of the merged model.
+    """The part of a parameter's memory that holds one tensor of the merged model, or a shard of it.
 
-    `parameter` is the name of the parameter, `memory` a view of this part.
+    `parameter` is the name of the parameter, `memory` a view of this part. `shard` says which elements of the tensor
+    it holds; it is None if it holds all.
     """
 
     parameter: str
     memory: torch.Tensor
+    shard: Shard | None = None
 
     def overlaps(self, other: torch.Tensor) -> bool:
         if _storage(other) != _storage(self.memory) or other.numel() == 0:
@@ -45,11 +49,12 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
 
     `source` yields the pairs. `parameters` holds the model's parameters by name. `wait` is called after each pair, and
-    returns once the tensor is computed. `seconds` is the time spent computing the tensors.
+    returns once the tensor is computed. `seconds` is the time spent computing the tensors. With `copies=False` nothing
+    is copied to the model, so that tensors without contents show where the loader would write.
 
-    If the loader only copies a tensor as a whole to a part of a parameter, this part is the tensor's destination. The
-    tensor can later be written there without the loader. A tensor has no destination if the loader changes this part
-    again before loading ends.
+    If the loader only copies a tensor, as a whole or a shard of it, to a part of a parameter, this part is the tensor's
+    destination. The tensor can later be written there without the loader. A tensor has no destination if the loader
+    changes this part again before loading ends.
     """
 
     def __init__(
@@ -58,10 +63,12 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters: Mapping[str, torch.Tensor],
         *,
         wait: Callable[[], None] = lambda: None,
+        copies: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.source = source
         self._wait = wait
+        self._is_copying = copies
         self.seconds = 0.0
         self._destinations: dict[str, Destination | None] = {}
         self._owners = {_storage(parameter): name for name, parameter in parameters.items()}
@@ -93,15 +100,18 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self._copies) != 1:
             return None
         memory, copied = self._copies[0]
-        is_whole = copied.data_ptr() == tensor.data_ptr() and copied.shape == memory.shape == tensor.shape
-        is_whole &= copied.stride() == tensor.stride()  # GPT-2's square weights are transposed on the way
+        shard = Shard.of(copied, tensor)  # None if transposed on the way, as GPT-2's weights are
         is_plain = memory.is_contiguous() and memory.dtype == tensor.dtype and memory.device == tensor.device
         owner = self._owners.get(_storage(memory))
-        return Destination(owner, memory.detach()) if is_whole and is_plain and owner is not None else None
+        if shard is None or copied.shape != memory.shape or not is_plain or owner is None:
+            return None
+        return Destination(owner, memory.detach(), None if shard.is_whole(tuple(tensor.shape)) else shard)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             self._copies.append(args[:2])
+            if not self._is_copying and _storage(args[0]) in self._owners:
+                return args[0]
         elif func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             self._changed.append(args[0])
         return func(*args, **(kwargs or {}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,16 +57,19 @@ class MergeExtension:
         scratch_bytes: int = 0,
         reason: str = "",
         keeps_ranks: bool = False,
+        ranks: int = 1,
+        is_shared: bool = False,
     ) -> str:
         """Open the source weights (the bank), and start to count rows of logits that are NaN or infinite.
 
         `family` is JSON in the form of `family_to_json`. The bank is kept in the first of `placements` that has enough
         memory for it; a GPU must also have `scratch_bytes` for merging a tensor. `reason` says in words why the first
         placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that the method DELLA
-        needs (`bank.Bank.keep_ranks`). Returns the bank's fingerprint.
+        needs (`bank.Bank.keep_ranks`). The engine has `ranks` processes. With `is_shared` the processes of this node
+        share statistics and host memory of the sources (`bank.Bank`). Returns the bank's fingerprint.
         """
         device = next(self.model_runner.get_model().parameters()).device
-        self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes).on(device)
+        self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes, is_shared=is_shared).on(device)
         if keeps_ranks:
             self._mergesearch_bank.keep_ranks()
         if self._mergesearch_bank.placement != placements[0]:
@@ -76,12 +80,14 @@ class MergeExtension:
             self._mergesearch_bank.room_bytes = _room(device)
         self._mergesearch_scratch = {}
         self._mergesearch_lack = ""
+        self._mergesearch_ranks = ranks
         self._mergesearch_digest = None
         self._mergesearch_swaps = 0
         model = self.model_runner.get_model()
         # The model of path engines names its class of held weights.
         held = getattr(model, "held_by", HeldWeights)
         self._mergesearch_weights = held(model, self.model_runner.model_config.dtype)
+        self._mergesearch_weights.mark_unwritten()
         self._mergesearch_merged(self._mergesearch_weights.fill)
         self._mergesearch_bad_rows = torch.zeros(2, dtype=torch.int64, device=device)
         compute_logits, total = model.compute_logits, self._mergesearch_bad_rows
@@ -134,9 +140,13 @@ class MergeExtension:
 
         A tensor that the held merge computes in the same way is not written again. If a GPU has too little memory for
         merging, the merge is computed on the CPU. Returns {digest, swaps, checksum, tensors_written, materialise_s,
-        repack_s, swap_s (packing included), off_device, bank (its summary)}. `off_device` says in words which part of
-        the held merge was not computed on the engine's device; it is "" if all of it was. While weights are written,
-        and if this fails, the engine holds no digest.
+        repack_s, swap_s (packing included), off_device, whole, elements_read, bank (its summary)}. While weights are
+        written, and if this fails, the engine holds no digest. In words, or "" if there is nothing to say, are:
+
+        - off_device: which part of the held merge was not computed on the engine's device
+        - whole: of how many tensors, and why, this rank computed more than the elements that it holds
+
+        `elements_read` is the number of elements of the sources that this rank read.
 
         Expected failures are returned, because with several ranks an exception would lose its class:
 
@@ -153,12 +163,15 @@ class MergeExtension:
 
     def _mergesearch_write(self, recipe: Recipe) -> dict[str, Any]:
         started = time.perf_counter()
+        before = self._mergesearch_bank.elements_read
         self._mergesearch_digest = None
         weights = self._mergesearch_weights
         try:
             done = self._mergesearch_merged(partial(weights.hold, recipe))
         except NotPacked as error:
             return {**self.mergesearch_held(), "mismatch": str(error)}
+        if done.tensors_written and (whole := self._mergesearch_whole()):
+            log.info("of this merge, each of %d ranks computed more than it holds: %s", self._mergesearch_ranks, whole)
         self._mergesearch_checksum = weights.checksum()
         self._mergesearch_swaps += 1
         self._mergesearch_digest = recipe.digest
@@ -169,6 +182,8 @@ class MergeExtension:
             "repack_s": done.repack_s,
             "swap_s": time.perf_counter() - started - done.materialise_s,
             "off_device": self._mergesearch_off_device(),
+            "whole": self._mergesearch_whole(),
+            "elements_read": self._mergesearch_bank.elements_read - before,
             "bank": {**self._mergesearch_bank.summary(), "reason": self._mergesearch_reason},
         }
 
@@ -178,6 +193,12 @@ class MergeExtension:
         if not others:
             return ""
         return f"the CPU merged {len(others)} of {len(on)} tensors, for which the GPU had too little memory"
+
+    def _mergesearch_whole(self) -> str:
+        if self._mergesearch_ranks == 1:
+            return ""
+        counts = Counter(self._mergesearch_weights.whole_because.values())
+        return "; ".join(f"{count} tensors merged whole: {reason}" for reason, count in sorted(counts.items()))
 
     def mergesearch_forget(self) -> None:
         """Make the next swap write every tensor, even unchanged ones."""
@@ -231,6 +252,8 @@ def open_bank(
     placements: Sequence[Placement] = (Placement.MAPPED,),
     device: torch.device | str = "cpu",
     scratch_bytes: int = 0,
+    *,
+    is_shared: bool = False,
 ) -> Bank:
     """Open the source weights of a family (the bank); `family` is JSON in the form of `family_to_json`.
 
@@ -239,28 +262,33 @@ def open_bank(
     bank of mapped files that merges on the CPU.
 
     The weights are kept in the first of `placements` that has enough memory for them; a GPU must also have
-    `scratch_bytes` for merging a tensor. Raises InvalidModel if the models cannot be opened.
+    `scratch_bytes` for merging a tensor. With `is_shared` it is shared with other processes of the node. Raises
+    InvalidModel if the models cannot be opened.
     """
     if family not in _opened:
         _opened.clear()
-        _opened[family] = _first_with_room(family_from_json(family), placements, torch.device(device), scratch_bytes)
+        _opened[family] = _first_with_room(
+            family_from_json(family), placements, torch.device(device), scratch_bytes, is_shared=is_shared
+        )
     return _opened[family]
 
 
-def _first_with_room(family: Family, placements: Sequence[Placement], device: torch.device, scratch_bytes: int) -> Bank:
+def _first_with_room(
+    family: Family, placements: Sequence[Placement], device: torch.device, scratch_bytes: int, *, is_shared: bool
+) -> Bank:
     from workers.merging.bank import Bank
 
     for placement in placements[:-1]:
         bank: Bank | None = None
         try:
-            bank = Bank(family, placement, device=device)
+            bank = Bank(family, placement, device=device, is_shared=is_shared)
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the latter for pinned memory
             log.warning("no room for the sources %s: %s", IN_WORDS[placement], error)
         if bank is not None and (placement != Placement.GPU or torch.cuda.mem_get_info(device)[0] >= scratch_bytes):
             return bank
         del bank
         torch.cuda.empty_cache()
-    return Bank(family, placements[-1], device=device)
+    return Bank(family, placements[-1], device=device, is_shared=is_shared)
 
 
 def family_to_json(family: Family) -> str:

@@ -22,17 +22,19 @@ result is rounded once and written to its destination. Kernels receive the sourc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 
 from search_spaces.recipe import Merge
 from workers.merging.kernels.lowering import FUSED, ON_CUDA
+from workers.merging.kernels.rules import Rule
 from workers.merging.kernels.threads import MIN_PIECE, each_in_one_thread
 from workers.merging.methods.plain import Operands
+from workers.merging.shards import Shard
 
-__all__ = ["FUSED", "ON_CUDA", "for_each", "is_fused", "merge_stored"]
+__all__ = ["FUSED", "ON_CUDA", "can_fuse", "exact_rule", "for_each", "is_fused", "merge_shard", "merge_stored"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A tensor with more than 1 / SHARES of each thread's share of the work is merged by all threads together.
@@ -51,11 +53,15 @@ def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
     tensors = [*stored.tensors, *([] if stored.base is None else [stored.base])]
     return (
         merge.method in (ON_CUDA if tensors[0].is_cuda else FUSED)
-        and 0 < tensors[0].numel() <= MAX_ELEMENTS
-        and all(tensor.dtype in DTYPES and tensor.is_contiguous() for tensor in tensors)
-        and dtype in DTYPES
+        and can_fuse((dtype, *(tensor.dtype for tensor in tensors)), tensors[0].numel())
+        and all(tensor.is_contiguous() for tensor in tensors)
         and tensors[0].device.type in ("cpu", "cuda")
     )
+
+
+def can_fuse(dtypes: Iterable[torch.dtype], num_elements: int) -> bool:
+    """Whether kernels read and write the dtypes, and tensors of this number of elements."""
+    return 0 < num_elements <= MAX_ELEMENTS and all(dtype in DTYPES for dtype in dtypes)
 
 
 def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
@@ -70,6 +76,30 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
     else:
         from workers.merging.kernels.cpu import merge as execute
     execute(FUSED[merge.method](merge, stored), stored.tensors, stored.base, out)
+
+
+def exact_rule(merge: Merge, stored: Operands) -> Rule:
+    """The rule of a merge with exact thresholds, by which each of its elements can be computed without the others.
+
+    `stored` are the whole operands on CPU, with the statistics that the method needs. This part of a merge reads whole
+    tensors; the rule is the same for all shards of the tensor.
+    """
+    from workers.merging.kernels.cpu import exact
+
+    return exact(FUSED[merge.method](merge, stored), stored.tensors, stored.base)
+
+
+def merge_shard(
+    rule: Rule, tensors: Sequence[torch.Tensor], base: torch.Tensor | None, out: torch.Tensor, shard: Shard
+) -> None:
+    """Compute the elements of `shard` of a merge on CPU, and write them to `out`, rounded once to its dtype.
+
+    `rule` is that of `exact_rule`. `tensors` and `base` are the whole operands, of which only the elements of the shard
+    are read. `out` is contiguous. The bits are those of the same elements of the whole merge.
+    """
+    from workers.merging.kernels.cpu import merge as execute
+
+    execute(rule, tensors, base, out, shard)
 
 
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:

@@ -106,7 +106,7 @@ def test_merges_are_written_where_the_loader_was_seen_to_write(extension: Extens
     assert extension.loaded == []
     assert holds(extension, recipe, tied_family)
 
-    # A parameter in other memory, and those of which the loader makes something else, are the loader's again.
+    # A parameter in other memory is observed again; those of which the loader makes something else are the loader's.
     tripled = "model.layers.0.mlp.down_proj.weight"
     extension.changed_later = [tripled]
     moved, turned = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
@@ -118,7 +118,7 @@ def test_merges_are_written_where_the_loader_was_seen_to_write(extension: Extens
     extension.apply(base_recipe(tied_family))
     extension.parameters[moved].data = extension.parameters[moved].detach().clone()
     extension.apply(recipe)
-    assert sorted(extension.loaded) == [tripled, moved, turned, square]
+    assert sorted(extension.loaded) == [tripled, turned, square]
     expected = dict(merged_tensors(recipe, open_bank(family_to_json(tied_family)), torch.float32))
     assert torch.equal(extension.parameters[turned], expected[turned] * 2)
     assert torch.equal(extension.parameters[square], expected[square].t())
@@ -239,6 +239,37 @@ def test_parameters_that_a_merge_does_not_reach_are_an_error(extension: Extensio
     assert extension.mergesearch_held()["digest"] is None
 
 
+def test_weights_of_the_start_that_no_merge_writes_are_an_error(extension: Extension, tied_family: Family) -> None:
+    """An engine starts with random weights: a part of a parameter that the loader leaves is not held as a merge."""
+    held, name = extension._mergesearch_weights, "model.layers.1.mlp.down_proj.weight"
+    assert all(bool(parameter.isnan().all()) for parameter in extension.parameters.values())
+
+    def without_the_last_row(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor[:-1], held._unwritten[name][-1:]])
+
+    extension.transformed[name] = without_the_last_row
+    with pytest.raises(RuntimeError, match=re.escape(f"left {extension.parameters[name].shape[1]} of ")) as caught:
+        extension.apply(arithmetic(tied_family, 0.3, 0.5))
+    assert f"elements of {name} unwritten" in str(caught.value)
+    assert extension.mergesearch_held()["digest"] is None
+    del extension.transformed[name]
+    held.destinations = {}
+    assert extension.apply(arithmetic(tied_family, 0.3, 0.5))["tensors_written"] == len(extension.parameters)
+    assert not held._unwritten
+
+
+def test_random_buffers_that_no_merge_writes_are_an_error(tied_family: Family) -> None:
+    """VLLM's random weights are also in buffers; those that it computes afterwards are left as they are."""
+    extension = Extension(tied_family)
+    model = extension.model_runner.get_model()
+    for name, value in (("scale", 1.0), ("zero", 0.0), ("random", 4e-4)):
+        model.register_buffer(name, torch.full((2,), value))
+    extension.mergesearch_open(family_to_json(tied_family))
+    assert (float(model.scale[0]), float(model.zero[0])) == (1, 0)
+    with pytest.raises(RuntimeError, match="left 2 of 2 elements of random unwritten"):
+        extension.apply(arithmetic(tied_family, 0.3, 0.5))
+
+
 def test_a_copy_that_is_not_packed_again_is_seen_at_the_swap(extension: Extension, tied_family: Family) -> None:
     layer = extension.model_runner.get_model().model.layers[1].mlp.up_proj
     packed = {}
@@ -246,6 +277,7 @@ def test_a_copy_that_is_not_packed_again_is_seen_at_the_swap(extension: Extensio
     def pack() -> None:
         packed["copy"] = layer.weight.detach().clone()
 
+    extension.apply(base_recipe(tied_family))
     pack()
     setattr(layer, PACK, pack)
     setattr(layer, IS_PACKED, lambda: torch.equal(packed["copy"], layer.weight))
@@ -281,11 +313,18 @@ def gpu(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespac
             return write(recipe, own, torch.float32, names=names["names"])
         return write(recipe, bank, *rest, **names)
 
+    into_memory = workers.merging.materialize.merge_into
+
+    def merge_into(recipe: Recipe, bank: Bank, *rest: Any) -> Any:
+        found.devices.append(bank.device.type)
+        return into_memory(recipe, bank, *rest)
+
     own, bank = (Bank(extension._mergesearch_bank.family) for _ in range(2))
     extension._mergesearch_bank = bank
     bank.device, bank.placement = GPU, Placement.GPU
     bank._stored = {info: stream.on_gpu(tensor) for info, tensor in bank._stored.items()}
     monkeypatch.setattr(workers.merging.materialize, "merged_tensors", merged_tensors)
+    monkeypatch.setattr(workers.merging.materialize, "merge_into", merge_into)
     monkeypatch.setattr(workers.merging.materialize, "Scratch", lambda bank, dtype: SimpleNamespace(tensor=None))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (found.free, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -64,10 +64,9 @@ class WeightContents:
 
     def model_options(self) -> dict[str, Any]:
         """Options of vLLM that depend on the model: how weights are loaded, and whether the model is compiled."""
-        # The first swap overwrites what is loaded. Weights with another vocabulary than the base's cannot be loaded.
-        is_base = self.prompts.directory == str(self.sources.base.directory)
         return {
-            "load_format": "safetensors" if is_base else "dummy",
+            # Random weights: the first swap writes all, or fails (`HeldWeights.mark_unwritten`).
+            "load_format": "dummy",
             "enforce_eager": self.is_cpu or not _has_code_for(self.prompts.config),
         }
 
@@ -86,7 +85,12 @@ class WeightContents:
 
         The arguments are those of the method `mergesearch_open` of `MergeExtension`.
         """
-        opening: dict[str, Any] = {"keeps_ranks": self.options.rank_cache}
+        opening: dict[str, Any] = {
+            "keeps_ranks": self.options.rank_cache,
+            "ranks": self.options.tensor_parallel_size,
+            # Mapped files, from which engines on CPU merge, are shared by the operating system.
+            "is_shared": not self.is_cpu or self.options.tensor_parallel_size > 1,
+        }
         if self.is_cpu:
             from workers.engines.vllm.capabilities import model_config
 

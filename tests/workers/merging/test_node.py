@@ -1,0 +1,159 @@
+"""Memory and values that processes of one node share: made once, gone with their last user, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from workers.merging import node
+from workers.merging.node import Node, NoRoom, SharedDirectory, remove_unused
+
+OPENS = """
+import sys, time
+from pathlib import Path
+from workers.merging.node import Node, SharedDirectory
+root, doing = Path(sys.argv[1]), sys.argv[2]
+
+def write(memory):
+    with open(root.parent / "writes", "a") as file:
+        file.write("one\\n")
+    memory[:5] = 7
+    if doing == "killed":
+        print("filling", flush=True)
+        time.sleep(600)
+    time.sleep(0.3)
+    memory[5:] = 7
+
+def made():
+    with open(root.parent / "values", "a") as file:
+        file.write("one\\n")
+    time.sleep(0.3)
+    return {"sum": 7.5}
+
+shared = SharedDirectory("sources", root=root)
+memory = shared.fill(10, write)
+value = Node(shared).value(("norm", ("a", "weight")), made)
+print(memory.tolist() == [7] * 10 and value == {"sum": 7.5}, flush=True)
+if doing == "stays":
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    found = tmp_path / "shm"
+    found.mkdir()
+    return found
+
+
+def process(root: Path, doing: str = "ends") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", OPENS, str(root), doing]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def line(started: subprocess.Popen[str]) -> str:
+    assert started.stdout is not None
+    return started.stdout.readline().strip()
+
+
+def end(started: subprocess.Popen[str]) -> None:
+    started.kill()
+    started.communicate()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(each.name for each in (root / f"mergesearch-{os.getuid()}").iterdir())
+
+
+def test_one_of_several_processes_fills_and_computes(root: Path, tmp_path: Path) -> None:
+    """One process fills the memory and one computes a value; after all have ended, nothing is left."""
+    started = [process(root) for _ in range(3)]
+    assert [line(each) for each in started] == ["True"] * 3
+    for each in started:
+        each.communicate()
+    written = (tmp_path / "writes").read_text().split()
+    assert len(written) in (1, 2, 3)  # a process that begins when the others have ended fills it again
+    assert len(written) == len((tmp_path / "values").read_text().split())
+    assert names(root) == []
+
+
+def test_a_killed_process_leaves_memory_to_others(root: Path, tmp_path: Path) -> None:
+    """Memory of a killed process is filled again if it was filled in part, and removed once nobody has it open."""
+    killed = process(root, "killed")
+    assert line(killed) == "filling"
+    waiting = process(root, "stays")
+    end(killed)
+    assert line(waiting) == "True"
+    second = process(root, "stays")
+    assert line(second) == "True"
+    assert (tmp_path / "writes").read_text().split() == ["one", "one"]
+    assert (tmp_path / "values").read_text().split() == ["one"]
+    own = root / f"mergesearch-{os.getuid()}"
+    assert remove_unused(own) == []
+    os.kill(waiting.pid, signal.SIGKILL)
+    waiting.communicate()
+    assert remove_unused(own) == [], "another process has it open"
+    assert names(root) == ["sources"]
+    end(second)
+    other = SharedDirectory("others", root=root)
+    assert names(root) == ["others"]
+    other.close()
+    other.close()
+    assert names(root) == []
+
+
+def twos(memory: torch.Tensor) -> None:
+    memory.fill_(2)
+
+
+def test_memory_without_room_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharedDirectory("sources", root=root)
+    with pytest.raises(NoRoom, match=r"has room for .* GB, the sources need 1000000000.00 GB"):
+        shared.fill(10**18, lambda memory: None)
+    assert torch.equal(shared.fill(3, twos), torch.full((3,), 2, dtype=torch.uint8))
+    shared.close()
+    monkeypatch.setattr(os, "getuid", lambda: 1234567)
+    (root / "mergesearch-1234567").symlink_to(root)
+    with pytest.raises(NoRoom, match="is not a directory of user 1234567; remove it"):
+        SharedDirectory("sources", root=root)
+    with pytest.raises(NoRoom, match="cannot be made: No such file or directory"):
+        SharedDirectory("sources", root=root / "missing")
+
+
+def test_values_are_kept_by_name_and_old_rules_are_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "MOST_RULES", 4)
+    shared = SharedDirectory("sources", root=root)
+    one, other = Node(shared), Node(shared)
+
+    def rule(of: Node, number: int) -> int:
+        return of.value(("rule", number), lambda: -number)
+
+    found = [rule(of, number) for number in range(20) for of in (one, other)]
+    assert found == [-number for number in range(20) for _ in range(2)]
+    assert (one.num_made, other.num_made) == (20, 0)
+    kept = list((shared.path / "rule").iterdir())
+    assert 4 <= len(kept) <= 8
+    kept[0].write_bytes(b"cut")  # is computed again, whichever it is
+    assert [rule(other, number) for number in range(20)] == found[::2]
+
+    calls: list[int] = []
+    threads = [
+        threading.Thread(target=lambda of=of: of.value(("norm", 1), lambda: calls.append(1))) for of in (one, other) * 4
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == [1]
+    with pytest.raises(ZeroDivisionError):
+        one.value(("norm", 2), lambda: 1 / 0)
+    assert other.value(("norm", 2), lambda: 3) == 3
+    assert Node().value(("norm", 1), lambda: 5) == 5
+    shared.close()

@@ -1,0 +1,175 @@
+"""Shards of merges against whole merges: the same bits, for every method and every way of dividing a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from search_spaces.methods import METHODS
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from tests.builders import tiny_family
+from tests.workers.merging.kernels.test_kernels import bits, fused, given_to, merges, operands
+from tests.workers.merging.methods.examples import EXAMPLES
+from tests.workers.recipes import num_layers
+from workers.merging.bank import Bank
+from workers.merging.kernels import FUSED, exact_rule, merge_shard
+from workers.merging.materialize import merge_into, merged_tensors
+from workers.merging.methods.plain import PLAIN, Operands
+from workers.merging.plan import merged_names
+from workers.merging.shards import Shard
+from workers.types import Family
+
+FLOAT32 = torch.float32
+
+
+def divided(whole: torch.Tensor, ranks: int) -> Iterator[torch.Tensor]:
+    """Rows, columns and both parts of a fused tensor, each divided over ranks as evenly as its size allows."""
+    for dim in range(whole.dim()):
+        yield from (part for part in torch.tensor_split(whole, ranks, dim=dim) if part.numel())
+
+
+def shards(shape: tuple[int, ...], ranks: int) -> list[Shard]:
+    whole = torch.empty(shape)
+    found = [Shard.of(part, whole) for part in divided(whole, ranks)]
+    assert None not in found
+    return [shard for shard in found if shard is not None]
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 9), (3, 4, 10), (1, 6), (6, 1)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_a_shard_has_the_elements_of_its_view(shape: tuple[int, ...], ranks: int) -> None:
+    """A shard describes the elements of a view; those of all ranks are each element once a dimension."""
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    seen = torch.zeros(whole.numel(), dtype=torch.int64)
+    for part in divided(whole, ranks):
+        shard = Shard.of(part, whole)
+        assert shard is not None
+        assert torch.equal(shard.view(whole).reshape(-1), part.reshape(-1))
+        assert torch.equal(shard.indices(torch.arange(shard.num_elements)), part.reshape(-1))
+        assert shard.shape == tuple(part.shape)
+        assert shard.is_whole(shape) == (part.numel() == whole.numel())
+        seen[part.reshape(-1)] += 1
+    assert (seen == len(shape)).all()
+
+
+def test_other_views_are_no_shards() -> None:
+    whole = torch.arange(60.0).view(3, 4, 5)
+    others = (
+        whole.transpose(0, 1),
+        whole[:, 1:3, 1:3],
+        whole.clone(),
+        whole[:0],
+        whole.expand(3, 4, 5).flip(0),
+        whole.view(torch.int32),
+    )
+    assert [Shard.of(view, whole) for view in others] == [None] * len(others)
+    assert Shard.of(whole[1:2], whole.transpose(0, 1)) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, pytest.param(3, marks=pytest.mark.slow)])
+def test_shards_have_the_bits_of_the_whole_merge(ranks: int) -> None:
+    """Each kernel computes the elements of every rank as in the whole tensor, and reads no others."""
+    given = operands((19, 37), (FLOAT32,) * 3)
+    parts = shards((19, 37), ranks)
+    cases = list(merges(2)) if ranks == 3 else [case for case in merges(2) if case.method in SOME]
+    for merge in cases:
+        check_shards(merge, given, parts, FLOAT32)
+
+
+# Those whose kernels other tests compile, too.
+SOME = ("linear", "ties", "breadcrumbs", "dare_ties", "della", "sce", "arcee_fusion")
+
+
+def check_shards(merge: Merge, given: Operands, parts: Sequence[Shard], dtype: torch.dtype) -> None:
+    own = given_to(merge, given)
+    whole = fused(merge, given, dtype)
+    rule = exact_rule(merge, own)
+    for shard in parts:
+        memory = torch.full((shard.num_elements + 2,), 7.0, dtype=dtype)
+        merge_shard(rule, own.tensors, own.base, memory[1:-1].view(shard.shape), shard)
+        assert torch.equal(bits(memory[1:-1]), bits(shard.view(whole).reshape(-1))), (merge, shard)
+        assert memory[0] == memory[-1] == 7
+
+
+def recipe_by(family: Family, name: str, seed: int = 5) -> Recipe:
+    """A merge by one method everywhere, with the examples of its coefficients."""
+    declared = METHODS[name]
+    numbers = {c.name: EXAMPLES[c.name] for c in declared.coefficients if c.default is None}
+    numbers = {key: value[:2] if isinstance(value, tuple) else value for key, value in numbers.items()}
+    aliases = ("math", "text")[: declared.max_sources or 2]
+
+    def part(layer: int | None) -> Merge:
+        found = tuple(Source(alias, layer) for alias in aliases)
+        return Merge(name, found, dict(numbers), seed if declared.takes_seed else None)
+
+    layers = tuple(LayerRecipe(part(i), part(i), part(i)) for i in range(num_layers(family)))
+    return Recipe(family.fingerprints, "base", layers, part(None), part(None))
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return tiny_family(tmp_path_factory.mktemp("family"), experts=("math", "text"), layers=1, hidden=24)
+
+
+@pytest.fixture
+def ranks(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Bank]:
+    """The banks of two ranks of one node."""
+    monkeypatch.setattr("workers.merging.node.SHARED_MEMORY", tmp_path)
+    return [Bank(family, is_shared=True, cache=tmp_path / "cache") for _ in range(2)]
+
+
+def halves(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """The part of a tensor that a rank of two holds: columns of what ends a branch, else rows; norms whole."""
+    if whole.dim() == 1:
+        return whole
+    return torch.tensor_split(whole, 2, dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[rank]
+
+
+QUICK = ("passthrough", "linear", "slerp", "ties", "dare_linear", "della", "arcee_fusion", "pcb", "ramplus_tl")
+
+
+@pytest.mark.parametrize(
+    "name",
+    # Compiling the kernel of a rule takes seconds, and those of one kind do the same with shards.
+    [name if name in QUICK or name not in FUSED else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
+)
+def test_ranks_hold_the_bits_of_one_rank_by_every_method(name: str, family: Family, ranks: list[Bank]) -> None:
+    """Two ranks of a node hold what one rank holds, and read each element of a weighted sum's sources once."""
+    alone = Bank(family)
+    recipe = recipe_by(family, name)
+    whole = dict(merged_tensors(recipe, alone, FLOAT32))
+    shapes = merged_names(recipe, alone)
+    before, why = alone.elements_read, dict[str, str]()
+    merge_into(recipe, alone, {key: torch.empty(shape) for key, shape in shapes.items()})
+    of_one = alone.elements_read - before
+    for rank, bank in enumerate(ranks):
+        parts = {key: halves(key, torch.empty(shape), rank) for key, shape in shapes.items()}
+        of = {key: shard_of(part) for key, part in parts.items()}
+        shards_ = {key: shard for key, shard in of.items() if not shard.is_whole(shapes[key])}
+        found = {key: torch.full(part.shape, 7.0) for key, part in parts.items()}
+        why |= merge_into(recipe, bank, found, shards_)
+        for key, tensor in found.items():
+            assert torch.equal(bits(tensor), bits(halves(key, whole[key], rank).contiguous())), (key, rank)
+    twice = sum(torch.Size(shape).numel() for shape in shapes.values() if len(shape) == 1)
+    operands_ = len(recipe.head.sources) + METHODS[name].needs_base
+    read = sum(bank.elements_read for bank in ranks)
+    if name not in FUSED:
+        assert set(why.values()) == {f"{name} has no kernel"}
+    elif "ranks" not in PLAIN[name].uses:
+        assert why == {}
+        if not PLAIN[name].uses and name != "ramplus_tl":
+            assert read == of_one + twice * operands_
+        else:
+            # Statistics read whole tensors once, in one of the ranks, and so does what depends on the recipe.
+            assert sum(bank.node.num_made for bank in ranks) > 0
+            assert ranks[1].node.num_made == 0
+            assert ranks[1].elements_read < ranks[0].elements_read
+
+
+def shard_of(view: torch.Tensor) -> Shard:
+    found = Shard.of(view, view if view._base is None else view._base)
+    assert found is not None
+    return found

@@ -1,0 +1,246 @@
+"""What the processes of one node share: values that one of them computes, and memory that one of them fills.
+
+Ranks of an engine, and engines of one family of models, need the same statistics and the same source weights. They meet
+in a directory of the node's shared memory that is named after the content of the sources. Locks of the operating system
+(`flock`) say who computes and who uses it; they end with the process that holds them, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import pickle
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["SHARED_MEMORY", "NoRoom", "Node", "SharedDirectory", "remove_unused"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SHARED_MEMORY = Path("/dev/shm")
+# Locks for values; a value has one of these by its name, so that their number is bounded.
+NUM_LOCKS = 64
+# Rules of recipes are removed, the oldest first, once there are twice as many.
+MOST_RULES = 4096
+USERS, FILLED, SOURCES = "users", "filled", "sources"
+# A process that waits says so in the log after this time, and again each time that it has doubled.
+FIRST_NOTE_S = 2.0
+
+
+class NoRoom(Exception):
+    """Raised if the node's shared memory has too little room; the message says how much is needed and free."""
+
+
+class SharedDirectory:
+    """A directory in the node's shared memory, which exists as long as a process has it open.
+
+    `name` says what it holds; processes that give the same name share it. A directory that no process has open, because
+    its last user was killed, is removed when any other one is opened. `root` is the node's shared memory, or
+    None for SHARED_MEMORY.
+    """
+
+    def __init__(self, name: str, *, root: Path | None = None) -> None:
+        own = _own_directory(root or SHARED_MEMORY)
+        remove_unused(own, except_for=name)
+        self.path = own / name
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            try:
+                self._users = os.open(self.path / USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                continue  # it was removed in between
+            _lock(self._users, fcntl.LOCK_SH, "another process that reads the sources into shared memory")
+            if _is_at(self._users, self.path / USERS):
+                return
+            os.close(self._users)
+
+    def fill(self, num_bytes: int, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """The shared memory of `num_bytes`, as uint8, which one process fills by `write`.
+
+        The other processes wait for it. If that process is killed, another one fills the memory from the beginning. The
+        memory must not be written to afterwards. Raises NoRoom if there is too little of it.
+        """
+        while not (self.path / FILLED).exists():
+            fcntl.flock(self._users, fcntl.LOCK_UN)
+            _lock(self._users, fcntl.LOCK_EX, "another process that reads the sources into shared memory")
+            try:
+                if not _is_at(self._users, self.path / USERS):
+                    raise NoRoom(f"{self.path} was removed while it was opened")
+                if not (self.path / FILLED).exists():
+                    write(self._memory(num_bytes, is_new=True))
+                    (self.path / FILLED).touch(mode=0o600)
+            finally:
+                fcntl.flock(self._users, fcntl.LOCK_SH)
+        return self._memory(num_bytes, is_new=False)
+
+    def _memory(self, num_bytes: int, *, is_new: bool) -> torch.Tensor:
+        size = max(1, num_bytes)
+        file = os.open(self.path / SOURCES, os.O_RDWR | (os.O_CREAT if is_new else 0) | os.O_CLOEXEC, 0o600)
+        try:
+            if is_new:
+                free = os.fstatvfs(file).f_bavail * os.fstatvfs(file).f_frsize
+                try:  # pages that are written without room would end the process
+                    os.posix_fallocate(file, 0, size)
+                except OSError as error:
+                    os.truncate(file, 0)
+                    raise NoRoom(
+                        f"{self.path.parents[1]} has room for {free / 1e9:.2f} GB, the sources need {size / 1e9:.2f} GB"
+                    ) from error
+            found = mmap.mmap(file, size)
+        finally:
+            os.close(file)
+        return torch.frombuffer(found, dtype=torch.uint8)[:num_bytes]
+
+    def close(self) -> None:
+        """End this process's use. The last user removes the directory; memory that is mapped stays valid."""
+        if self._users < 0:
+            return
+        with suppress(BlockingIOError):
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._users)
+        self._users = -1
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+
+def remove_unused(directory: Path, *, except_for: str = "") -> list[str]:
+    """Remove the directories of killed processes from `directory`, and return their names.
+
+    A directory that a process has open is never removed.
+    """
+    removed = []
+    for each in sorted(directory.iterdir()):
+        if each.name == except_for:
+            continue
+        with suppress(OSError):
+            users = os.open(each / USERS, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(users, each / USERS):
+                    shutil.rmtree(each)
+                    removed.append(each.name)
+            finally:
+                os.close(users)
+    if removed:
+        log.warning("removed what killed processes had left in %s: %s", directory, ", ".join(removed))
+    return removed
+
+
+class Node:
+    """Values that one process of a node computes and the others read; without a directory, this process alone.
+
+    A value is named by a tuple of plain values, the same in all processes. Its first member is its kind: "rule", which
+    may need values of other kinds, or another.
+    """
+
+    def __init__(self, shared: SharedDirectory | None = None) -> None:
+        self.shared = shared
+        self.num_made = 0  # values that this process computed
+
+    def value(self, name: tuple[Any, ...], made: Callable[[], T]) -> T:
+        """The value `name`, computed by `made` in one of the processes."""
+        if self.shared is None:
+            return made()
+        kind, digest = name[0], hashlib.sha256(repr(name).encode()).hexdigest()
+        folder = self.shared.path / kind
+        folder.mkdir(mode=0o700, exist_ok=True)
+        file = folder / digest
+        found = _read(file)
+        if not found:
+            with _locked(folder.with_suffix(f".lock{int(digest[:8], 16) % NUM_LOCKS}"), f"a {kind} of the sources"):
+                found = _read(file)
+                if not found:
+                    found = [made()]
+                    self.num_made += 1
+                    _write(file, found)
+                    if kind == "rule":
+                        _prune(folder)
+        value: T = found[0]
+        return value
+
+
+def _own_directory(root: Path) -> Path:
+    """The directory of this user in shared memory. Raises NoRoom if another user has made one of its name."""
+    own = root / f"mergesearch-{os.getuid()}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        found = own.lstat()
+    except OSError as error:
+        raise NoRoom(f"{own} cannot be made: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise NoRoom(f"{own} is not a directory of user {os.getuid()}; remove it")
+    return own
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        return False
+
+
+def _lock(file: int, kind: int, waits_for: str) -> None:
+    """Take a lock, and say in the log what it waits for."""
+    started, pause, note = time.monotonic(), 0.001, FIRST_NOTE_S
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            waited = time.monotonic() - started
+            if waited > note:
+                log.info("waiting for %s, for %.0f s so far", waits_for, waited)
+                note *= 2
+            time.sleep(pause)
+            pause = min(0.05, 2 * pause)
+
+
+@contextmanager
+def _locked(path: Path, waits_for: str) -> Iterator[None]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _lock(file, fcntl.LOCK_EX, waits_for)
+        yield
+    finally:
+        os.close(file)
+
+
+def _read(file: Path) -> list[Any]:
+    """A list of the stored value, or an empty one if there is none."""
+    with suppress(OSError, EOFError, pickle.UnpicklingError):
+        return [pickle.loads(file.read_bytes())]
+    return []
+
+
+def _write(file: Path, value: list[Any]) -> None:
+    """Store a value for the other processes; if there is no room, each of them computes it."""
+    new = file.with_name(f"{file.name}.{os.getpid()}.new")
+    try:
+        new.write_bytes(pickle.dumps(value[0], protocol=pickle.HIGHEST_PROTOCOL))
+        new.replace(file)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        log.warning("no room for a value that processes share: %s", error)
+
+
+def _prune(folder: Path) -> None:
+    files = list(folder.iterdir())
+    if len(files) >= 2 * MOST_RULES:
+        aged = sorted((file.stat().st_mtime_ns, file) for file in files)
+        for _, file in aged[:-MOST_RULES]:
+            file.unlink(missing_ok=True)
