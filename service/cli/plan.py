@@ -99,5 +99,5 @@ def _gib(number: int) -> str:
 
 
 def _range(bounds: BoundsDocument, digits: int) -> str:
-    least, most = (f"{bounds[end]:,.{digits}f}" for end in ("least", "most"))  # type: ignore[literal-required]
+    least, most = (f"{value:,.{digits}f}" for value in (bounds["least"], bounds["most"]))
     return least if least == most else f"{least} to {most}"

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,12 @@ def measure(directory: Path) -> dict[str, Any]:
     recipes = [per_tensor(trained, seed) for seed in range(5)]
     worker.engine.swap(recipes[0])
     worker.score(ScoreRequest("plan", recipes[0], (Span("sums", spec, 0, 1),)))  # builds the task
-    swaps = [timed(lambda recipe=recipe: worker.engine.swap(recipe))[1:] for recipe in recipes[1:4]]
+    swaps = [timed(partial(worker.engine.swap, recipe))[1:] for recipe in recipes[1:4]]
     note("swap", *map(statistics.median, zip(*swaps, strict=True)))
     samples: Any = ()
     for size in SIZES:
         span = Span("sums", spec, 0, size)
-        result, *seconds = timed(lambda span=span: worker.evaluator.score((span,)))
+        result, *seconds = timed(partial(worker.evaluator.score, (span,)))
         samples = result.samples
         read = sum(len(worker.evaluator.requests(spec, each.position)[0].tokens) for each in samples)
         answered = sum(len(each.tokens[0]) for each in samples)
@@ -90,11 +91,17 @@ def measure(directory: Path) -> dict[str, Any]:
         worker.engine.swap(recipes[4 if size == SIZES[0] else 0])
     batch, weights = {"sums": range(SIZES[0])}, {"sums": 1.0}
     trained.loss_and_gradient(recipes[0], batch, weights)
-    steps = [
-        timed(lambda recipe=recipe: trained.loss_and_gradient(recipe, batch, weights))[1:] for recipe in recipes[1:3]
-    ]
-    tokens = [len(t.readings[0].tokens) for t in tuple(trained._of_tasks["sums"].at.values())[: SIZES[0]]]
-    note("gradient step", *map(min, zip(*steps, strict=True)), samples=SIZES[0], tokens=sum(tokens))
+    steps = [timed(partial(trained.loss_and_gradient, recipe, batch, weights))[1:] for recipe in recipes[1:3]]
+    readings = [target.readings[0] for target in tuple(trained._of_tasks["sums"].at.values())[: SIZES[0]]]
+    tokens = [len(reading.tokens) for reading in readings]
+    targets = [len(reading.tokens) - reading.num_context for reading in readings]
+    note(
+        "gradient step",
+        *map(min, zip(*steps, strict=True)),
+        samples=SIZES[0],
+        tokens=sum(tokens),
+        targets=sum(targets) / len(targets),
+    )
     held = worker.engine.held_digest
     recipe = next(each for each in recipes if each.digest == held)
     span = Span("sums", spec, 0, VERIFIED)

@@ -25,7 +25,10 @@ def plan_document(checked: CheckedPlan) -> PlanDocument:
         fits=plan.fits,
         lacks=list(plan.lacks),
         placement=PlacementDocument(
-            parts=[PartDocument(**asdict(part)) for part in placed.parts],
+            parts=[
+                PartDocument(name=part.name, place=part.place, gpu_bytes=part.gpu_bytes, host_bytes=part.host_bytes)
+                for part in placed.parts
+            ],
             bank=placed.bank,
             reason=placed.reason,
             nodes=placed.nodes,

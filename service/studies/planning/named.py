@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from service.studies.planning.profiles import KINDS, MachineProfile
 
 __all__ = ["profile_named", "read_profile"]
 
-NAMED = re.compile(r"(?P<kind>[a-z0-9-]+?)(?:x(?P<count>[1-9][0-9]*))?")
+NAMED = re.compile(r"(?P<kind>[a-z0-9-]+)x(?P<count>[1-9][0-9]*)")
 ACCEPTED = f"give one of {', '.join(KINDS)} with a number of GPUs or cores, such as h100x8, a YAML file, or here"
 
 
@@ -30,12 +31,12 @@ def profile_named(name: str, *, nodes: int = 1, price: float | None = None) -> M
         found = read_profile(Path(name))
     else:
         parts = NAMED.fullmatch(name)
-        kind = KINDS.get(parts["kind"]) if parts else None
-        if parts is None or kind is None:
+        kind, count = (name, 1) if name in KINDS else (parts["kind"], int(parts["count"])) if parts else ("", 1)
+        if kind not in KINDS:
             raise InvalidStudy((Problem("--profile", f"{name!r} is no profile; {ACCEPTED}"),))
-        found = _times(kind, int(parts["count"] or 1), name)
-    changes: dict[str, Any] = {"nodes": nodes} if nodes > 1 else {}
-    return replace(found, **changes, **({} if price is None else {"price": price}))
+        found = _times(KINDS[kind], count, name)
+    found = replace(found, nodes=nodes if nodes > 1 else found.nodes)
+    return found if price is None else replace(found, price=price)
 
 
 def _times(kind: MachineProfile, count: int, name: str) -> MachineProfile:
@@ -59,6 +60,8 @@ def read_profile(file: Path) -> MachineProfile:
         raise InvalidStudy((Problem("--profile", f"{file}: is not a mapping of fields to figures"),))
     kinds = {field.name: str(field.type) for field in fields(MachineProfile)}
     like = document.pop("like", None)
+    if like is not None and (not isinstance(like, str) or like.endswith((".yaml", ".yml", ".json"))):
+        raise InvalidStudy((Problem("--profile", f"{file}: like: {like!r} is no name of a profile, such as h100x8"),))
     problems = []
     for key, value in document.items():
         if key not in kinds:
@@ -66,7 +69,7 @@ def read_profile(file: Path) -> MachineProfile:
         elif kinds[key] == "str":
             if not isinstance(value, str):
                 problems.append(f"{key}: {value!r} is not a text")
-        elif isinstance(value, str | bool) or not isinstance(value, int | float) or value < 0:
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             problems.append(f"{key}: {value!r} is not a number of at least 0; numbers as 3.35e+12 or 3350000000000")
         elif kinds[key] == "int" and value != int(value):
             problems.append(f"{key}: {value!r} is not a whole number")
@@ -78,7 +81,7 @@ def read_profile(file: Path) -> MachineProfile:
         ]
     if problems:
         raise InvalidStudy(tuple(Problem("--profile", f"{file}: {text}") for text in problems))
-    changes = {key: int(value) if kinds[key] == "int" else value for key, value in document.items()}
+    changes: dict[str, Any] = {key: int(value) if kinds[key] == "int" else value for key, value in document.items()}
     changes = {"name": file.stem, "source": file.name} | changes
     found = replace(profile_named(like), **changes) if like is not None else MachineProfile(**changes)
     needed = ("gpu_bytes", "gpu_flops", "gpu_flops_float32", "gpu_bandwidth", "link_bandwidth", "mapped_bandwidth")

@@ -71,9 +71,9 @@ class MachineProfile:
 
 
 # One GPU of each kind, with its share of a machine: 2 TB, 112 cores and 8 GPUs in NVIDIA's DGX H100, H200 and A100
-# (half of the memory with 40 GB a GPU); for others 96 GB and 12 cores a GPU. A core does 1.05e11 operations a second on the
-# machine of docs/measurements.md. The speeds of mapped files and of pinned memory were measured on an H100 there (8.4
-# and 51.8 GB/s); those of PCIe 4 are half.
+# (half of the memory with 40 GB a GPU); for others 96 GB and 12 cores a GPU. A core does 1.05e11 operations a second on
+# the machine of docs/measurements.md. The speeds of mapped files and of pinned memory were measured on an H100 there
+# (8.4 and 51.8 GB/s); those of PCIe 4 are half.
 KINDS: dict[str, MachineProfile] = {
     "h100": MachineProfile(
         name="h100",

@@ -2,8 +2,8 @@
 
 A pass of a model over tokens takes the time of its operations at a share of the device's speed, or that of reading the
 weights and the KV cache at a share of its bandwidth, whichever is longer. Fixed costs of each layer, sample and
-evaluation are added. The shares and fixed costs (`Calibration`) were fitted to models of 1M, 29M
-and 76M parameters on a CPU (`make bench ONLY=plan`). Those of GPUs are assumptions, as no engine has run on one yet.
+evaluation are added. The shares and fixed costs (`Calibration`) were fitted to models of 1M and 75M parameters on a CPU
+(`make bench ONLY=plan`). Those of GPUs are assumptions, as no engine has run on one yet.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Calibration:
         packing: Times that a swap reads or writes the merge besides merging, for packing and checksums.
         start_s: Seconds of an engine's start that do not depend on the model: imports, processes, compiling.
         start_reads: Times that a start reads or writes the merge: loading, canary, packing.
+        start_tokens: Tokens of the passes of a start: the engine's trial pass and the canary's.
         step_products: Share of the speed of products that a gradient step reaches.
         step_s: Seconds of a gradient step that do not depend on the model.
         verify_s: Seconds of a verification that do not depend on the model.
@@ -49,6 +50,7 @@ class Calibration:
     packing: float
     start_s: float
     start_reads: float
+    start_tokens: float
     step_products: float
     step_s: float
     verify_s: float
@@ -62,14 +64,15 @@ CPU = Calibration(
     pass_s=2e-3,
     sample_s=1e-3,
     evaluation_s=0.1,
-    merging=0.7,
-    tensor_s=2e-4,
-    packing=4.0,
-    start_s=18.0,
+    merging=0.4,
+    tensor_s=8e-4,
+    packing=7.0,
+    start_s=21.0,
     start_reads=30.0,
-    step_products=0.6,
-    step_s=0.05,
-    verify_s=1.0,
+    start_tokens=1300.0,
+    step_products=0.7,
+    step_s=0.15,
+    verify_s=0.3,
     verify_reads=10.0,
 )
 # Assumptions: products and bandwidth as published rooflines of vLLM; merging as measured on an H100 with sources in the
@@ -86,6 +89,7 @@ GPU = Calibration(
     packing=1.0,
     start_s=120.0,
     start_reads=4.0,
+    start_tokens=0.0,
     step_products=0.35,
     step_s=0.1,
     verify_s=5.0,
@@ -208,7 +212,9 @@ class Speeds:
         """Seconds from the start of an engine's process to its first request."""
         own = self.device.calibration
         loading = (self.facts.bank_bytes + self.model_bytes) / self.disk_bandwidth
-        return own.start_s + loading + own.start_reads * self.model_bytes / self.device.bandwidth + self.swap_s
+        moving = own.start_reads * self.model_bytes / self.device.bandwidth
+        passes = own.start_tokens * 2 * self.facts.parameters / (self.device.products * own.products)
+        return own.start_s + loading + moving + passes + self.swap_s
 
     def step_s(self, work: Work, *, recomputes: bool) -> float:
         """Seconds of one gradient step over `work`: merging, a pass forward, one back, and derivatives of coefficients.
