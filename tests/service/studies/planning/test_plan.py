@@ -129,7 +129,7 @@ def test_command_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     document = json.loads(capsys.readouterr().out)
     jsonschema.validate(document, schemas()["plan"])
     assert document["cost"]["least"] == pytest.approx(2 * document["gpu_hours"]["least"])
-    assert main(["plan", str(file), "--profile", "rtx4090"]) == 1
+    assert main(["plan", str(file), "--profile", "cpux4"]) == 1
     assert "does not fit: " in capsys.readouterr().out
     assert main(["plan", str(file), "--profile", "b200"]) == 2
     assert "'b200' is no profile" in capsys.readouterr().err
