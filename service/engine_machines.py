@@ -8,12 +8,15 @@ for the server and for the head of its cluster.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from service.disk import parse_bytes
 from service.errors import Conflict
 
-__all__ = ["VARIABLE", "EngineMachines", "parse_machines", "runs_on_gpus", "stated_machines"]
+__all__ = ["VARIABLE", "EngineMachines", "parse_machines", "planned_for", "runs_on_gpus", "stated_machines"]
 
 VARIABLE = "MERGESEARCH_ENGINE_NODES"
 
@@ -37,12 +40,28 @@ class EngineMachines:
     most: int = 1
 
 
+# Machines of a plan, which replace those of the variable and of this installation; empty where nothing is planned.
+_planned: ContextVar[tuple[EngineMachines, ...]] = ContextVar("planned machines", default=())
+
+
+@contextmanager
+def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
+    """Make `machines` the stated machines within the context: studies are judged by them on any machine."""
+    token = _planned.set(tuple(machines))
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
 def stated_machines() -> tuple[EngineMachines, ...]:
-    """Groups of machines that MERGESEARCH_ENGINE_NODES declares; none if it is not set.
+    """Groups of machines that a plan is for (`planned_for`), or that MERGESEARCH_ENGINE_NODES declares; else none.
 
     Raises:
         Conflict: The variable cannot be read.
     """
+    if planned := _planned.get():
+        return planned
     return parse_machines(os.environ.get(VARIABLE, ""))
 
 
@@ -77,8 +96,10 @@ def runs_on_gpus() -> bool:
     """Whether the engines of this installation run on GPUs, of this machine or of others.
 
     Engines run on GPUs if the installed PyTorch is a build for GPUs, because vLLM then runs on GPUs only, or if
-    `stated_machines` has machines with GPUs.
+    `stated_machines` has machines with GPUs. Within `planned_for`, they do if the planned machines have GPUs.
     """
+    if planned := _planned.get():
+        return any(machines.num_gpus for machines in planned)
     import torch
 
     is_gpu_build = torch.version.cuda is not None or torch.version.hip is not None

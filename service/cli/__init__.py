@@ -10,6 +10,7 @@
 - `terminal`: output as JSON or tables
 - `tables`: results as tables
 - `tasks`: the verbs of shipped tasks and their data
+- `plan`: the verb that plans a study for machines of a profile
 - `progress`: live progress of a run
 - `export_progress`: progress of an export
 """

@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from service.cli import accounts, verbs
+from service.cli.plan import plan
 from service.disk import parse_bytes
 from service.errors import Conflict, NotFound, RequestRefused, ServiceError
 from service.jobs.registry import KINDS
@@ -35,7 +38,7 @@ SHARING = ("private", "team", "all")
 
 SCOPES = ("read", "submit", "admin")
 
-SCHEMAS = ("study", "finetune", "trial", "summary", "pareto", "recipe")
+SCHEMAS = ("study", "finetune", "trial", "summary", "pareto", "recipe", "plan")
 
 # New objects before the garbage collector runs (Python's default: 700). Imports make hundreds of thousands of objects,
 # none of which is garbage: with the default, collections take a tenth of the time of a small merge.
@@ -109,6 +112,20 @@ def _parser() -> argparse.ArgumentParser:
         help="with --check: take sizes from the models' configurations; weights need not be on this machine",
     )
     command.add_argument("--export", choices=["best"], help="write the best merge to DIR/export")
+
+    command = verb("plan", plan, "Plan a study for machines of a profile: placement, memory, seconds, hours and cost.")
+    command.add_argument("study", type=Path, metavar="STUDY", help="study file (YAML or JSON)")
+    command.add_argument(
+        "--profile",
+        default="here",
+        metavar="NAME|FILE",
+        help="machines: h100x8, h200x8, a100x1, a100-40gbx8, l40sx4, rtx4090x2, cpux32 and so on, a YAML file, or here "
+        "(the default), which measures this machine",
+    )
+    command.add_argument("--nodes", type=_count, default=1, metavar="N", help="number of such machines (default 1)")
+    command.add_argument(
+        "--price", type=_price, metavar="P", help="price of a GPU for an hour, or of a machine without"
+    )
 
     command = verb("demo", verbs.demo, "Search the shipped tiny model family and export its best merge.")
     command.add_argument("--out", type=Path, default=Path("mergesearch-demo"), metavar="DIR")
@@ -585,6 +602,14 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; give a whole number of at least 1")
     return int(text)
+
+
+def _price(text: str) -> float:
+    with suppress(ValueError):
+        price = float(text)
+        if 0 <= price < math.inf:
+            return price
+    raise argparse.ArgumentTypeError(f"{text!r} is not a price; give 0 or more, such as 2.5")
 
 
 def _days(text: str) -> float:

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter
 
 from search_spaces.study.file import Study
 from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
+from service.schemas.plan import PlanDocument
 from service.schemas.recipe import RecipeDocument
 from workers.training.finetuning.fleet import ANALYSIS, OPTIONAL_SECTIONS, SECTIONS, SIDE_BY_SIDE, Analysis
 from workers.training.finetuning.spec import FinetuneSpec
@@ -64,7 +65,8 @@ def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
 def schemas() -> dict[str, dict[str, Any]]:
     """JSON Schemas of submitted files and result files, by name.
 
-    The names are study, finetune, trial (a line of trials.jsonl), summary, pareto and recipe.
+    The names are study, finetune, trial (a line of trials.jsonl), summary, pareto, recipe and plan (the output of
+    `mergesearch plan --json`).
     """
     return {
         "study": Study.model_json_schema(),
@@ -73,4 +75,5 @@ def schemas() -> dict[str, dict[str, Any]]:
         "summary": TypeAdapter(SummaryDocument).json_schema(),
         "pareto": TypeAdapter(ParetoDocument).json_schema(),
         "recipe": TypeAdapter(RecipeDocument).json_schema(),
+        "plan": TypeAdapter(PlanDocument).json_schema(),
     }

@@ -4,6 +4,7 @@
 
 - `chains`: merged models of other studies as sources of a study
 - `preflight`: every check that needs no engine
+- `planning`: memory and seconds of a study on the machines of a profile
 - `benchmarks`: benchmarks that are added to a study after its creation
 - `export`: a trial's merged model
 - `warm_start`: results of an earlier study that a searcher knows from the start

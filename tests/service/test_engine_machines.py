@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from search_spaces.study.file import parse_study
-from service.engine_machines import VARIABLE, EngineMachines, parse_machines, runs_on_gpus, stated_machines
+from service.engine_machines import (
+    VARIABLE,
+    EngineMachines,
+    parse_machines,
+    planned_for,
+    runs_on_gpus,
+    stated_machines,
+)
 from service.errors import Conflict
 from service.studies.preflight.dtype import engine_dtype
 from tests.service.api.harness import document
@@ -56,3 +63,18 @@ def test_engines_on_gpus_elsewhere_compute_in_bfloat16(monkeypatch: pytest.Monke
     assert (runs_on_gpus(), engine_dtype(study)) == (True, "bfloat16")
     own = parse_study(document(engine={"dtype": "float16"}))
     assert engine_dtype(own) == "float16"
+
+
+def test_planned_machines_replace_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a plan its machines decide, also against the variable; after it, and after an error, they do not."""
+    monkeypatch.setenv(VARIABLE, "gpus=8")
+    study = parse_study(document())
+    planned = (EngineMachines(0, GIB),)
+    with planned_for(planned):
+        assert stated_machines() == planned
+        assert not runs_on_gpus()
+        assert engine_dtype(study) == "float32"
+    with pytest.raises(Conflict), planned_for(planned):
+        raise Conflict("ends the plan")
+    assert stated_machines() == (EngineMachines(8),)
+    assert engine_dtype(study) == "bfloat16"

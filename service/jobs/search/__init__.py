@@ -8,6 +8,7 @@
 - `verification`: some trials scored again by plain transformers
 - `local_run`: a study in a directory, without a server
 - `dry_run`: the expected cost of a study, without running it
+- `plan_document`: the plan of a study as a document
 - `progress`: snapshots of a study's progress
 - `progress_log`: progress as lines of a log
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,19 +12,24 @@ from typing import Any
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.file import Study
 from service.disk import free_bytes, gib
+from service.engine_machines import planned_for
 from service.errors import NotFound
 from service.jobs.search.local_run import prepared_in, read_run
 from service.store.documents import Overlap
 from service.store.steps import GradientRequest
+from service.studies.planning.plan import StudyPlan, plan_of
+from service.studies.planning.profiles import MachineProfile
+from service.studies.planning.schedule import mean_tokens, study_lengths
 from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.contamination import overlaps_of
-from service.studies.preflight.durations import expected_time
+from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.result import ExpectedSamples, PreflightResult, refinement_of
 from service.tune.searchers.descents import descents_of
 from service.tune.searchers.loss_comparison import most_compared_samples
 from workers.engines.transformers.outlines import outline
 from workers.errors import InvalidModel
+from workers.models.family import open_sources
 from workers.models.remote import is_metadata_only, named
 
 __all__ = ["CheckedPlan", "check"]
@@ -55,6 +60,7 @@ class CheckedPlan:
     - `judgments`: the largest number of requests to judges of benchmarks
     - `overlaps`: for each holdout entry and benchmark, how much of it is in the search data
     - `absent_models`: models whose weights must be downloaded first
+    - `machine`: placement, memory and seconds of each phase on this machine, or on the machines of a profile
     """
 
     study: str
@@ -80,6 +86,7 @@ class CheckedPlan:
     disk_bytes: dict[str, int]
     absent_models: tuple[str, ...]
     engine_remark: str
+    machine: StudyPlan
     overlaps: tuple[Overlap, ...] = ()
     judgments: int = 0
 
@@ -109,7 +116,7 @@ class CheckedPlan:
                 *self._overlap(),
                 *self._limit(),
                 f"time      very roughly {_range(_duration(self.hours), _duration(self.most_hours))}, by "
-                f"this machine's arithmetic speed and "
+                f"{self._machine()} and "
                 f"{_range(*(f'{number:.0f}' for number in self.tokens))} tokens a sample",
                 f"memory    {memory['needed']} (source weights {memory['bank']}, {memory['engines']} for engines"
                 + (f", {memory['gradients']} for gradients" if self.memory_bytes["gradients"] else "")
@@ -120,6 +127,10 @@ class CheckedPlan:
                 *self._download(),
             )
         )
+
+    def _machine(self) -> str:
+        profile = self.machine.profile
+        return "this machine's arithmetic speed" if profile.name == "here" else f"the speeds of {profile.name}"
 
     def _overlap(self) -> tuple[str, ...]:
         """Lines of the printed plan about held-out and benchmark items that are also in the search data."""
@@ -181,10 +192,19 @@ class CheckedPlan:
         return f"{next(iter(ladders.values()))} samples of each objective, {_count(len(ladders), 'objective')}"
 
 
-def check(study: Study, directory: Path, *, exports: bool = False, metadata_only: bool = False) -> CheckedPlan:
+def check(
+    study: Study,
+    directory: Path,
+    *,
+    exports: bool = False,
+    metadata_only: bool = False,
+    profile: MachineProfile | None = None,
+) -> CheckedPlan:
     """Check a study that would run in `directory`, and compute its expected cost.
 
-    With `metadata_only`, models need no weights: their sizes are those of their configurations.
+    With `metadata_only`, models need no weights: their sizes are those of their configurations. With a `profile`, the
+    study is planned for its machines, and a lack of memory is a part of the plan. By default it is planned for this
+    machine or the stated ones, and a lack of memory is a problem.
 
     No engine is started, and no weights are downloaded. With `exports`, it is also checked whether the best merge can
     be exported. Sources that are merges of other studies are exported to a temporary directory. Raises InvalidStudy
@@ -193,10 +213,17 @@ def check(study: Study, directory: Path, *, exports: bool = False, metadata_only
     study = _outlined(study) if metadata_only else study
     with TemporaryDirectory() as temporary:
         export_dir = directory / EXPORT if exports else None
-        preflight = prepared_in(
-            directory, study, sources_in=Path(temporary), note=logger.info, export_dir=export_dir, downloads=False
-        )
-        return _plan(study, preflight, directory)
+        with nullcontext() if profile is None else planned_for(profile.machines):
+            preflight = prepared_in(
+                directory,
+                study,
+                sources_in=Path(temporary),
+                note=logger.info,
+                export_dir=export_dir,
+                downloads=False,
+                allows_lack=profile is not None,
+            )
+            return _plan(study, preflight, directory, profile)
 
 
 def _outlined(study: Study) -> Study:
@@ -222,12 +249,37 @@ def _outlined(study: Study) -> Study:
     return study.model_copy(update={"models": changed})
 
 
-def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedPlan:
+def _plan(study: Study, preflight: PreflightResult, directory: Path, profile: MachineProfile | None) -> CheckedPlan:
+    from service.studies.planning.here import this_machine
+
     places = [model.directory for model in preflight.models.family.models]
     memory = preflight.memory
     samples = preflight.expected_samples()
     step_samples = _step_samples(preflight)
-    time = expected_time(preflight, step_samples=step_samples)
+    sources = open_sources(preflight.models.family)
+    lengths = study_lengths(preflight, sources.result_dir)
+    machine = plan_of(
+        preflight,
+        sources,
+        profile or this_machine(),
+        dtype=engine_dtype(preflight.study),
+        steps=_steps(preflight),
+        lacks=tuple(str(problem) for problem in preflight.lacks),
+        lengths=lengths,
+    )
+    infos = preflight.tasks.holdout_infos
+    scored = {b.name: float(preflight.num_scored_on(b) * b.facts.num_samples) for b in preflight.tasks.benchmarks}
+    tokens = mean_tokens(
+        (
+            (
+                preflight.within_limit(samples.search + step_samples),
+                preflight.budget.rung_samples[-1],
+                lengths.objectives,
+            ),
+            (samples.holdout, {name: info.num_samples for name, info in infos.items()}, lengths.holdout),
+            (samples.benchmarks, scored, lengths.benchmarks),
+        )
+    )
     return CheckedPlan(
         study=study.name,
         num_models=len(preflight.models.family.models),
@@ -245,9 +297,9 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
         max_samples=study.limits.max_samples,
         samples_used=_samples_used(directory),
         samples_planned=samples.search + step_samples + _most_compared(preflight),
-        hours=time.least_hours,
-        most_hours=time.most_hours,
-        tokens=(time.least_tokens, time.most_tokens),
+        hours=machine.hours.least,
+        most_hours=machine.hours.most,
+        tokens=(tokens.least, tokens.most),
         memory_bytes={
             "bank": memory.bank_bytes,
             "engines": memory.replicas * memory.engine_bytes,
@@ -262,6 +314,7 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
         },
         absent_models=tuple(sorted({named(place) for place in places if is_metadata_only(Path(place))})),
         engine_remark=preflight.models.engine_note,
+        machine=machine,
         overlaps=overlaps_of(study, preflight.tasks.search, preflight.tasks.unsearched),
         judgments=sum(
             2 * preflight.num_scored_on(benchmark) * benchmark.facts.num_samples
@@ -286,11 +339,20 @@ def _samples_used(directory: Path) -> int:
 def _step_samples(preflight: PreflightResult) -> int:
     if preflight.algorithm.name != GRADIENT:
         return _refined_samples(preflight)
-    setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
-    options = setting.options.gradient
-    descents = descents_of(options, setting.vectors)
-    num_steps = sum(descent.num_steps for descent in descents)
-    return num_steps * options.batch * GradientRequest.charge
+    num_steps, batch = _steps(preflight)
+    return num_steps * batch * GradientRequest.charge
+
+
+def _steps(preflight: PreflightResult) -> tuple[int, int]:
+    """The number of gradient steps of a search or of the refinement of its front, and the samples of each step."""
+    if preflight.algorithm.name == GRADIENT:
+        setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
+        options = setting.options.gradient
+        return sum(descent.num_steps for descent in descents_of(options, setting.vectors)), options.batch
+    plan = refinement_of(preflight.study, preflight.tasks.search_infos)
+    if plan is None:
+        return 0, 0
+    return plan.options.paths * plan.options.steps, plan.options.batch
 
 
 def _refined_samples(preflight: PreflightResult) -> int:

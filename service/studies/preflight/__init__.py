@@ -11,5 +11,4 @@
 - `gradients`: where gradients are computed
 - `resources`: GPUs and memory
 - `dtype`: the dtype of a study's engine
-- `durations`: the expected duration of a study
 """

@@ -62,6 +62,7 @@ def examine(
     access: FileAccess | None = None,
     chained: Mapping[str, ChainedSource] | None = None,
     before_weights: Callable[[StudyTasks], None] = lambda tasks: None,
+    allows_lack: bool = False,
     note: Callable[[str], None] = logger.info,
 ) -> PreflightResult:
     """Make all checks of a study that need no engine, and return the result.
@@ -78,12 +79,14 @@ def examine(
       opened
     - `chained`: the sources that were exported from other studies for this one (`service.studies.chains`)
     - `before_weights`: called with the study's tasks once only the weights are left to check
+    - `allows_lack`: whether a lack of memory is kept in the result instead of being a problem
     - `note`: called with messages about downloads
 
     Raises InvalidStudy with every problem.
     """
     check_files(study, access)
     problems: list[Problem] = []
+    lacks: list[Problem] = []
     located = locate_family(study.models.base, study.models.named)
     probe = start_probe(located)
     sources = check_models(located, study, problems)
@@ -140,7 +143,9 @@ def examine(
         memory = plan(max_layers=max_layers)
         check_prompts(study, sources.result_dir, problems)
         shorter = range(sources.layout.num_layers, max_layers)
-        check_memory(memory, problems, shorter=shorter, plan=lambda layers: plan(max_layers=layers))
+        check_memory(
+            memory, lacks if allows_lack else problems, shorter=shorter, plan=lambda layers: plan(max_layers=layers)
+        )
         if memory.available_bytes is None:
             note(
                 f"The memory of the machines for engines is not known here, and was not compared with the "
@@ -183,6 +188,7 @@ def examine(
         gradients=gradients,
         access=access,
         recipes=recipes,
+        lacks=tuple(lacks),
     )
 
 

@@ -15,7 +15,7 @@ from workers.engines.vllm.memory import usable_gpu_bytes
 from workers.models.family import ResolvedFamily
 from workers.training.memory import activation_bytes
 
-__all__ = ["GradientPlace", "gradient_place", "reduction_bytes"]
+__all__ = ["GradientPlace", "gradient_gpu_bytes", "gradient_place", "reduction_bytes"]
 
 # Tokens of one forward pass (`workers.training.gradients.MAX_TOKENS`); a longer text is read alone.
 PASS_TOKENS = 16_384
@@ -84,17 +84,27 @@ def _on_gpu(
     total = min(known)  # Ray may place the gradients on any of them
     room = usable_gpu_bytes(total, total)
     needed = 0
-    settings = dict(sources.base.settings)
-    settings["num_hidden_layers"] = max(int(settings["num_hidden_layers"]), max_layers)
     for recomputes in (False, True):
-        activations = activation_bytes(settings, PASS_TOKENS, value_bytes, recomputes=recomputes)
-        model = gradient_model_bytes(sources, value_bytes, max_layers=max_layers)
-        needed = model + activations + reduction_bytes(sources)
+        needed = _bytes_on_gpu(sources, value_bytes, max_layers, recomputes=recomputes)
         if needed <= room:
             twice = ", with activations computed twice" if recomputes else ""
             reason = f"a GPU without an engine computes them in {gib(needed)} of its {gib(total)}{twice}"
             return GradientPlace("cuda", recomputes=recomputes, reason=reason), ""
     return None, f"they need {gib(needed)} of a GPU, which has {gib(total)}"
+
+
+def gradient_gpu_bytes(study: Study, sources: ResolvedFamily, place: GradientPlace, *, max_layers: int = 0) -> int:
+    """Bytes that the gradients of a study need of the GPU at `place`; 0 if the place is the CPU."""
+    if place.device == "cpu":
+        return 0
+    return _bytes_on_gpu(sources, gradient_value_bytes(study, "cuda"), max_layers, recomputes=place.recomputes)
+
+
+def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, *, recomputes: bool) -> int:
+    settings = dict(sources.base.settings)
+    settings["num_hidden_layers"] = max(int(settings["num_hidden_layers"]), max_layers)
+    activations = activation_bytes(settings, PASS_TOKENS, value_bytes, recomputes=recomputes)
+    return gradient_model_bytes(sources, value_bytes, max_layers=max_layers) + activations + reduction_bytes(sources)
 
 
 def reduction_bytes(sources: ResolvedFamily) -> int:

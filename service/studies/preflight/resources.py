@@ -86,7 +86,8 @@ class MemoryPlan:
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
     """Check that the models can be split between GPUs, and that this machine has enough GPUs.
 
-    If the study runs on a Ray cluster, the number of GPUs is not checked here, because Ray counts the cluster's GPUs.
+    If the study runs on a Ray cluster, or on machines that are stated for this installation or a plan, the number of
+    GPUs is not checked here: Ray counts the cluster's GPUs, and a plan those of its machines.
     """
     import torch
 
@@ -102,8 +103,10 @@ def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[P
             )
         )
     num_needed = engine.num_gpus
+    if "RAY_ADDRESS" in os.environ or stated_machines():
+        return
     num_gpus = torch.cuda.device_count()
-    if num_gpus and num_needed > num_gpus and "RAY_ADDRESS" not in os.environ:
+    if num_gpus and num_needed > num_gpus:
         problems.append(
             Problem(
                 "engine",
@@ -111,7 +114,7 @@ def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[P
                 f"this machine has {num_gpus}",
             )
         )
-    if not num_gpus and engine.tensor_parallel_size > 1 and "RAY_ADDRESS" not in os.environ:
+    if not num_gpus and engine.tensor_parallel_size > 1:
         problems.append(
             Problem(
                 "engine.tensor_parallel_size",

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from search_spaces.baselines import all_baselines
 from search_spaces.costs import ModelSize
+from search_spaces.errors import Problem
 from search_spaces.fidelity import Bracket, bracket_plan, open_brackets
 from search_spaces.objectives import Objective
 from search_spaces.preferences import equal_preference
@@ -168,6 +169,7 @@ class PreflightResult:
         start: Checkpoints from which the policies start (`service.studies.policies.start`).
         observed: Results of an earlier study that the searcher begins with (`service.studies.warm_start`).
         recipes: Given recipes, which are scored in place of a search, with their names.
+        lacks: What does not fit into the memory of the machines, for a plan that is made nevertheless.
     """
 
     study: Study
@@ -182,6 +184,7 @@ class PreflightResult:
     start: tuple[bytes, ...] = ()
     observed: tuple[Observation, ...] = ()
     recipes: tuple[tuple[str, Recipe], ...] = ()
+    lacks: tuple[Problem, ...] = ()
 
     @property
     def concurrency(self) -> int:

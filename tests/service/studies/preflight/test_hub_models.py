@@ -22,6 +22,7 @@ from service.jobs.search.dry_run import check
 from service.jobs.search.request import accept
 from service.merges.merge import check_merge, merge_file
 from service.resolved_study import ResolvedStudy
+from service.studies.planning.named import profile_named
 from service.studies.preflight.examine import examine
 from service.studies.preflight.models import with_revisions
 from tests.builders import lora_adapter, tiny_llama
@@ -211,3 +212,11 @@ def test_posted_study_reads_allowed_stores_only(
     assert found.resolved().fingerprints == resolved.fingerprints
     downloaded = sorted(file.parent.name.partition("@")[0] for file in tmp_path.glob("cache/models/**/*.safetensors"))
     assert downloaded == sorted(EXPERTS)
+
+
+def test_plan_reads_no_weights(hub: Hub, root: Path) -> None:
+    """A plan for other machines asks the hub for configurations and tokenizers alone."""
+    plan = check(study_of(root), root, metadata_only=True, profile=profile_named("h100x1"))
+    assert plan.machine.fits
+    assert plan.machine.facts.num_sources == 3
+    assert not [file for file in hub.sent if "safetensors" in file]

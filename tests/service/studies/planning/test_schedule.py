@@ -12,13 +12,14 @@ import yaml
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import load_study, parse_study
 from service.jobs.search.dry_run import check
-from service.studies.preflight import durations
+from service.studies.planning import here
+from service.studies.planning.profiles import MachineProfile
 from tests.builders import tiny_family
 from workers.evaluation import lengths
 
 EXAMPLES = Path(__file__).parents[4] / "docs" / "examples"
 MEASURED_S = 435  # of examples/dis.yaml on one core (docs/measurements.md), whose products ran at PRODUCTS_PER_S
-PRODUCTS_PER_S = 1.05e11  # `operations_per_s(1)` there
+PRODUCTS_PER_S, COPIED_PER_S = 1.05e11, 12e9  # of one thread there
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,8 @@ def study_of(root: Path, task: Any, metric: str = "exact_match") -> Any:
 
 @pytest.fixture
 def speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durations, "operations_per_s", lambda _: PRODUCTS_PER_S)
+    machine = MachineProfile("here", 2, 1 << 34, core_flops=PRODUCTS_PER_S, core_bandwidth=COPIED_PER_S)
+    monkeypatch.setattr(here, "this_machine", lambda: machine)
 
 
 def test_answers_end_where_the_references_do_or_at_the_limit(root: Path, speed: None) -> None:

@@ -1,0 +1,64 @@
+"""Values of the Helm chart for the machines of a study: one group of nodes as large as the plan says."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from service.studies.planning.profiles import MachineProfile
+
+if TYPE_CHECKING:
+    from search_spaces.study.file import Study
+    from service.studies.planning.placement import StudyPlacement
+
+__all__ = ["chart_values"]
+
+GIB = 1 << 30
+# Values of the node label of NVIDIA's GPU feature discovery, by the beginning of a profile's name.
+PRODUCTS = {
+    "h100": "NVIDIA-H100-80GB-HBM3",
+    "h200": "NVIDIA-H200",
+    "a100-40gb": "NVIDIA-A100-SXM4-40GB",
+    "a100": "NVIDIA-A100-SXM4-80GB",
+    "l40s": "NVIDIA-L40S",
+    "rtx4090": "NVIDIA-GeForce-RTX-4090",
+}
+# Shares of a node's memory: of a pod, as the system needs some, and of its shared memory, which counts towards it.
+POD_SHARE, SHM_SHARE = 0.9, 0.3
+
+
+def chart_values(
+    study: Study, profile: MachineProfile, placement: StudyPlacement, *, sources_bytes: int
+) -> dict[str, Any]:
+    """Values of the chart that the study needs, to be given with `helm install --values`.
+
+    They are the image's variant, the group of nodes for engines, and the size of the cache of models, `sources_bytes`
+    with room. The rest, such as the database, is in the chart's profiles.
+    """
+    memory = int(POD_SHARE * profile.host_bytes / GIB)
+    pod = {
+        "cpu": str(max(1, profile.cores - 2)),
+        "memory": f"{memory}Gi",
+        "shm": f"{max(1, int(SHM_SHARE * memory))}Gi",
+    }
+    cache = {"cache": {"size": f"{max(20, math.ceil(1.5 * sources_bytes / GIB))}Gi"}}
+    if not profile.gpus:
+        return {
+            "image": {"variant": "cpu"},
+            "models": cache,
+            "ray": {"cpuGroup": {**pod, "minReplicas": 1, "maxReplicas": max(1, placement.nodes)}},
+        }
+    group: dict[str, Any] = {
+        "name": "engines",
+        "gpus": profile.gpus,
+        **pod,
+        "gpuMemory": f"{profile.gpu_bytes // 10**9}G",
+        "minReplicas": 0,
+        "maxReplicas": max(1, placement.nodes),
+    }
+    product = next((label for kind, label in PRODUCTS.items() if profile.name.startswith(kind)), None)
+    if product is not None:
+        group["nodeSelector"] = {"nvidia.com/gpu.product": product}
+    # Engines of several GPUs take long to load.
+    idle = {"idleTimeoutSeconds": 3600} if study.engine.tensor_parallel_size > 1 else {}
+    return {"image": {"variant": "gpu"}, "models": cache, "ray": {**idle, "gpuGroups": [group]}}

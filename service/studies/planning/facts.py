@@ -1,0 +1,79 @@
+"""Sizes of a family's models, from which seconds and bytes follow: taken from configurations and headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workers.models.family import ResolvedFamily
+
+__all__ = ["ModelFacts", "facts_of"]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of a family.
+
+    Attributes:
+        parameters: Parameters of a merge.
+        multiplied: Parameters of the layers, each of which multiplies an activation once for each token.
+        head: Parameters of the output head, which multiplies activations only where logits are computed.
+        attention: Operations of attention for each pair of a token and an earlier one, over all layers.
+        layers: Number of layers.
+        tensors: Number of tensors of a merge.
+        num_sources: Number of models: the base and the experts.
+        bank_bytes: Bytes of all sources as they are stored.
+    """
+
+    parameters: int
+    multiplied: int
+    head: int
+    attention: int
+    layers: int
+    tensors: int
+    num_sources: int
+    bank_bytes: int
+
+    def deepened(self, layers: int) -> ModelFacts:
+        """The facts of merges with `layers` layers, each as large as the mean layer of the models."""
+        if layers == self.layers or not self.layers:
+            return self
+        grown = self.multiplied * layers // self.layers
+        return ModelFacts(
+            self.parameters + grown - self.multiplied,
+            grown,
+            self.head,
+            self.attention * layers // self.layers,
+            layers,
+            self.tensors * layers // self.layers,
+            self.num_sources,
+            self.bank_bytes,
+        )
+
+
+def facts_of(sources: ResolvedFamily) -> ModelFacts:
+    """Collect the facts of a resolved family; no weights are read."""
+    sizes = {name: math.prod(info.shape) for name, info in sources.base.tensors.items()}
+    layout, config = sources.layout, sources.base.settings
+    ends = {part: [sizes[name] for name in layout.suffixes(part)] for part in ("embedding", "head")}
+    matrices = [size for size in ends["head"] if size > int(config["hidden_size"])]
+    embedding = max(ends["embedding"], default=0)
+    return ModelFacts(
+        parameters=sources.num_parameters,
+        multiplied=sources.num_parameters - sum(ends["embedding"]) - sum(ends["head"]),
+        head=max(matrices, default=embedding),  # a tied head is the embedding
+        attention=4 * int(config["num_hidden_layers"]) * _width(config),
+        layers=layout.num_layers,
+        tensors=len(sizes),
+        num_sources=len(sources.checkpoints),
+        bank_bytes=sources.stored_bytes,
+    )
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    """Number of values of all query heads of a token."""
+    heads = int(config["num_attention_heads"])
+    return heads * int(config.get("head_dim") or int(config["hidden_size"]) // heads)

@@ -1,0 +1,97 @@
+"""The speed and the memory of this machine, measured in half a second."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import cache
+
+from search_spaces.study.engine import EngineOptions
+from service.studies.planning.profiles import MachineProfile
+from workers.engines.host_memory import total_host_bytes
+from workers.engines.vllm.environment import engine_environment
+
+__all__ = ["Speeds", "measured_speeds", "this_machine"]
+
+MEASURED_S = 0.4  # seconds for each of the two speeds
+COPIED = 1 << 25  # elements of float32: larger than caches of processors
+
+
+Speeds = dict[str, float]
+
+
+def measured_speeds(threads: int) -> Speeds:
+    """Measure the speeds of this machine's matrix products and copies, with `threads` threads on a CPU.
+
+    The result has `flops` (operations per second, in bfloat16 on a GPU, else in float32) and `bandwidth` (bytes per
+    second, read and written together). Each is that of the fastest of the repetitions that fit into MEASURED_S seconds,
+    because other work slows some of them down.
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    size = 4096 if device == "cuda" else 512
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        source = torch.ones(COPIED, device=device)
+        target = torch.empty_like(source)
+
+        def product() -> None:
+            float((matrix @ matrix)[0, 0])  # waits for the device
+
+        def copy() -> None:
+            target.copy_(source)
+            float(target[0])
+
+        return {"flops": 2 * size**3 / _fastest(product), "bandwidth": 8 * COPIED / _fastest(copy)}
+    finally:
+        torch.set_num_threads(before)
+
+
+def _fastest(call: object) -> float:
+    assert callable(call)
+    call()
+    best, until = float("inf"), time.perf_counter() + MEASURED_S
+    while True:
+        started = time.perf_counter()
+        call()
+        ended = time.perf_counter()
+        best = min(best, ended - started)
+        if ended >= until:
+            return best
+
+
+@cache
+def this_machine() -> MachineProfile:
+    """The profile of this machine: its cores and memory, and the speeds of its products and copies, measured."""
+    import torch
+
+    threads = int(engine_environment(EngineOptions())["OMP_NUM_THREADS"])
+    speeds, cores = measured_speeds(threads), len(os.sched_getaffinity(0))
+    if not torch.cuda.is_available():
+        return MachineProfile(
+            name="here",
+            cores=cores,
+            host_bytes=total_host_bytes(),
+            core_flops=speeds["flops"] / threads,
+            core_bandwidth=speeds["bandwidth"] / threads,
+            host_bandwidth=speeds["bandwidth"] * cores / threads,
+            source="measured here",
+        )
+    properties = torch.cuda.get_device_properties(0)
+    return MachineProfile(
+        name="here",
+        cores=cores,
+        host_bytes=total_host_bytes(),
+        gpus=torch.cuda.device_count(),
+        gpu_bytes=properties.total_memory,
+        gpu_flops=speeds["flops"],
+        gpu_flops_float32=speeds["flops"] / 8,
+        gpu_bandwidth=speeds["bandwidth"],
+        link_bandwidth=25e9,
+        mapped_bandwidth=4.2e9,
+        source="measured here; speeds of links are those of PCIe 4",
+    )

@@ -1,0 +1,249 @@
+"""Where the parts of a study go on a machine: engines, source weights, gradients and verification, with their memory.
+
+The source weights go where the engine itself puts them (`workers.engines.vllm.memory.divide_memory`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from service.disk import gib
+from service.studies.planning.profiles import MachineProfile
+from workers.engines.vllm.memory import (
+    MAX_NUM_SEQS,
+    TEXT_TOKENS,
+    EngineMemory,
+    MemoryRequirements,
+    divide_memory,
+    kv_cache_bytes,
+    memory_requirements,
+    usable_gpu_bytes,
+    value_bytes,
+)
+from workers.errors import EngineUnavailable
+from workers.types import Placement
+
+if TYPE_CHECKING:
+    from search_spaces.study.file import Study
+    from service.studies.preflight.gradients import GradientPlace
+    from service.studies.preflight.resources import MemoryPlan
+    from workers.models.family import ResolvedFamily
+
+__all__ = ["Part", "StudyPlacement", "place_study"]
+
+# The share of a host's memory that a study may plan for; the rest is for the system, Ray and caches of files.
+HOST_USABLE = 0.95
+# Copies of a checkpoint that a verification has in memory (`workers.engines.transformers.verification.COPIES`).
+VERIFICATION_COPIES = 5
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a study on a machine: where it is, and the bytes that it takes of each GPU and of each host."""
+
+    name: str
+    place: str
+    gpu_bytes: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StudyPlacement:
+    """Where a study's parts go, on each of the machines that it uses.
+
+    Attributes:
+        parts: The parts with their memory; the memory of all parts together is that of a GPU and of a host that has
+            most of them.
+        bank: Where engines keep the source weights: "gpu", "host" (pinned) or "mapped" (files in memory).
+        reason: Why the source weights are kept there.
+        nodes: Machines that the study uses.
+        engines: Engines of the machine that has most of them.
+        texts: Texts that an engine serves at once.
+        gpu_capacity: Usable bytes of each GPU; 0 without GPUs.
+        host_capacity: Usable bytes of each host.
+        lacks: What does not fit, with what would change that; empty if the study fits.
+    """
+
+    parts: tuple[Part, ...]
+    bank: str
+    reason: str
+    nodes: int
+    engines: int
+    texts: int
+    gpu_capacity: int
+    host_capacity: int
+    lacks: tuple[str, ...]
+
+    @property
+    def gpu_bytes(self) -> int:
+        return sum(part.gpu_bytes for part in self.parts if part.name != "gradients")
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(part.host_bytes for part in self.parts)
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacks
+
+
+def place_study(
+    study: Study,
+    sources: ResolvedFamily,
+    profile: MachineProfile,
+    *,
+    dtype: str,
+    memory: MemoryPlan,
+    gradients: GradientPlace | None,
+    gradient_gpu_bytes: int = 0,
+) -> StudyPlacement:
+    """Place a study on machines of a profile.
+
+    `dtype` is the engines' dtype, `memory` the plan of host memory of preflight, `gradients` where gradients are
+    computed, and `gradient_gpu_bytes` the bytes that they need of a GPU.
+    """
+    ranks = study.engine.tensor_parallel_size
+    needs = memory_requirements(
+        sources, config=sources.base.config, dtype=dtype, max_length=study.engine.max_model_len, ranks=ranks
+    )
+    on_gpus = profile.gpus > 0
+    each = max(1, profile.gpus // ranks) if on_gpus else study.engine.replicas
+    nodes = min(profile.nodes, math.ceil(study.engine.replicas / each)) if on_gpus else min(profile.nodes, each)
+    engines = math.ceil(study.engine.replicas / max(1, nodes))
+    host_capacity = int(HOST_USABLE * profile.host_bytes)
+    verification = VERIFICATION_COPIES * sources.num_parameters * value_bytes(dtype)
+    verifies = study.engine.verify is not False
+    lacks = list(_lack_of_gpus(study, sources, profile))
+    parts: list[Part] = []
+    if on_gpus:
+        capacity = usable_gpu_bytes(profile.gpu_bytes, profile.gpu_bytes)
+        divided, found, lack = _divided(needs, profile, copies=engines * ranks)
+        lacks += lack
+        kept = divided.placements[0] if divided is not None else Placement.MAPPED
+        left = capacity - needs.scratch - (needs.bank if kept is Placement.GPU else 0) - needs.engine(1)
+        texts = _texts(needs, max(0, left) + needs.engine(1) - needs.engine(0))
+        parts += [
+            Part("engine weights", _on(ranks, engines), gpu_bytes=needs.weights),
+            Part("activations, graphs, one text", "each GPU", gpu_bytes=needs.engine(1) - needs.weights),
+            Part("merging one tensor", "each GPU", gpu_bytes=needs.scratch),
+            Part("KV cache beyond one text", f"each GPU, {texts} texts at once", gpu_bytes=max(0, left)),
+        ]
+        copies = engines * ranks
+        where = {
+            Placement.GPU: Part("source weights", "GPU memory, a copy in each GPU", gpu_bytes=needs.bank),
+            Placement.HOST: Part(
+                "source weights", f"pinned host memory, {copies} copies", host_bytes=copies * needs.bank
+            ),
+            Placement.MAPPED: Part("source weights", "files mapped into memory, shared"),
+        }
+        parts.append(where[kept])
+        parts.append(Part("statistics of sources", f"host, {copies} copies", host_bytes=copies * needs.statistics))
+        processes = engines * (memory.engine_bytes if ranks == 1 else ranks * memory.engine_bytes)
+        parts.append(Part("processes of engines", f"host, {engines * ranks}", host_bytes=processes))
+        reason, bank = found, kept.value if isinstance(kept.value, str) else str(kept.value)
+    else:
+        capacity, bank, reason = 0, "mapped", "engines on a CPU read mapped files"
+        kv = kv_cache_bytes(sources.base.config, study.engine.max_model_len, dtype)
+        texts = _texts(needs, kv)
+        parts += [
+            Part("source weights", "files mapped into memory, shared", host_bytes=memory.bank_bytes),
+            Part("engines", f"host, {engines}", host_bytes=engines * (memory.engine_bytes + kv)),
+        ]
+    if gradients is not None:
+        on_cpu = gradients.device == "cpu"
+        twice = ", activations recomputed" if gradients.recomputes else ""
+        place = f"host CPU{twice}" if on_cpu else f"a GPU of their own{twice}"
+        parts.append(Part("gradients", place, 0 if on_cpu else gradient_gpu_bytes, memory.gradient_bytes))
+    if verifies:
+        # After the search, when the memory of gradients is free again.
+        held = memory.gradient_bytes if gradients is not None else 0
+        parts.append(Part("verification", "host CPU, after the search", host_bytes=max(0, verification - held)))
+    placement = StudyPlacement(tuple(parts), bank, reason, nodes, engines, texts, capacity, host_capacity, ())
+    lacks += _lack_of_host(placement, study, profile)
+    return StudyPlacement(tuple(parts), bank, reason, nodes, engines, texts, capacity, host_capacity, tuple(lacks))
+
+
+def _divided(
+    needs: MemoryRequirements, profile: MachineProfile, *, copies: int
+) -> tuple[EngineMemory | None, str, list[str]]:
+    """Divide the memory as an engine does; return the division, its reason, and what is lacking."""
+    try:
+        found = divide_memory(
+            needs,
+            gpu_free=profile.gpu_bytes,
+            gpu_total=profile.gpu_bytes,
+            host_free=profile.host_bytes,
+            copies=copies,
+        )
+    except EngineUnavailable:
+        usable = usable_gpu_bytes(profile.gpu_bytes, profile.gpu_bytes)
+        lack = (
+            f"an engine needs {gib(needs.engine(1))} of each GPU, {gib(needs.weights)} of them for weights; "
+            f"{gib(usable)} of {profile.name}'s are usable"
+        )
+        return None, "the model does not fit into a GPU", [lack + "; " + _larger_ranks(needs, usable)]
+    return found, found.reason, []
+
+
+def _larger_ranks(needs: MemoryRequirements, usable: int) -> str:
+    """What makes an engine fit: the least power of two of GPUs, or a smaller dtype."""
+    whole = needs.weights * needs.ranks
+    fixed = needs.engine(1) - needs.weights - needs.max_length * needs.kv_token
+    kv = needs.max_length * needs.kv_token * needs.ranks
+    fitting = [n for n in (2, 4, 8, 16) if n > needs.ranks and (whole + kv) / n + fixed <= usable]
+    advice = f"use engine.tensor_parallel_size: {fitting[0]}" if fitting else "use larger GPUs"
+    return f"{advice}, or a smaller engine.dtype where it is float32, or a smaller engine.max_model_len"
+
+
+def _lack_of_gpus(study: Study, sources: ResolvedFamily, profile: MachineProfile) -> Iterator[str]:
+    ranks, replicas = study.engine.tensor_parallel_size, study.engine.replicas
+    if not profile.gpus:
+        if ranks > 1:
+            yield f"engine.tensor_parallel_size: {ranks} needs GPUs, and {profile.name} has none; use 1"
+        return
+    if ranks > profile.gpus:
+        yield (
+            f"engine.tensor_parallel_size: {ranks} GPUs of one engine must be in one machine, and {profile.name} has "
+            f"{profile.gpus}; use at most {profile.gpus}"
+        )
+        return
+    most = profile.gpus // ranks * profile.nodes
+    if replicas > most:
+        nodes = math.ceil(replicas / (profile.gpus // ranks))
+        yield (
+            f"engine.replicas: {replicas} engines of {ranks} GPUs do not fit on {profile.nodes} x {profile.name}; use "
+            f"at most {most}, or --nodes {nodes}"
+        )
+
+
+def _lack_of_host(placement: StudyPlacement, study: Study, profile: MachineProfile) -> Iterator[str]:
+    if placement.host_bytes <= placement.host_capacity:
+        return
+    parts = ", ".join(f"{part.name} {gib(part.host_bytes)}" for part in placement.parts if part.host_bytes)
+    advice = []
+    if placement.engines > 1:
+        advice.append(f"fewer engine.replicas than {study.engine.replicas}, or more --nodes")
+    if any(part.name == "verification" for part in placement.parts):
+        rest = placement.host_bytes - next(p.host_bytes for p in placement.parts if p.name == "verification")
+        if rest <= placement.host_capacity:
+            advice.append("engine.verify: false")
+    if not profile.gpus and study.engine.dtype == "float32":
+        advice.append("engine.dtype: bfloat16")
+    advice += ["LoRA adapters in place of full experts", "fewer experts", "a machine with more memory"]
+    yield (
+        f"a host needs {gib(placement.host_bytes)} ({parts}), and {gib(placement.host_capacity)} of {profile.name}'s "
+        f"are usable; use {'; or '.join(advice)}"
+    )
+
+
+def _texts(needs: MemoryRequirements, kv_bytes: int) -> int:
+    """Texts of at most TEXT_TOKENS tokens whose keys and values take at most `kv_bytes`."""
+    each = min(TEXT_TOKENS, needs.max_length) * needs.kv_token
+    return max(1, min(MAX_NUM_SEQS, kv_bytes // each if each else MAX_NUM_SEQS))
+
+
+def _on(ranks: int, engines: int) -> str:
+    return f"{engines} engine(s) of {ranks} GPU(s) a machine"

@@ -1,0 +1,162 @@
+"""The plan of a study on machines of a profile: placement, memory, seconds, hours and what would have to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from service.studies.planning.chart import chart_values
+from service.studies.planning.facts import ModelFacts, facts_of
+from service.studies.planning.placement import StudyPlacement, place_study
+from service.studies.planning.profiles import MachineProfile
+from service.studies.planning.roofline import CPU, GPU, Device, Speeds
+from service.studies.planning.schedule import Bounds, Phase, StudyLengths, phases_of, study_lengths
+from workers.engines.vllm.memory import kv_token_bytes, value_bytes
+
+if TYPE_CHECKING:
+    from service.studies.preflight.result import PreflightResult
+    from workers.models.family import ResolvedFamily
+
+__all__ = ["StudyPlan", "engine_speeds", "plan_of"]
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """The plan of a study on machines of a profile.
+
+    Attributes:
+        profile: The machines.
+        dtype: The engines' dtype.
+        facts: Sizes of the models.
+        placement: Where each part is, with its memory.
+        phases: Phases of the study with their seconds.
+        hours: Bounds on the hours of the study.
+        gpu_hours: The same times the number of GPUs that the study uses; of machines, if they have no GPUs.
+        cost: The same times the price; None if no price is known.
+        lacks: What does not fit, with what would change that; empty if the study fits.
+        chart: Values of the Helm chart for the study.
+    """
+
+    profile: MachineProfile
+    dtype: str
+    facts: ModelFacts
+    placement: StudyPlacement
+    phases: tuple[Phase, ...]
+    hours: Bounds
+    gpu_hours: Bounds
+    cost: Bounds | None
+    lacks: tuple[str, ...]
+    chart: dict[str, Any]
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacks
+
+
+def plan_of(
+    preflight: PreflightResult,
+    sources: ResolvedFamily,
+    profile: MachineProfile,
+    *,
+    dtype: str,
+    steps: tuple[int, int],
+    lacks: tuple[str, ...] = (),
+    lengths: StudyLengths | None = None,
+) -> StudyPlan:
+    """Plan a study that passed the checks of preflight.
+
+    `steps` has the number of gradient steps and the samples of each. `lacks` are reasons of preflight why the study
+    does not fit. `lengths` are those of the study's samples; by default they are measured.
+    """
+    from service.studies.preflight.gradients import gradient_gpu_bytes
+
+    study, gradients = preflight.study, preflight.gradients
+    facts = facts_of(sources)
+    placement = place_study(
+        study,
+        sources,
+        profile,
+        dtype=dtype,
+        memory=preflight.memory,
+        gradients=gradients,
+        gradient_gpu_bytes=gradient_gpu_bytes(study, sources, gradients) if gradients is not None else 0,
+    )
+    threads = study.engine.tensor_parallel_size if profile.gpus else _threads(profile, study.engine.replicas)
+    speeds = engine_speeds(
+        facts,
+        profile,
+        config=sources.base.config,
+        dtype=dtype,
+        ranks=study.engine.tensor_parallel_size,
+        threads=threads,
+        bank=placement.bank,
+        texts=placement.texts,
+    )
+    size = preflight.models.size
+    deepest = replace(speeds, facts=facts if size is None else facts.deepened(size.max_layers))
+    host = engine_speeds(
+        facts, replace(profile, gpus=0), config=sources.base.config, dtype="float32", threads=max(1, profile.cores - 1)
+    )
+    gradient_speeds = None
+    if gradients is not None:
+        on_gpu = gradients.device == "cuda"
+        gradient_speeds = (
+            engine_speeds(facts, profile, config=sources.base.config, dtype=dtype, bank="mapped") if on_gpu else host
+        )
+    phases = phases_of(
+        preflight,
+        study_lengths(preflight, sources.result_dir) if lengths is None else lengths,
+        speeds=speeds,
+        deepest=deepest,
+        gradient_speeds=gradient_speeds,
+        host_speeds=host,
+        steps=steps,
+    )
+    elapsed = [phase.elapsed_s for phase in phases]
+    hours = Bounds(sum(each.least for each in elapsed) / 3600, sum(each.most for each in elapsed) / 3600)
+    used = study.engine.num_gpus + (gradients is not None and gradients.device == "cuda")
+    number = used if profile.gpus else placement.nodes
+    gpu_hours = Bounds(hours.least * number, hours.most * number)
+    cost = None if profile.price is None else Bounds(gpu_hours.least * profile.price, gpu_hours.most * profile.price)
+    every = placement.lacks or lacks  # those of preflight are of the same memory, without the parts
+    chart = chart_values(study, profile, placement, sources_bytes=facts.bank_bytes)
+    return StudyPlan(profile, dtype, facts, placement, phases, hours, gpu_hours, cost, every, chart)
+
+
+def engine_speeds(
+    facts: ModelFacts,
+    profile: MachineProfile,
+    *,
+    config: Any,
+    dtype: str,
+    ranks: int = 1,
+    threads: int = 1,
+    bank: str = "mapped",
+    texts: int = 256,
+) -> Speeds:
+    """The speeds of one engine with `ranks` GPUs or, without GPUs, `threads` threads.
+
+    `bank` is where the source weights are kept: "gpu", "host" or "mapped".
+    """
+    if profile.gpus:
+        products = profile.gpu_flops_float32 if dtype == "float32" else profile.gpu_flops
+        reading = {"gpu": profile.gpu_bandwidth, "host": profile.link_bandwidth}.get(bank, profile.mapped_bandwidth)
+        # Every GPU of an engine reads and merges whole tensors.
+        device = Device(products * ranks, profile.gpu_bandwidth * ranks, reading, GPU)
+    else:
+        copied = profile.copied_per_s(threads)
+        device = Device(profile.host_flops(threads), copied, copied, CPU)
+    return Speeds(
+        facts=facts,
+        device=device,
+        value_bytes=value_bytes(dtype),
+        kv_bytes=kv_token_bytes(config, dtype),
+        texts=texts,
+        disk_bandwidth=profile.disk_bandwidth,
+        ranks=ranks,
+    )
+
+
+def _threads(profile: MachineProfile, replicas: int) -> int:
+    """Threads of each engine on a CPU: one core is left to the other processes."""
+    return max(1, (profile.cores - 1) // max(1, -(-replicas // profile.nodes)))

@@ -1,0 +1,244 @@
+"""Seconds of the phases of a study, by a roofline model: the slower of arithmetic and memory, and fixed costs.
+
+A pass of a model over tokens takes the time of its operations at a share of the device's speed, or that of reading the
+weights and the KV cache at a share of its bandwidth, whichever is longer. Fixed costs of each layer, sample and
+evaluation are added. The shares and fixed costs (`Calibration`) were fitted to models of 1M and 75M parameters on a CPU
+(`make bench ONLY=plan`). Those of GPUs are assumptions, as no engine has run on one yet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from service.studies.planning.facts import ModelFacts
+
+__all__ = ["CPU", "GPU", "Calibration", "Device", "SampleTokens", "Speeds", "Work"]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Shares of a device's speeds that programs reach, and fixed seconds.
+
+    Attributes:
+        products: Share of the speed of products that passes over many tokens reach.
+        decoding: Share of the bandwidth at which weights and KV cache are read for each generated token.
+        layer_s: Seconds for each layer in each pass, for launches and dispatch.
+        pass_s: Seconds for each pass, for the scheduler and sampling.
+        sample_s: Seconds for each sample, for requests, detokenization and metrics.
+        evaluation_s: Seconds for each evaluation, for the proposal, storing, and requests to the replica.
+        merging: Share of the bandwidth at which sources are read and a merge is written.
+        tensor_s: Seconds for each tensor of a swap.
+        packing: Times that a swap reads or writes the merge besides merging, for packing and checksums.
+        start_s: Seconds of an engine's start that do not depend on the model: imports, processes, compiling.
+        start_reads: Times that a start reads or writes the merge: loading, canary, packing.
+        start_tokens: Tokens of the passes of a start: the engine's trial pass and the canary's.
+        step_products: Share of the speed of products that a gradient step reaches.
+        step_s: Seconds of a gradient step that do not depend on the model.
+        verify_s: Seconds of a verification that do not depend on the model.
+        verify_reads: Times that a verification reads or writes the merge: export, loading.
+    """
+
+    products: float
+    decoding: float
+    layer_s: float
+    pass_s: float
+    sample_s: float
+    evaluation_s: float
+    merging: float
+    tensor_s: float
+    packing: float
+    start_s: float
+    start_reads: float
+    start_tokens: float
+    step_products: float
+    step_s: float
+    verify_s: float
+    verify_reads: float
+
+
+CPU = Calibration(
+    products=0.55,
+    decoding=0.6,
+    layer_s=1.5e-4,
+    pass_s=2e-3,
+    sample_s=1e-3,
+    evaluation_s=0.1,
+    merging=0.4,
+    tensor_s=8e-4,
+    packing=7.0,
+    start_s=21.0,
+    start_reads=30.0,
+    start_tokens=1300.0,
+    step_products=0.7,
+    step_s=0.15,
+    verify_s=0.3,
+    verify_reads=10.0,
+)
+# Assumptions: products and bandwidth as published rooflines of vLLM; merging as measured on an H100 with sources in the
+# GPU's memory (docs/measurements.md); the start with compilation and captured graphs.
+GPU = Calibration(
+    products=0.5,
+    decoding=0.7,
+    layer_s=5e-6,
+    pass_s=3e-3,
+    sample_s=1e-3,
+    evaluation_s=0.1,
+    merging=0.6,
+    tensor_s=5e-5,
+    packing=1.0,
+    start_s=120.0,
+    start_reads=4.0,
+    start_tokens=0.0,
+    step_products=0.35,
+    step_s=0.1,
+    verify_s=5.0,
+    verify_reads=10.0,
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Speeds of what computes passes: one engine's GPUs together, or threads of a CPU.
+
+    `products` is in operations per second, `bandwidth` in bytes per second. `source_bandwidth` is that at which
+    merging reads the sources from where they are kept, in bytes per second.
+    """
+
+    products: float
+    bandwidth: float
+    source_bandwidth: float
+    calibration: Calibration
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """Mean tokens of a sample: those that the model reads, and those that it generates."""
+
+    read: float
+    answered: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """A number of samples with their mean tokens."""
+
+    samples: float
+    tokens: SampleTokens
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds of the phases of a study for one family on one device.
+
+    Attributes:
+        facts: Sizes of the models.
+        device: What engines compute with.
+        value_bytes: Bytes of a value in the engine's dtype.
+        kv_bytes: Bytes of the keys and values of one token, over all of an engine's GPUs.
+        texts: Texts that an engine serves at once.
+        disk_bandwidth: Bytes per second that models are read from disk.
+        ranks: GPUs of an engine; each reads all sources.
+    """
+
+    facts: ModelFacts
+    device: Device
+    value_bytes: int
+    kv_bytes: int
+    texts: int
+    disk_bandwidth: float
+    ranks: int = 1
+
+    @property
+    def model_bytes(self) -> int:
+        return self.facts.parameters * self.value_bytes
+
+    def pass_s(self, tokens: float, *, context: float, logits: float, read_bytes: float) -> float:
+        """Seconds of one pass over `tokens` tokens, whose mean context is `context` tokens.
+
+        Logits are computed for `logits` tokens. `read_bytes` are bytes of weights and KV cache that are read.
+        """
+        facts, device, own = self.facts, self.device, self.device.calibration
+        operations = tokens * (2 * facts.multiplied + facts.attention * context) + 2 * logits * facts.head
+        arithmetic = operations / (device.products * own.products)
+        memory = read_bytes / (device.bandwidth * own.decoding)
+        return max(arithmetic, memory) + facts.layers * own.layer_s + own.pass_s
+
+    def evaluation_s(self, work: Work) -> float:
+        """Seconds to score samples of one merge that the engine holds: reading the prompts, and generating answers.
+
+        Prompts are read in passes of at most 4,096 tokens. Answers of as many samples as the engine serves at once are
+        generated together, a token of each in a pass.
+        """
+        if not work.samples:
+            return 0.0
+        own, tokens = self.device.calibration, work.tokens
+        prompts = work.samples * tokens.read
+        passes = max(1, math.ceil(prompts / 4096))
+        reading = passes * self.pass_s(
+            prompts / passes,
+            context=tokens.read / 2,
+            logits=work.samples / passes,
+            read_bytes=self.facts.parameters * self.value_bytes,
+        )
+        together = min(work.samples, self.texts)
+        steps = max(0.0, tokens.answered - 1) * work.samples / together
+        context = tokens.read + tokens.answered / 2
+        step_s = self.pass_s(
+            together,
+            context=context,
+            logits=together,
+            read_bytes=(self.facts.multiplied + self.facts.head) * self.value_bytes
+            + together * context * self.kv_bytes,
+        )
+        return own.evaluation_s + reading + steps * step_s + work.samples * own.sample_s
+
+    @property
+    def merge_s(self) -> float:
+        """Seconds to compute a merge: every source is read once, and the result is written."""
+        own, device = self.device.calibration, self.device
+        reading = self.facts.bank_bytes / (device.source_bandwidth * own.merging)
+        writing = self.model_bytes / (device.bandwidth * own.merging)
+        return reading + writing + self.facts.tensors * own.tensor_s
+
+    @property
+    def swap_s(self) -> float:
+        """Seconds to compute a merge and to write it into an engine, with its checksum."""
+        own = self.device.calibration
+        return self.merge_s + own.packing * self.model_bytes / self.device.bandwidth
+
+    @property
+    def start_s(self) -> float:
+        """Seconds from the start of an engine's process to its first request."""
+        own = self.device.calibration
+        loading = (self.facts.bank_bytes + self.model_bytes) / self.disk_bandwidth
+        moving = own.start_reads * self.model_bytes / self.device.bandwidth
+        passes = own.start_tokens * 2 * self.facts.parameters / (self.device.products * own.products)
+        return own.start_s + loading + moving + passes + self.swap_s
+
+    def step_s(self, work: Work, *, recomputes: bool) -> float:
+        """Seconds of one gradient step over `work`: merging, a pass forward, one back, and derivatives of coefficients.
+
+        A backward pass takes twice as long as a forward pass, and recomputed activations take another one. Derivatives
+        read the sources again.
+        """
+        own, facts = self.device.calibration, self.facts
+        tokens = work.samples * (work.tokens.read + work.tokens.answered)
+        operations = tokens * (2 * facts.multiplied + facts.attention * (work.tokens.read + work.tokens.answered) / 2)
+        operations += 2 * work.samples * work.tokens.answered * facts.head
+        passes = 4 if recomputes else 3
+        return own.step_s + passes * operations / (self.device.products * own.step_products) + 2 * self.merge_s
+
+    def verification_s(self, work: Work) -> float:
+        """Seconds to export one merge, to load it with transformers in float32, and to score samples one by one.
+
+        The speeds are those of this device, which is the host's CPU.
+        """
+        own, facts = self.device.calibration, self.facts
+        full = facts.parameters * 4
+        tokens, together = work.tokens, 1.0
+        reading = self.pass_s(tokens.read, context=tokens.read / 2, logits=together, read_bytes=full)
+        step = self.pass_s(1, context=tokens.read, logits=together, read_bytes=full)
+        scored = work.samples * (2 * reading + tokens.answered * step)
+        written = own.verify_reads * full / self.device.bandwidth + 2 * self.model_bytes / self.disk_bandwidth
+        return own.verify_s + self.swap_s + self.merge_s + written + scored

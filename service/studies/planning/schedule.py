@@ -1,0 +1,186 @@
+"""The work of a study, and the hours that it takes at given speeds.
+
+The estimate ignores proposals of merges that were scored before, and other work of the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.fidelity import bracket_plan
+from service.studies.planning.roofline import SampleTokens, Speeds, Work
+from workers.errors import InvalidTask
+from workers.evaluation.lengths import Lengths, lengths_of
+from workers.evaluation.prompts import Prompts
+
+if TYPE_CHECKING:
+    from service.studies.preflight.result import PreflightResult
+
+__all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study_lengths"]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds on a number: one for answers as long as the references, one for answers that end at their limits."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class StudyLengths:
+    """Mean lengths of samples in tokens, by the entry's name, for each section of the study file."""
+
+    objectives: Mapping[str, Lengths]
+    holdout: Mapping[str, Lengths]
+    benchmarks: Mapping[str, Lengths]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a study: how often it runs, its seconds each time, and how many engines share it.
+
+    `seconds` are bounds. `width` is the largest number of engines that can work on different repetitions at once.
+    """
+
+    name: str
+    number: float
+    seconds: Bounds
+    width: int
+
+    @property
+    def elapsed_s(self) -> Bounds:
+        """Bounds on the seconds that all repetitions take, with engines working side by side."""
+        turns = self.number / max(1, self.width)
+        return Bounds(turns * self.seconds.least, turns * self.seconds.most)
+
+
+def study_lengths(preflight: PreflightResult, result_dir: str) -> StudyLengths:
+    """Measure the mean lengths of the samples of all tasks, on the first samples of each.
+
+    `result_dir` has the tokenizer and the configuration of merges. Raises InvalidStudy with every task whose prompts
+    cannot be built.
+    """
+    prompts = Prompts(result_dir, preflight.engine_options)
+    specs = {
+        "objectives": preflight.tasks.search,
+        "holdout": preflight.tasks.holdout,
+        "benchmarks": {benchmark.name: benchmark.task for benchmark in preflight.tasks.benchmarks},
+    }
+    found: dict[str, dict[str, Lengths]] = {section: {} for section in specs}
+    problems = []
+    for place, objective in preflight.study.with_tasks():
+        section = place.partition(".")[0]
+        try:
+            found[section][objective.name] = lengths_of(specs[section][objective.name], prompts)
+        except InvalidTask as error:
+            problems.append(Problem(f"{place}.{error.field}", str(error)))
+    if problems:
+        raise InvalidStudy(tuple(problems))
+    return StudyLengths(**found)
+
+
+def phases_of(
+    preflight: PreflightResult,
+    lengths: StudyLengths,
+    *,
+    speeds: Speeds,
+    deepest: Speeds,
+    gradient_speeds: Speeds | None,
+    host_speeds: Speeds,
+    steps: tuple[int, int],
+) -> tuple[Phase, ...]:
+    """The phases of a study in the order in which they run.
+
+    `speeds` are those of engines, `deepest` the same for the deepest merges of the study, `gradient_speeds` those of
+    the device of gradients, and `host_speeds` those of the host's CPU. `steps` has the number of gradient steps and the
+    samples of each.
+    """
+    replicas = preflight.study.engine.replicas
+    phases = [Phase("engine start", replicas, Bounds(speeds.start_s, deepest.start_s), replicas)]
+
+    def scored(name: str, number: float, samples: Mapping[str, float], known: Mapping[str, Lengths]) -> None:
+        least, most = _work(samples, known)
+        if not number or not least.samples:
+            return
+        chunks = max(1, math.ceil(least.samples / 512))
+        width = min(replicas, max(1, round(number * chunks)))
+        bounds = Bounds(speeds.evaluation_s(least), deepest.evaluation_s(most))
+        phases.append(Phase(name, number, bounds, width))
+        phases.append(Phase(f"swap for {name}", number, Bounds(speeds.swap_s, deepest.swap_s), width))
+
+    num_baselines = len(preflight.baselines())
+    rungs = preflight.budget.rung_samples
+    scored("baselines", num_baselines, rungs[-1], lengths.objectives)
+    for number, samples, name in _rungs(preflight):
+        scored(name, number, samples, lengths.objectives)
+    num_steps, batch = steps
+    if gradient_speeds is not None and num_steps:
+        total = sum(rungs[-1].values()) or 1
+        share = {name: batch * count / total for name, count in rungs[-1].items()}
+        least, _ = _work(share, lengths.objectives)
+        recomputes = preflight.gradients is not None and preflight.gradients.recomputes
+        step_s = gradient_speeds.step_s(least, recomputes=recomputes)
+        phases.append(Phase("gradient step", num_steps, Bounds(step_s, step_s), 1))
+    holdout = {name: float(info.num_samples) for name, info in preflight.tasks.holdout_infos.items()}
+    if holdout:
+        scored("holdout", num_baselines + preflight.num_finalists, holdout, lengths.holdout)
+    for benchmark in preflight.tasks.benchmarks:
+        samples = {benchmark.name: float(benchmark.most_samples)}
+        scored(f"benchmark {benchmark.name}", preflight.num_scored_on(benchmark), samples, lengths.benchmarks)
+    verify = preflight.study.engine.verify
+    if verify is not False and lengths.objectives:
+        share = {name: float(verify.samples) for name in lengths.objectives}
+        least, most = _work(share, lengths.objectives)
+        bounds = Bounds(host_speeds.verification_s(least), host_speeds.verification_s(most))
+        phases.append(Phase("verification", verify.trials, bounds, 1))
+    return tuple(phases)
+
+
+def _rungs(preflight: PreflightResult) -> Iterator[tuple[int, Mapping[str, float], str]]:
+    """The numbers of proposed trials that are scored at a rung, with their new samples there, and the rung's name."""
+    rungs = preflight.budget.rung_samples
+    found: dict[tuple[int, int], int] = {}
+    for bracket in bracket_plan(preflight.budget.cycle, preflight.study.search.num_proposals):
+        for offset, number in enumerate(bracket.sizes):
+            rung = bracket.first_rung + offset
+            before = rung - 1 if offset else -1
+            found[before, rung] = found.get((before, rung), 0) + number
+    by_rung: dict[int, int] = {}
+    samples: dict[int, dict[str, float]] = {}
+    for (before, rung), number in sorted(found.items()):
+        by_rung[rung] = by_rung.get(rung, 0) + number
+        paid = rungs[before] if before >= 0 else {}
+        for name, count in rungs[rung].items():
+            new = number * (count - paid.get(name, 0))
+            samples.setdefault(rung, {})[name] = samples.get(rung, {}).get(name, 0.0) + new
+    for rung, number in sorted(by_rung.items()):
+        yield number, {name: total / number for name, total in samples[rung].items()}, f"rung {rung + 1}"
+
+
+def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple[Work, Work]:
+    """Samples of several tasks with their mean lengths, with answers as the references and with the longest answers."""
+    total = sum(samples.get(name, 0.0) for name in lengths)
+    if not total:
+        nothing = Work(0, SampleTokens(0, 0))
+        return nothing, nothing
+    shares = {name: samples.get(name, 0.0) / total for name in lengths}
+    read = sum(share * lengths[name].read for name, share in shares.items())
+    answered = sum(share * lengths[name].answered for name, share in shares.items())
+    limit = sum(share * lengths[name].limit for name, share in shares.items())
+    return Work(total, SampleTokens(read, answered)), Work(total, SampleTokens(read, limit))
+
+
+def mean_tokens(parts: Sequence[tuple[float, Mapping[str, float], Mapping[str, Lengths]]]) -> Bounds:
+    """Bounds on the mean tokens of a sample (prompt and answer) over `parts`: number of samples, shares, lengths."""
+    least = most = number = 0.0
+    for samples, shares, lengths in parts:
+        short, long = _work(shares, lengths)
+        least += samples * (short.tokens.read + short.tokens.answered)
+        most += samples * (long.tokens.read + long.tokens.answered)
+        number += samples
+    return Bounds(least / (number or 1), most / (number or 1))

@@ -1,0 +1,144 @@
+"""Plans of studies of 7B to 70B models, from configurations alone: what fits where, and what would change that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from service.cli.main import main
+from service.cli.plan import plan_text
+from service.jobs.search.dry_run import CheckedPlan, check
+from service.jobs.search.plan_document import plan_document
+from service.schemas.json_schemas import schemas
+from service.studies.planning.named import profile_named
+from tests.service.studies.planning.examples import EXAMPLES, Example, example_study
+
+pytestmark = pytest.mark.slow  # shapes of large models are built, and vLLM is asked about them
+
+PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "plan.md"
+
+Planned = Callable[..., CheckedPlan]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """Plans an example with some of its fields changed; equal plans are made once."""
+    known: dict[str, CheckedPlan] = {}
+
+    def plan(name: str, **changes: Any) -> CheckedPlan:
+        key = f"{name} {sorted(changes.items())}"
+        if key not in known:
+            directory = tmp_path_factory.mktemp("example")
+            nodes = changes.pop("nodes", 1)
+            example: Example = EXAMPLES[name]._replace(**changes)
+            study = example_study(directory, example)
+            profile = profile_named(example.profile, nodes=nodes)
+            known[key] = check(study, directory, metadata_only=True, profile=profile)
+        return known[key]
+
+    return plan
+
+
+@pytest.mark.parametrize("name", list(EXAMPLES))
+def test_page_shows_the_plans(planned: Planned, name: str) -> None:
+    """Every plan on the page of plans is what the program prints now."""
+    text = plan_text(plan_document(planned(name)))
+    assert f"<!-- plan: {name} -->\n```\n{text}\n```\n" in PAGE.read_text()
+
+
+def test_parameters_are_those_of_the_published_models(planned: Planned) -> None:
+    """Sizes that follow from the configurations are the published ones."""
+    sizes = {name: planned(name).num_parameters for name in EXAMPLES}
+    assert sizes["Llama-3-8B, 3 full experts"] == 8_030_261_248
+    assert sizes["Qwen2.5-7B, 3 full experts"] == 7_615_616_512
+    assert sizes["Llama-2-13B, 3 full experts"] == 13_015_864_320
+    assert sizes["70B, tensor parallel 8"] == 70_553_706_496
+
+
+def test_adapters_take_less_memory_and_time(planned: Planned) -> None:
+    """Three LoRA experts leave one model to keep; swaps read less."""
+    full, lora = (planned(f"Llama-3-8B, 3 {kind} experts").machine for kind in ("full", "LoRA"))
+    assert lora.facts.bank_bytes < 0.3 * full.facts.bank_bytes
+    assert lora.placement.host_bytes < full.placement.host_bytes
+    assert lora.placement.bank == "gpu"
+
+
+def test_what_does_not_fit_says_what_to_change(planned: Planned) -> None:
+    """70B on one GPU does not fit; the plan names a tensor parallel size, and with this and enough GPUs it fits."""
+    plan = planned("70B on one GPU").machine
+    assert not plan.fits
+    assert any("use engine.tensor_parallel_size: 2" in lack for lack in plan.lacks)
+    two = planned("70B on one GPU", profile="h100x2", engine={"tensor_parallel_size": 2}).machine
+    assert not [lack for lack in two.lacks if "tensor_parallel_size" in lack]
+
+
+def test_more_engines_than_gpus_are_refused(planned: Planned) -> None:
+    """Engines without GPUs are a lack with the number of machines that they need, which then suffices."""
+    many = {"replicas": 9}
+    lacks = planned("Qwen2.5-7B, 3 full experts", profile="a100x8", engine=many).machine.lacks
+    said = "engine.replicas: 9 engines of 1 GPUs do not fit on 1 x a100x8; use at most 8, or --nodes 2"
+    assert said in lacks
+    assert planned("Qwen2.5-7B, 3 full experts", profile="a100x8", engine=many, nodes=2).machine.fits
+
+
+def test_more_engines_are_never_slower(planned: Planned) -> None:
+    hours = []
+    for replicas in (1, 2, 4, 7):
+        plan = planned("Qwen2.5-7B, 3 full experts", profile="h100x8", engine={"replicas": replicas}).machine
+        hours.append((plan.hours.least, plan.hours.most))
+    assert hours == sorted(hours, reverse=True)
+
+
+def test_parts_add_up_to_what_is_compared(planned: Planned) -> None:
+    """The memory of all parts is within the capacity of GPU and host exactly where the study fits."""
+    for name in EXAMPLES:
+        placed = planned(name).machine.placement
+        if placed.fits:
+            assert placed.gpu_bytes <= placed.gpu_capacity * 1.001
+            assert placed.host_bytes <= placed.host_capacity
+
+
+def test_cost_is_that_of_the_gpu_hours(planned: Planned) -> None:
+    """Machines with 8 engines and gradients on the CPU count 8 GPUs; without a price there is no cost."""
+    plan = planned("Llama-2-13B, 3 full experts").machine
+    assert plan.gpu_hours.least == pytest.approx(8 * plan.hours.least)
+    assert plan.cost is None
+
+
+def test_document_follows_its_schema(planned: Planned) -> None:
+    for name in EXAMPLES:
+        document = json.loads(json.dumps(plan_document(planned(name))))
+        jsonschema.validate(document, schemas()["plan"])
+        assert document["fits"] == (document["lacks"] == [])
+
+
+def test_command_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command ends with 0 if the study fits, with 1 if it does not, with 2 for a wrong profile."""
+    example = EXAMPLES["Qwen2.5-7B, 3 full experts"]
+    study = example_study(tmp_path, example)
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump(study.canonical()))
+    assert main(["plan", str(file), "--profile", "a100x1", "--price", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    jsonschema.validate(document, schemas()["plan"])
+    assert document["cost"]["least"] == pytest.approx(2 * document["gpu_hours"]["least"])
+    assert main(["plan", str(file), "--profile", "cpux4"]) == 1
+    assert "does not fit: " in capsys.readouterr().out
+    assert main(["plan", str(file), "--profile", "b200"]) == 2
+    assert "'b200' is no profile" in capsys.readouterr().err
+
+
+def test_profile_decides_in_place_of_this_machine(planned: Planned) -> None:
+    """On any machine, a profile with GPUs means bfloat16 and one without means float32."""
+    assert planned("Qwen2.5-7B, 3 full experts").machine.dtype == "bfloat16"
+    small = planned("Qwen2.5-7B, 3 full experts", profile="cpux64").machine
+    assert small.dtype == "float32"
+    assert small.placement.gpu_bytes == 0
+    assert replace(small.profile, nodes=1).machines[0].num_gpus == 0

@@ -1,0 +1,104 @@
+"""Seconds of a study's phases: cases computed by hand, and what must never make a phase faster or slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from service.studies.planning.facts import ModelFacts
+from service.studies.planning.roofline import Calibration, Device, SampleTokens, Speeds, Work
+
+# Every share is whole and every fixed cost is 0 but where a case sets it.
+BARE = Calibration(
+    products=1.0,
+    decoding=1.0,
+    layer_s=0.0,
+    pass_s=0.0,
+    sample_s=0.0,
+    evaluation_s=0.0,
+    merging=1.0,
+    tensor_s=0.0,
+    packing=0.0,
+    start_s=0.0,
+    start_reads=0.0,
+    start_tokens=0.0,
+    step_products=1.0,
+    step_s=0.0,
+    verify_s=0.0,
+    verify_reads=0.0,
+)
+# 1,000 parameters in layers and 100 in the head; no attention, so that operations are two for each parameter and token.
+FACTS = ModelFacts(
+    parameters=1100, multiplied=1000, head=100, attention=0, layers=2, tensors=5, num_sources=3, bank_bytes=6600
+)
+
+
+def speeds(*, products: float = 1e6, bandwidth: float = 1e9, **changes: float) -> Speeds:
+    device = Device(products, bandwidth, bandwidth, replace(BARE, **changes))
+    return Speeds(facts=FACTS, device=device, value_bytes=2, kv_bytes=0, texts=10, disk_bandwidth=1e9)
+
+
+def test_evaluation_by_hand() -> None:
+    """Prompts are one pass; each further token of the answers is a pass over the samples that are served at once."""
+    found = speeds().evaluation_s(Work(20, SampleTokens(read=5, answered=4)))
+    reading = 2 * (20 * 5 * 1000 + 20 * 100) / 1e6
+    steps = 3 * (20 / 10) * 2 * (10 * 1000 + 10 * 100) / 1e6
+    assert found == pytest.approx(reading + steps)
+
+
+def test_decoding_waits_for_memory_by_hand() -> None:
+    """Where arithmetic is fast, a step takes as long as reading the weights once."""
+    found = speeds(products=1e18, bandwidth=1e3).evaluation_s(Work(10, SampleTokens(read=5, answered=3)))
+    assert found == pytest.approx(2 * 1100 / 1e3 + 2 * 2 * 1100 / 1e3)
+
+
+def test_fixed_costs_by_hand() -> None:
+    """Each pass costs its layers, each sample its own share, each evaluation once."""
+    found = speeds(products=1e18, bandwidth=1e18, layer_s=1.0, pass_s=10.0, sample_s=100.0, evaluation_s=1e4)
+    assert found.evaluation_s(Work(10, SampleTokens(5, 3))) == pytest.approx(1e4 + 10 * 100 + 3 * (2 * 1.0 + 10))
+
+
+def test_swap_and_start_by_hand() -> None:
+    """A swap reads every source once and writes the merge; a start loads sources and merge, and then swaps."""
+    found = speeds(bandwidth=100.0, tensor_s=1.0, packing=3.0)
+    assert found.merge_s == pytest.approx((6600 + 2200) / 100 + 5)
+    assert found.swap_s == pytest.approx(found.merge_s + 3 * 2200 / 100)
+    started = speeds(bandwidth=100.0, start_s=7.0, start_reads=2.0, start_tokens=10.0)
+    loading = (6600 + 2200) / 1e9
+    assert started.start_s == pytest.approx(7 + loading + 2 * 2200 / 100 + 10 * 2 * 1100 / 1e6 + started.swap_s)
+
+
+def test_gradient_step_by_hand() -> None:
+    """A pass back takes twice one forward; recomputed activations take one more."""
+    work = Work(10, SampleTokens(read=6, answered=2))
+    forward = 2 * (80 * 1000 + 10 * 2 * 100) / 1e6
+    once = speeds(bandwidth=1e18)
+    assert once.step_s(work, recomputes=False) == pytest.approx(3 * forward)
+    assert once.step_s(work, recomputes=True) == pytest.approx(4 * forward)
+
+
+@pytest.mark.parametrize("change", [{"products": 2e6}, {"bandwidth": 2e9}], ids=["products", "bandwidth"])
+def test_faster_devices_are_never_slower(change: dict[str, float]) -> None:
+    """Twice the speed of products or memory makes no phase slower."""
+    work = Work(30, SampleTokens(7, 9))
+    slow, fast = speeds(), speeds(**change)
+    for phase in ("start_s", "swap_s"):
+        assert getattr(fast, phase) <= getattr(slow, phase)
+    assert fast.evaluation_s(work) <= slow.evaluation_s(work)
+    assert fast.step_s(work, recomputes=True) <= slow.step_s(work, recomputes=True)
+    assert fast.verification_s(work) <= slow.verification_s(work)
+
+
+def test_more_work_takes_longer() -> None:
+    found = speeds(sample_s=1e-3)
+    few = found.evaluation_s(Work(10, SampleTokens(5, 3)))
+    assert few < found.evaluation_s(Work(11, SampleTokens(5, 3)))
+    assert few < found.evaluation_s(Work(10, SampleTokens(6, 3)))
+    assert few < found.evaluation_s(Work(10, SampleTokens(5, 4)))
+
+
+def test_deeper_merges_have_more_of_each_layer() -> None:
+    deep = FACTS.deepened(4)
+    assert (deep.multiplied, deep.parameters, deep.head) == (2000, 2100, 100)
+    assert FACTS.deepened(2) is FACTS
