@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.cli.terminal import console, print_json
@@ -171,13 +172,13 @@ def login(options: argparse.Namespace) -> int:
 
     url = server_url(options.server)
     if options.token_file is not None:
-        token = options.token_file.read_text().strip()
-    elif (given := os.environ.get(TOKEN_VARIABLE)) or not sys.stdin.isatty():
-        token = given or sys.stdin.readline().strip()
+        token = _first_line(options.token_file)
+    elif (given := os.environ.get(TOKEN_VARIABLE)) or not sys.stdin.isatty():  # a program is never asked
+        token = given or ""
     else:
         token = getpass.getpass(f"token for {url}: ").strip()
     if not token:
-        raise Conflict(f"token: is missing; give --token-file, {TOKEN_VARIABLE}, or the token on standard input")
+        raise Conflict(f"token: is missing; set {TOKEN_VARIABLE}, or give --token-file FILE, where - is standard input")
     with Client(url, token=token) as client:
         user = client.me()["user"]
         if user is None:
@@ -205,6 +206,13 @@ def logout(options: argparse.Namespace) -> int:
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _first_line(file: Path) -> str:
+    """First line of `file` without spaces around it; the file `-` is standard input."""
+    if str(file) == "-":
+        return sys.stdin.readline().strip()
+    return file.read_text().partition("\n")[0].strip()
 
 
 @contextmanager

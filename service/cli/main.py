@@ -332,7 +332,10 @@ def _parser() -> argparse.ArgumentParser:
 
     command = server_verb("login", accounts.login, "Store your token for a server, in a file that only you may read.")
     command.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="file with the token (default: $MERGESEARCH_TOKEN, or asked)"
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the token, or - (default: $MERGESEARCH_TOKEN)",
     )
     server_verb("logout", accounts.logout, "Remove your token for a server from this machine.")
 

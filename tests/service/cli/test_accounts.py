@@ -115,6 +115,8 @@ def test_login_stores_a_token_that_works(terminal: Terminal, tmp_path: Path, mon
         assert (code, "`mergesearch login`" in err) == (2, True)
         code, _, err = terminal.run("login", *at, "--token-file", file)
         assert (code, "the token is not valid" in err) == (2, True)
+        code, _, err = terminal.run("login", *at)  # standard input is no terminal: nothing is asked
+        assert (code, "token: is missing; set MERGESEARCH_TOKEN" in err) == (2, True)
         file.write_text(company.tokens["owner", Scope.SUBMIT] + "\n")
         code, out, err = terminal.run("login", *at, "--token-file", file)
         assert (code, err) == (0, "")
