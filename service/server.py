@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.api.limits.exports import DAY_S, ExportLimits
+from service.api.limits.rates import RateLimits
 from service.disk import artifacts_dir, locked, single_server
 from service.engine_machines import stated_machines
 from service.errors import Conflict, InUse
@@ -98,7 +99,6 @@ def serve(
     import uvicorn
 
     from service.api.app import create_app
-    from service.api.limits.rates import RateLimits
     from service.api.preflight_process import PreflightProcess, default_access
     from service.cluster.reconciler import RayCluster
     from service.store import Store

@@ -17,8 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from service.auth.tokens import given_token, new_token
 from service.cli.terminal import console, print_json
+from service.client import Client
+from service.client.credentials import TOKEN_VARIABLE, forget_token, store_token
+from service.client.transport import address
 from service.errors import Conflict, NotFound
+from service.types import Role, Scope
 
 if TYPE_CHECKING:
     from service.auth.tokens import NewToken
@@ -52,8 +57,6 @@ def list_users(options: argparse.Namespace) -> int:
 
 
 def add_user(options: argparse.Namespace) -> int:
-    from service.auth.tokens import given_token
-
     token = None
     if options.token_file is not None:
         try:
@@ -72,8 +75,6 @@ def add_user(options: argparse.Namespace) -> int:
 
 def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: str, actor: Actor) -> None:
     """Let the user have the token of the deployment, and revoke the token that it had before."""
-    from service.types import Scope
-
     found = accounts.find_token(token.digest)
     for other in accounts.tokens(user.name):
         is_this = found is not None and other.id == found[0].id
@@ -117,8 +118,6 @@ def remove_team(options: argparse.Namespace) -> int:
 
 
 def set_role(options: argparse.Namespace) -> int:
-    from service.types import Role
-
     role = None if options.role == "none" else Role(options.role)
     with _accounts(options) as (accounts, actor):
         return _print_teams(options, [accounts.set_role(options.team, options.user, role, actor=actor)], one=True)
@@ -132,9 +131,6 @@ def list_tokens(options: argparse.Namespace) -> int:
 
 
 def create_token(options: argparse.Namespace) -> int:
-    from service.auth.tokens import new_token
-    from service.types import Scope
-
     token = new_token()
     with _accounts(options) as (accounts, actor):
         record = accounts.add_token(
@@ -167,8 +163,6 @@ def revoke_token(options: argparse.Namespace) -> int:
 
 def login(options: argparse.Namespace) -> int:
     from service.cli.remote import server_url
-    from service.client import Client
-    from service.client.credentials import TOKEN_VARIABLE, store_token
 
     url = server_url(options.server)
     if options.token_file is not None:
@@ -193,8 +187,6 @@ def login(options: argparse.Namespace) -> int:
 
 def logout(options: argparse.Namespace) -> int:
     from service.cli.remote import server_url
-    from service.client.credentials import forget_token
-    from service.client.transport import address
 
     url = address(server_url(options.server))
     was_there = forget_token(url)

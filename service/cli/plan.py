@@ -6,6 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from service.cli.terminal import print_json
+from service.studies.planning.named import profile_named
+
 if TYPE_CHECKING:
     from service.schemas.plan import BoundsDocument, PlanDocument
 
@@ -16,10 +19,8 @@ DOES_NOT_FIT = 1
 
 def plan(options: argparse.Namespace) -> int:
     from search_spaces.study.file import load_study
-    from service.cli.terminal import print_json
     from service.jobs.search.dry_run import check
     from service.jobs.search.plan_document import plan_document
-    from service.studies.planning.named import profile_named
 
     profile = profile_named(options.profile, nodes=options.nodes, price=options.price)
     study = load_study(options.study)

@@ -17,6 +17,7 @@ from service.errors import NotFound
 from service.jobs.search.local_run import prepared_in, read_run
 from service.store.documents import Overlap
 from service.store.steps import GradientRequest
+from service.studies.planning.here import this_machine
 from service.studies.planning.plan import StudyPlan, plan_of
 from service.studies.planning.profiles import MachineProfile
 from service.studies.planning.schedule import mean_tokens, study_lengths
@@ -250,8 +251,6 @@ def _outlined(study: Study) -> Study:
 
 
 def _plan(study: Study, preflight: PreflightResult, directory: Path, profile: MachineProfile | None) -> CheckedPlan:
-    from service.studies.planning.here import this_machine
-
     places = [model.directory for model in preflight.models.family.models]
     memory = preflight.memory
     samples = preflight.expected_samples()

@@ -11,6 +11,7 @@ from service.studies.planning.placement import StudyPlacement, place_study
 from service.studies.planning.profiles import MachineProfile
 from service.studies.planning.roofline import CPU, GPU, Device, Speeds
 from service.studies.planning.schedule import Bounds, Phase, StudyLengths, phases_of, study_lengths
+from service.studies.preflight.gradients import gradient_gpu_bytes
 from workers.engines.vllm.memory import kv_token_bytes, value_bytes
 
 if TYPE_CHECKING:
@@ -68,8 +69,6 @@ def plan_of(
     `steps` has the number of gradient steps and the samples of each. `lacks` are reasons of preflight why the study
     does not fit. `lengths` are those of the study's samples; by default they are measured.
     """
-    from service.studies.preflight.gradients import gradient_gpu_bytes
-
     study, gradients = preflight.study, preflight.gradients
     facts = facts_of(sources)
     placement = place_study(
