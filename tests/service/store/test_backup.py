@@ -87,19 +87,23 @@ def test_a_backup_restores_rows_and_files(store: Store, files: str, tmp_path: Pa
     target.close()
 
 
-def test_a_backup_restores_to_the_other_database(store: Store, database: str, files: str, tmp_path: Path) -> None:
+def test_a_backup_restores_to_the_same_kind(
+    store: Store, database: str, files: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """A backup holds an SQLite file whatever the database was, and is restored to either, in either place of files."""
     put(store, files, "expert", FILES, tmp_path / "expert")
     back_up(store, files, tmp_path / "backup")
     expected = {**rows_of(store), "exports": [], "drains": []}
-    with store.engine.begin() as connection:
-        for table in reversed(schema.metadata.sorted_tables):
-            if table.name not in ("schema_version", "commit_tokens"):
-                connection.execute(table.delete())
+    is_sqlite = database.startswith("sqlite")
+    url = f"sqlite:///{tmp_path / 'other.db'}" if is_sqlite else request.getfixturevalue("postgresql").migrated()
+    target = Store(url)
     again = f"{files}-new"
-    restore(tmp_path / "backup", store, again)
-    assert rows_of(store) == expected
-    assert content_of(store, again, "expert", tmp_path / "a") == FILES
+    restore(tmp_path / "backup", target, again)
+    assert rows_of(target) == expected
+    assert content_of(target, again, "expert", tmp_path / "a") == FILES
+    target.close()
+    if not is_sqlite:
+        request.getfixturevalue("postgresql").drop(url)
 
 
 def test_a_backup_is_of_one_moment(store: Store, tmp_path: Path) -> None:
