@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import anyio
 import anyio.to_thread
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -31,6 +32,10 @@ USES_S = 10.0
 
 # Answers that are remembered at most; all are forgotten when there are more.
 MAX_REMEMBERED = 10_000
+
+
+# Threads in which the database is asked at the same time.
+MAX_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Authenticator:
         self._reading: dict[str, asyncio.Task[Authenticated | None]] = {}
         self._used_at: dict[str, float] = {}
         self._has_users = False
+        # Threads of their own: requests that wait in the application's threads do not keep others from being checked.
+        self._threads = anyio.CapacityLimiter(MAX_THREADS)
         self._looked_at = -REMEMBERED_S
 
     async def needs_token(self) -> bool:
@@ -74,7 +81,7 @@ class Authenticator:
         """
         if self._is_on and not self._has_users and self._clock() - self._looked_at >= REMEMBERED_S:
             try:
-                self._has_users = await anyio.to_thread.run_sync(self._accounts.has_users)
+                self._has_users = await anyio.to_thread.run_sync(self._accounts.has_users, limiter=self._threads)
             except SQLAlchemyError:
                 return self._has_users  # every request that reads anything will fail
             self._looked_at = self._clock()
@@ -98,7 +105,7 @@ class Authenticator:
 
     async def _read(self, digest: str) -> Authenticated | None:
         read_at = self._clock()  # before the answer, which is as old as its transaction
-        answer = await anyio.to_thread.run_sync(self._accounts.find_token, digest)
+        answer = await anyio.to_thread.run_sync(self._accounts.find_token, digest, limiter=self._threads)
         found = None if answer is None else Authenticated(answer[0], answer[1])
         if len(self._answers) >= MAX_REMEMBERED:
             self._answers.clear()
@@ -114,7 +121,7 @@ class Authenticator:
         try:
             while True:
                 await asyncio.sleep(USES_S)
-                await anyio.to_thread.run_sync(self.store_uses)
+                await anyio.to_thread.run_sync(self.store_uses, limiter=self._threads)
         finally:
             self.store_uses()
 

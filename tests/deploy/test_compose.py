@@ -23,7 +23,7 @@ from workers.file_access import FileAccess
 
 COMPOSE = DEPLOY / "compose"
 FILE, GPU = COMPOSE / "compose.yaml", COMPOSE / "gpu.yaml"
-OURS = ("secrets", "ray", "api")
+OURS = ("secrets", "ray", "accounts", "api")
 RAY_PORTS = {6379, 8265, 8090, 10001, 52365}
 # Variables that tell a program the file with a password.
 POINTERS = ("_FILE", "__FILE", "_PATH")

@@ -248,7 +248,7 @@ def test_a_killed_export_goes_on_with_the_shards_that_are_whole(
         file.write(b"\xff")
     merged: list[str] = []
     get = untied.get
-    monkeypatch.setattr(untied, "get", lambda alias, name: merged.append(name) or get(alias, name))
+    monkeypatch.setattr(untied, "get", lambda alias, name, *shard: merged.append(name) or get(alias, name, *shard))
     told: list[Progress] = []
     out = export(recipe, untied, tmp_path / "out", max_shard_bytes=SHARDS, progress=told.append)
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]

@@ -48,6 +48,7 @@ SOURCES = (
     *sorted((MERGING / "kernels").rglob("*.py")),
     MERGING / "masks.py",
     MERGING / "order_statistics.py",
+    MERGING / "shards.py",
     MERGING / "methods" / "arithmetic.py",
     MERGING.parent / "training" / "mergopt" / "kernel.py",
 )
