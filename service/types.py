@@ -276,7 +276,7 @@ class TrialRecord(TrialResult):
 
 
 class Scope(StrEnum):
-    """What a token may be used for: to read, to submit and change jobs too, or to manage accounts too."""
+    """Scope of a token: to read, to submit and change jobs too, or to manage accounts too."""
 
     READ = "read"
     SUBMIT = "submit"

@@ -48,7 +48,8 @@ class Placement(StrEnum):
     """Where the weights of the source models are kept: mapped files, host memory or GPU memory.
 
     - `MAPPED`: in the models' files, which are mapped into memory, so that all processes of a machine share the pages
-    - `HOST`: a copy in the memory of the process that merges; the copy is pinned if a GPU reads it
+    - `HOST`: a copy in host memory, which the processes of a machine share if its shared memory has room; the copy is
+      pinned if a GPU reads it
     - `GPU`: a copy in the memory of the device that computes merges
     """
 

@@ -1,4 +1,4 @@
-"""What each route needs: the scope of a token, and the right on the object that the request names.
+"""Access rules of routes: the scope that a token needs, and the right on the object that the request names.
 
 Every route depends on exactly one dependency of this module, which has the route's `Rule`. The application refuses to
 start if a route has none (`check_rules`), and the test of all routes and senders derives the expected statuses from
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-# Whoever reaches a server without accounts must not become the administrator of a later one with accounts.
+# A sender to a server without accounts must not become the administrator of a later one with accounts.
 NO_ACCOUNTS = (
     "the server has no accounts; the first administrator is added on its machine: `mergesearch users add NAME --admin`"
 )
@@ -66,7 +66,7 @@ class Right(StrEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What a route needs.
+    """Requirements of a route on the sender of a request.
 
     - `scope`: the scope of the token; None if everybody may send the request, without a token too
     - `right`: the right on the object that the path names; None if the path names none
@@ -80,7 +80,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Guard:
-    """What decides about the senders of requests, for one server.
+    """Identification of the senders of requests, and limits on their number, for one server.
 
     - `authenticator`: finds the users of tokens
     - `rates`: the limits on the number of requests

@@ -1,6 +1,6 @@
 """The commands `users`, `teams` and `tokens`, which work on a server's database directly, and `login`.
 
-Whoever can open the database may use them: they make the first administrator, and help one who lost the last token.
+Every user who can open the database may use them: they make the first administrator, and replace lost tokens.
 """
 
 from __future__ import annotations

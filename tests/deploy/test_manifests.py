@@ -151,7 +151,7 @@ def test_commands_are_those_of_the_command_line(profile: str, rendered: Rendered
 
 
 def test_accounts_are_there_or_given_up_explicitly(helm: Helm, rendered: Rendered) -> None:
-    """By default the API starts after its administrator has the Secret's token; else it is told to have no accounts."""
+    """By default the API starts after its administrator has the Secret's token; else it has no accounts."""
     for options, names, given in (
         ((), ["administrator", "monitoring"], False),
         (("--set", "accounts.enabled=false"), [], True),

@@ -84,8 +84,5 @@ class Page:
         return [path for path in paths if not re.search(r"[\s{}]", path) and not list(ROOT.glob(path))]
 
 
-PAGES = [
-    Page.read(ROOT / name)
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "deploy/README.md")
-]
+PAGES = [Page.read(ROOT / name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md")]
 PAGES += [Page.read(file) for file in sorted((ROOT / "docs").rglob("*.md"))]

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["SHARED_MEMORY", "NoRoom", "Node", "SharedDirectory", "remove_unused"]
+__all__ = ["SHARED_MEMORY", "NoRoom", "Node", "SharedDirectory", "remove_unused", "shared_room"]
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,14 @@ class SharedDirectory:
     def __del__(self) -> None:
         with suppress(Exception):
             self.close()
+
+
+def shared_room() -> int:
+    """The free bytes of the node's shared memory; 0 if it has none."""
+    try:
+        return shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        return 0
 
 
 def remove_unused(directory: Path, *, except_for: str = "") -> list[str]:

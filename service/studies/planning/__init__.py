@@ -1,4 +1,4 @@
-"""What a study will need and take on a machine, from configurations and headers of models alone.
+"""Plans of studies: the memory and the time that a study takes on given machines, from headers of models alone.
 
 - `profiles`: the speeds and the memory of machines, declared with their sources
 - `named`: the profile that a name or a file means

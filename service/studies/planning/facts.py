@@ -24,7 +24,6 @@ class ModelFacts:
         attention: Operations of attention for each pair of a token and an earlier one, over all layers.
         layers: Number of layers.
         tensors: Number of tensors of a merge.
-        num_sources: Number of models: the base and the experts.
         bank_bytes: Bytes of all sources as they are stored.
     """
 
@@ -34,7 +33,6 @@ class ModelFacts:
     attention: int
     layers: int
     tensors: int
-    num_sources: int
     bank_bytes: int
 
     def deepened(self, layers: int) -> ModelFacts:
@@ -49,7 +47,6 @@ class ModelFacts:
             self.attention * layers // self.layers,
             layers,
             self.tensors * layers // self.layers,
-            self.num_sources,
             self.bank_bytes,
         )
 
@@ -68,7 +65,6 @@ def facts_of(sources: ResolvedFamily) -> ModelFacts:
         attention=4 * int(config["num_hidden_layers"]) * _width(config),
         layers=layout.num_layers,
         tensors=len(sizes),
-        num_sources=len(sources.checkpoints),
         bank_bytes=sources.stored_bytes,
     )
 

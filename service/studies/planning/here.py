@@ -1,9 +1,10 @@
-"""The speed and the memory of this machine, measured in half a second."""
+"""The speeds and the memory of this machine, measured in about a second."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import cache
 
 from search_spaces.study.engine import EngineOptions
@@ -11,16 +12,13 @@ from service.studies.planning.profiles import MachineProfile
 from workers.engines.host_memory import total_host_bytes
 from workers.engines.vllm.environment import engine_environment
 
-__all__ = ["Speeds", "measured_speeds", "this_machine"]
+__all__ = ["measured_speeds", "this_machine"]
 
 MEASURED_S = 0.4  # seconds for each of the two speeds
 COPIED = 1 << 25  # elements of float32: larger than caches of processors
 
 
-Speeds = dict[str, float]
-
-
-def measured_speeds(threads: int) -> Speeds:
+def measured_speeds(threads: int) -> dict[str, float]:
     """Measure the speeds of this machine's matrix products and copies, with `threads` threads on a CPU.
 
     The result has `flops` (operations per second, in bfloat16 on a GPU, else in float32) and `bandwidth` (bytes per
@@ -51,8 +49,8 @@ def measured_speeds(threads: int) -> Speeds:
         torch.set_num_threads(before)
 
 
-def _fastest(call: object) -> float:
-    assert callable(call)
+def _fastest(call: Callable[[], None]) -> float:
+    """Seconds of the fastest of the calls of `call` that fit into MEASURED_S seconds, after one that is not counted."""
     call()
     best, until = float("inf"), time.perf_counter() + MEASURED_S
     while True:

@@ -1,4 +1,4 @@
-"""Where the parts of a study go on a machine: engines, source weights, gradients and verification, with their memory.
+"""Placement of a study on machines: engines, source weights, gradients and verification, with their memory.
 
 The source weights go where the engine itself puts them (`workers.engines.vllm.memory.divide_memory`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from service.disk import gib
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StudyPlacement:
-    """Where a study's parts go, on each of the machines that it uses.
+    """Places of a study's parts on each of the machines that it uses, and the memory that they take.
 
     Attributes:
         parts: The parts with their memory; the memory of all parts together is that of a GPU and of a host that has
@@ -85,10 +85,6 @@ class StudyPlacement:
     def host_bytes(self) -> int:
         return sum(part.host_bytes for part in self.parts)
 
-    @property
-    def fits(self) -> bool:
-        return not self.lacks
-
 
 def place_study(
     study: Study,
@@ -120,7 +116,8 @@ def place_study(
     parts: list[Part] = []
     if on_gpus:
         capacity = usable_gpu_bytes(profile.gpu_bytes, profile.gpu_bytes)
-        divided, found, lack = _divided(needs, profile, copies=engines * ranks)
+        processes = engines * ranks
+        divided, reason, lack = _divided(needs, profile, processes=processes)
         lacks += lack
         kept = divided.placements[0] if divided is not None else Placement.MAPPED
         left = capacity - needs.scratch - (needs.bank if kept is Placement.GPU else 0) - needs.engine(1)
@@ -131,19 +128,17 @@ def place_study(
             Part("merging one tensor", "each GPU", gpu_bytes=needs.scratch),
             Part("KV cache beyond one text", f"each GPU, {texts} texts at once", gpu_bytes=max(0, left)),
         ]
-        copies = engines * ranks
         where = {
             Placement.GPU: Part("source weights", "GPU memory, a copy in each GPU", gpu_bytes=needs.bank),
-            Placement.HOST: Part(
-                "source weights", f"pinned host memory, {copies} copies", host_bytes=copies * needs.bank
-            ),
+            Placement.HOST: Part("source weights", "pinned host memory, shared", host_bytes=needs.bank),
             Placement.MAPPED: Part("source weights", "files mapped into memory, shared"),
         }
-        parts.append(where[kept])
-        parts.append(Part("statistics of sources", f"host, {copies} copies", host_bytes=copies * needs.statistics))
-        processes = engines * (memory.engine_bytes if ranks == 1 else ranks * memory.engine_bytes)
-        parts.append(Part("processes of engines", f"host, {engines * ranks}", host_bytes=processes))
-        reason, bank = found, kept.value if isinstance(kept.value, str) else str(kept.value)
+        parts += [
+            where[kept],
+            Part("statistics of sources", f"host, {processes} copies", host_bytes=processes * needs.statistics),
+            Part("processes of engines", f"host, {processes}", host_bytes=processes * memory.engine_bytes),
+        ]
+        bank = kept.value
     else:
         capacity, bank, reason = 0, "mapped", "engines on a CPU read mapped files"
         kv = kv_cache_bytes(sources.base.config, study.engine.max_model_len, dtype)
@@ -162,21 +157,24 @@ def place_study(
         held = memory.gradient_bytes if gradients is not None else 0
         parts.append(Part("verification", "host CPU, after the search", host_bytes=max(0, verification - held)))
     placement = StudyPlacement(tuple(parts), bank, reason, nodes, engines, texts, capacity, host_capacity, ())
-    lacks += _lack_of_host(placement, study, profile)
-    return StudyPlacement(tuple(parts), bank, reason, nodes, engines, texts, capacity, host_capacity, tuple(lacks))
+    return replace(placement, lacks=(*lacks, *_lack_of_host(placement, study, profile)))
 
 
 def _divided(
-    needs: MemoryRequirements, profile: MachineProfile, *, copies: int
+    needs: MemoryRequirements, profile: MachineProfile, *, processes: int
 ) -> tuple[EngineMemory | None, str, list[str]]:
-    """Divide the memory as an engine does; return the division, its reason, and what is lacking."""
+    """Divide the memory as an engine does where processes share the sources.
+
+    Returns the division, its reason, and what is lacking.
+    """
     try:
         found = divide_memory(
             needs,
             gpu_free=profile.gpu_bytes,
             gpu_total=profile.gpu_bytes,
             host_free=profile.host_bytes,
-            copies=copies,
+            processes=processes,
+            is_shared=True,
         )
     except EngineUnavailable:
         usable = usable_gpu_bytes(profile.gpu_bytes, profile.gpu_bytes)
@@ -189,7 +187,7 @@ def _divided(
 
 
 def _larger_ranks(needs: MemoryRequirements, usable: int) -> str:
-    """What makes an engine fit: the least power of two of GPUs, or a smaller dtype."""
+    """Advice that makes an engine fit: the smallest power of two of GPUs, a smaller dtype, or shorter texts."""
     whole = needs.weights * needs.ranks
     fixed = needs.engine(1) - needs.weights - needs.max_length * needs.kv_token
     kv = needs.max_length * needs.kv_token * needs.ranks

@@ -140,7 +140,7 @@ def engine_speeds(
     if profile.gpus:
         products = profile.gpu_flops_float32 if dtype == "float32" else profile.gpu_flops
         reading = {"gpu": profile.gpu_bandwidth, "host": profile.link_bandwidth}.get(bank, profile.mapped_bandwidth)
-        # Every GPU of an engine reads and merges whole tensors.
+        # On GPUs, every rank of an engine reads and merges whole tensors.
         device = Device(products * ranks, profile.gpu_bandwidth * ranks, reading, GPU)
     else:
         copied = profile.copied_per_s(threads)
@@ -152,7 +152,6 @@ def engine_speeds(
         kv_bytes=kv_token_bytes(config, dtype),
         texts=texts,
         disk_bandwidth=profile.disk_bandwidth,
-        ranks=ranks,
     )
 
 

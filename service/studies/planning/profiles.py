@@ -6,7 +6,7 @@ share of them programs reach.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.engine_machines import EngineMachines
 
@@ -74,57 +74,48 @@ class MachineProfile:
 # (half of the memory with 40 GB a GPU); for others 96 GB and 12 cores a GPU. A core does 1.05e11 operations a second on
 # the machine of docs/measurements.md. The speeds of mapped files and of pinned memory were measured on an H100 there
 # (8.4 and 51.8 GB/s); those of PCIe 4 are half.
+H100 = MachineProfile(
+    name="h100",
+    cores=14,
+    host_bytes=256 * GB,
+    gpus=1,
+    gpu_bytes=80 * GB,
+    gpu_flops=989.4 * TERA,
+    gpu_flops_float32=67 * TERA,
+    gpu_bandwidth=3.35e12,
+    link_bandwidth=50e9,
+    mapped_bandwidth=8.4e9,
+    source="NVIDIA H100 data sheet (SXM5, 80 GB)",
+)
+A100 = MachineProfile(
+    name="a100",
+    cores=16,
+    host_bytes=256 * GB,
+    gpus=1,
+    gpu_bytes=80 * GB,
+    gpu_flops=312 * TERA,
+    gpu_flops_float32=19.5 * TERA,
+    gpu_bandwidth=2.039e12,
+    link_bandwidth=25e9,
+    mapped_bandwidth=4.2e9,
+    source="NVIDIA A100 data sheet (SXM4, 80 GB)",
+)
 KINDS: dict[str, MachineProfile] = {
-    "h100": MachineProfile(
-        name="h100",
-        cores=14,
-        host_bytes=256 * GB,
-        gpus=1,
-        gpu_bytes=80 * GB,
-        gpu_flops=989.4 * TERA,
-        gpu_flops_float32=67 * TERA,
-        gpu_bandwidth=3.35e12,
-        link_bandwidth=50e9,
-        mapped_bandwidth=8.4e9,
-        source="NVIDIA H100 data sheet (SXM5, 80 GB)",
-    ),
-    "h200": MachineProfile(
+    "h100": H100,
+    "h200": replace(
+        H100,
         name="h200",
-        cores=14,
-        host_bytes=256 * GB,
-        gpus=1,
         gpu_bytes=141 * GB,
-        gpu_flops=989.4 * TERA,
-        gpu_flops_float32=67 * TERA,
         gpu_bandwidth=4.8e12,
-        link_bandwidth=50e9,
-        mapped_bandwidth=8.4e9,
         source="NVIDIA H200 data sheet (SXM5, 141 GB)",
     ),
-    "a100": MachineProfile(
-        name="a100",
-        cores=16,
-        host_bytes=256 * GB,
-        gpus=1,
-        gpu_bytes=80 * GB,
-        gpu_flops=312 * TERA,
-        gpu_flops_float32=19.5 * TERA,
-        gpu_bandwidth=2.039e12,
-        link_bandwidth=25e9,
-        mapped_bandwidth=4.2e9,
-        source="NVIDIA A100 data sheet (SXM4, 80 GB)",
-    ),
-    "a100-40gb": MachineProfile(
+    "a100": A100,
+    "a100-40gb": replace(
+        A100,
         name="a100-40gb",
-        cores=16,
         host_bytes=128 * GB,
-        gpus=1,
         gpu_bytes=40 * GB,
-        gpu_flops=312 * TERA,
-        gpu_flops_float32=19.5 * TERA,
         gpu_bandwidth=1.555e12,
-        link_bandwidth=25e9,
-        mapped_bandwidth=4.2e9,
         source="NVIDIA A100 data sheet (SXM4, 40 GB)",
     ),
     "l40s": MachineProfile(

@@ -138,7 +138,6 @@ class Speeds:
         kv_bytes: Bytes of the keys and values of one token, over all of an engine's GPUs.
         texts: Texts that an engine serves at once.
         disk_bandwidth: Bytes per second that models are read from disk.
-        ranks: GPUs of an engine; each reads all sources.
     """
 
     facts: ModelFacts
@@ -147,7 +146,6 @@ class Speeds:
     kv_bytes: int
     texts: int
     disk_bandwidth: float
-    ranks: int = 1
 
     @property
     def model_bytes(self) -> int:

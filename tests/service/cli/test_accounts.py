@@ -133,7 +133,7 @@ def test_login_stores_a_token_that_works(terminal: Terminal, tmp_path: Path, mon
 
 
 def test_the_server_is_not_open_by_accident(tmp_path: Path) -> None:
-    """On an address that others reach, the server does not start without a user, unless it is told to."""
+    """On an address that others reach, the server starts without a user only with `--no-accounts`."""
     for host in ("0.0.0.0", "::"):
         with pytest.raises(Conflict, match=rf"--host {host}: others can reach this address, .* has no user; add an"):
             serve(tmp_path, host=host, port=0)

@@ -88,17 +88,18 @@ class EngineMemory:
 
 
 def divide_memory(
-    needs: MemoryRequirements, *, gpu_free: int, gpu_total: int, host_free: int, copies: int
+    needs: MemoryRequirements, *, gpu_free: int, gpu_total: int, host_free: int, processes: int, is_shared: bool
 ) -> EngineMemory:
     """Divide the memory of GPUs and host between engine and source weights.
 
-    Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. `copies` is the
-    number of copies of the sources that may be in host memory at once. The sources are kept in the first of these
-    places that is possible:
+    Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. `processes` is
+    the number of processes on the host that may merge at once: each keeps statistics of the sources, and a copy of the
+    sources unless the processes share one (`is_shared`). The sources are kept in the first of these places that is
+    possible:
 
     - on the GPU, if that leaves memory for an engine that serves many texts at once, or a few texts if the host has
       too little memory
-    - in host memory, if all copies fit into a part of it
+    - in host memory, if the sources and statistics of all processes fit into a part of it
     - in files mapped into memory
 
     Raises EngineUnavailable if the merged model does not fit into the GPU.
@@ -112,7 +113,8 @@ def divide_memory(
         )
     room = usable - needs.scratch
     left = room - needs.bank
-    in_host = copies * (needs.bank + needs.statistics) <= HOST_SHARE * host_free
+    copies = 1 if is_shared else processes
+    in_host = copies * needs.bank + processes * needs.statistics <= HOST_SHARE * host_free
     off_gpu = (Placement.HOST, Placement.MAPPED) if in_host else (Placement.MAPPED,)
     sizes = f"{needs.bank / GB:.1f} GB of sources"
     if left >= needs.engine(MANY_TEXTS if in_host else FEW_TEXTS):
@@ -122,6 +124,8 @@ def divide_memory(
     reason = f"next to {sizes} the GPU's {gpu_total / GB:.1f} GB have too little room for an engine"
     if not in_host:
         number = "a copy" if copies == 1 else f"{copies} copies (one for each GPU)"
+        if is_shared and processes > 1:
+            number = f"a copy that {processes} GPUs share, with statistics for each,"
         reason += f", and {number} would be more than half of the {host_free / GB:.1f} GB free on the host"
     return EngineMemory(off_gpu, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason)
 

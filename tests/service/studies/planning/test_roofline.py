@@ -29,9 +29,7 @@ BARE = Calibration(
     verify_reads=0.0,
 )
 # 1,000 parameters in layers and 100 in the head; no attention, so that operations are two for each parameter and token.
-FACTS = ModelFacts(
-    parameters=1100, multiplied=1000, head=100, attention=0, layers=2, tensors=5, num_sources=3, bank_bytes=6600
-)
+FACTS = ModelFacts(parameters=1100, multiplied=1000, head=100, attention=0, layers=2, tensors=5, bank_bytes=6600)
 
 
 def speeds(*, products: float = 1e6, bandwidth: float = 1e9, **changes: float) -> Speeds:

@@ -218,5 +218,4 @@ def test_plan_reads_no_weights(hub: Hub, root: Path) -> None:
     """A plan for other machines asks the hub for configurations and tokenizers alone."""
     plan = check(study_of(root), root, metadata_only=True, profile=profile_named("h100x1"))
     assert plan.machine.fits
-    assert plan.machine.facts.num_sources == 3
     assert not [file for file in hub.sent if "safetensors" in file]

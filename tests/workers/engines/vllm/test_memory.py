@@ -45,10 +45,19 @@ def four(config: dict[str, int], *, ranks: int = 1) -> MemoryRequirements:
 
 
 def divided(
-    needs: MemoryRequirements, total: int, *, free: int | None = None, host: int = 256 * GB, copies: int | None = None
+    needs: MemoryRequirements,
+    total: int,
+    *,
+    free: int | None = None,
+    host: int = 256 * GB,
+    processes: int | None = None,
+    is_shared: bool = False,
 ) -> EngineMemory:
     free = total - GB // 2 if free is None else free
-    return divide_memory(needs, gpu_free=free, gpu_total=total, host_free=host, copies=copies or needs.ranks)
+    processes = processes or needs.ranks
+    return divide_memory(
+        needs, gpu_free=free, gpu_total=total, host_free=host, processes=processes, is_shared=is_shared
+    )
 
 
 def test_what_is_given_out_fits_into_the_gpu() -> None:
@@ -93,10 +102,14 @@ def test_crowded_gpu_beats_mapped_files() -> None:
 
 
 def test_host_memory_counts_every_gpu() -> None:
-    """Every GPU of a machine may bring a copy into host memory."""
+    """Every GPU of a machine may bring a copy into host memory, unless they share one; each has its statistics."""
     needs = replace(four(LLAMA_2_7B), bank=70 * GB)
     assert divided(needs, A100, host=140 * GB).placements == ("host", "mapped")
-    found = divided(needs, A100, host=140 * GB, copies=2)
+    assert divided(needs, A100, host=140 * GB, processes=8, is_shared=True).placements == ("host", "mapped")
+    found = divided(replace(needs, statistics=GB), A100, host=140 * GB, processes=8, is_shared=True)
+    assert found.placements == ("mapped",)
+    assert "and a copy that 8 GPUs share, with statistics for each, would be more than half" in found.reason
+    found = divided(needs, A100, host=140 * GB, processes=2)
     assert found.placements == ("mapped",)
     assert found.reason.endswith(
         "and 2 copies (one for each GPU) would be more than half of the 140.0 GB free on the host"

@@ -99,6 +99,8 @@ class WeightContents:
                 # vLLM's CPU kernels for state-space layers fail with prefix caching.
                 "enable_prefix_caching": not model_config(self.prompts.directory, dtype=self.dtype).has_inner_state,
             }, opening
+        from workers.merging.node import shared_room
+
         ranks = self.options.tensor_parallel_size
         free, total = free_gpu_bytes(ranks)
         needs = self.requirements(gpu_free=free, gpu_total=total)
@@ -107,7 +109,8 @@ class WeightContents:
             gpu_free=free,
             gpu_total=total,
             host_free=free_host_bytes(),
-            copies=max(ranks, gpus_of_this_machine()),
+            processes=max(ranks, gpus_of_this_machine()),
+            is_shared=shared_room() >= needs.bank,
         )
         log.info("%s; the engine has %.2f of the GPU", memory.reason, memory.gpu_share)
         opening |= {"placements": memory.placements, "scratch_bytes": needs.scratch, "reason": memory.reason}
