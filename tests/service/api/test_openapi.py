@@ -35,7 +35,7 @@ from tests.service.api.harness import (
 )
 
 EXPORT = "e" * 32
-CONFIGURATION = {
+CONFIGURATION: dict[str, Any] = {
     "seed": 0,
     "generation": {"max-examples": 10, "deterministic": True},
     "phases": {"stateful": {"enabled": False}},
@@ -201,8 +201,10 @@ def test_with_accounts_it_keeps_to_its_document(tmp_path: Path) -> None:
         company = Company.on(server)
         few = {**CONFIGURATION, "generation": {"max-examples": 3, "deterministic": True}}
         for token in (company.tokens["root", Scope.ADMIN], None):
+            # Without a token almost every route refuses before it reads a request: its bounds need not be generated.
+            phases = {**CONFIGURATION["phases"], "coverage": {"enabled": token is not None}}
             schema = schemathesis.openapi.from_url(
-                f"{server.url}/openapi.json", config=schemathesis.Config.from_dict(few)
+                f"{server.url}/openapi.json", config=schemathesis.Config.from_dict({**few, "phases": phases})
             )
             # With Accept, events are a list: streams of jobs that have not ended would not end.
             schema.config.update(headers={**bearer(token), "Accept": "application/json"})

@@ -19,6 +19,25 @@ from workers.serving.fake import FakeScorer
 from workers.types import ScoreResult, Split
 
 
+class Clock:
+    """Monotonic clock that only the test advances, so that no limit depends on the machine's load."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     store, _ = new_study(tmp_path)
@@ -39,26 +58,26 @@ def idle_s(store: Store) -> float:
     return study.heartbeat_at - study.progressed_at
 
 
-def wait_for_heartbeat(store: Store) -> None:
-    before = store.jobs()[0].heartbeat_at
-    while store.jobs()[0].heartbeat_at == before:
-        time.sleep(0.01)
+def wait_for_heartbeats(store: Store) -> None:
+    """Wait for two heartbeats: the first may have been read before the last change."""
+    for _ in range(2):
+        before = store.jobs()[0].heartbeat_at
+        while store.jobs()[0].heartbeat_at == before:
+            time.sleep(0.01)
 
 
-def test_a_driver_that_hangs_stays_alive_and_is_idle(store: Store, writer: JobWriter) -> None:
+def test_a_driver_that_hangs_stays_alive_and_is_idle(store: Store, writer: JobWriter, clock: Clock) -> None:
     with Heartbeat(writer, 0.0, interval_s=0.02) as heartbeat:
-        time.sleep(0.5)
-        wait_for_heartbeat(store)
-        assert idle_s(store) > 0.5
+        clock.advance(60)
+        wait_for_heartbeats(store)
+        assert idle_s(store) == pytest.approx(60, abs=0.01)
         writer.set_state(JobState.RUNNING)
-        wait_for_heartbeat(store)
-        wait_for_heartbeat(store)
-        assert idle_s(store) < 0.3, "something was stored"
-        time.sleep(0.4)
+        wait_for_heartbeats(store)
+        assert idle_s(store) == pytest.approx(0, abs=0.01), "something was stored"
+        clock.advance(30)
         heartbeat.progressed()
-        wait_for_heartbeat(store)
-        wait_for_heartbeat(store)
-        assert idle_s(store) < 0.3, "it said so"
+        wait_for_heartbeats(store)
+        assert idle_s(store) == pytest.approx(0, abs=0.01), "it said so"
 
 
 def test_idle_limit_follows_chunks(store: Store, writer: JobWriter) -> None:
@@ -82,13 +101,13 @@ def test_idle_limit_follows_chunks(store: Store, writer: JobWriter) -> None:
     assert store.job(study).patience_s == PATIENCE_CHUNKS * 120.0
 
 
-def test_waiting_time_is_not_counted(store: Store, writer: JobWriter) -> None:
+def test_waiting_time_is_not_counted(store: Store, writer: JobWriter, clock: Clock) -> None:
     """Time without a chunk is not counted while the driver only waits."""
     heartbeat = Heartbeat(writer, 100.0)
-    time.sleep(0.2)
+    clock.advance(20)
     writer.set_state(JobState.RUNNING)
     heartbeat.send()
-    assert store.jobs()[0].wall_clock_s > 100.2
+    assert store.jobs()[0].wall_clock_s == 120.0
     heartbeat.discount()
     assert store.jobs()[0].wall_clock_s == 100.0
 
@@ -100,45 +119,43 @@ class Starting(FakeScorer):
         return not self.is_up
 
 
-def test_driver_reports_waiting_for_engine(store: Store, writer: JobWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_reports_waiting_for_engine(store: Store, writer: JobWriter, clock: Clock) -> None:
     """A driver that waits for an engine says so until it receives results."""
 
     def waits_for() -> str | None:
         watch.look()
         return store.jobs()[0].waiting_for
 
-    monkeypatch.setattr(attempt, "ENGINE_CHECK_S", 0.05)
     scorer = Starting()
     heartbeat = Heartbeat(writer, 0.0)
     watch = attempt._WaitWatch(scorer, lambda: (), writer, heartbeat)
     assert waits_for() is None
     for _ in range(3):
-        time.sleep(0.1)
+        clock.advance(attempt.ENGINE_CHECK_S)
         assert waits_for() == "an engine to start"
-        assert heartbeat.idle_s < 0.1, "the start of an engine is progress"
+        assert heartbeat.idle_s == 0, "the start of an engine is progress"
     writer.set_state(JobState.RUNNING)
     assert waits_for() is None
     scorer.is_up = True
-    time.sleep(0.1)
+    clock.advance(attempt.ENGINE_CHECK_S)
     assert waits_for() is None
-    assert heartbeat.idle_s >= 0.1
+    assert heartbeat.idle_s == attempt.ENGINE_CHECK_S
 
 
-def test_driver_reports_waiting_for_judge(store: Store, writer: JobWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_reports_waiting_for_judge(store: Store, writer: JobWriter, clock: Clock) -> None:
     """A driver that waits for a judge says so, and is not replaced meanwhile."""
-    monkeypatch.setattr(attempt, "ENGINE_CHECK_S", 0.05)
     judges = ["http://judge/v1"]
     heartbeat = Heartbeat(writer, 0.0)
     watch = attempt._WaitWatch(FakeScorer(), lambda: judges, writer, heartbeat)
-    time.sleep(0.1)
+    clock.advance(attempt.ENGINE_CHECK_S)
     watch.look()
     assert store.jobs()[0].waiting_for == "the judge at http://judge/v1"
-    assert heartbeat.idle_s < 0.1
+    assert heartbeat.idle_s == 0
     judges.clear()
-    time.sleep(0.1)
+    clock.advance(attempt.ENGINE_CHECK_S)
     watch.look()
     assert store.jobs()[0].waiting_for is None
-    assert heartbeat.idle_s >= 0.1
+    assert heartbeat.idle_s == attempt.ENGINE_CHECK_S
 
 
 def test_heartbeat_reports_a_takeover(store: Store, writer: JobWriter) -> None:
@@ -146,6 +163,6 @@ def test_heartbeat_reports_a_takeover(store: Store, writer: JobWriter) -> None:
     with Heartbeat(writer, 0.0, interval_s=0.02) as heartbeat:
         heartbeat.check()
         store.open_attempt(writer.job_id)
-        time.sleep(0.5)
+        heartbeat._thread.join()
         with pytest.raises(StaleAttempt, match=r"attempt 1 may not write, attempt 2 has taken over"):
             heartbeat.check()
