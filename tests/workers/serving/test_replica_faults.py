@@ -158,7 +158,8 @@ def test_slow_chunk_counts_as_hung() -> None:
     worker = replica._worker
     assert isinstance(worker, FakeScorer)
     worker.sample_delay_s = 0.2
-    assert seconds_until_unhealthy(replica, request(0.5, stop=10)) == pytest.approx(1.0, rel=0.3)
+    noticed_s = seconds_until_unhealthy(replica, request(0.5, stop=10))
+    assert 0.7 < noticed_s < 2.0, "after the limit of about 1 s, and before the chunk's end"
     assert is_healthy(replica), "it has finished after all"
 
 
