@@ -264,9 +264,9 @@ class Hm3Space:
         return None
 
     def coefficients_of(self, recipe: Recipe) -> Coefficients:
-        """The coefficients of the experts in the merges on the layer path of `recipe`, as numeric parameters.
+        """Numeric parameters with the coefficients that the experts have in the merged layers of `recipe`.
 
-        Experts are included if paths may have their layers, unchanged or merged.
+        An expert has parameters if the search space allows its layers on a path, either unchanged or merged.
         """
         merged = {source.model for merge in self._merges for source in merge.sources}
         experts = [expert for expert in self._models.experts if expert in {*self.paths.models, *merged}]

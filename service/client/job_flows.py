@@ -201,9 +201,9 @@ def cancel(job: Reference) -> Flow[JobDocument]:
 def resume(job: Reference) -> Flow[JobDocument]:
     """Resume a job that has FAILED, or let a job that waits try again now.
 
-    A study continues from its stored results, a fine-tuning from its last checkpoint. Stored samples are not scored
-    again, unless the engine that scored them failed a check afterwards; a COMPLETE study with such samples can be
-    resumed too.
+    A study continues from its stored results, and a fine-tuning continues from its last checkpoint. Stored
+    samples are not scored again unless they are void, that is, unless their engine failed a check after it
+    scored them. A COMPLETE study that has void samples can be resumed.
 
     Args:
         job: Id of a study, or the server's document of a job of any kind.
@@ -212,7 +212,7 @@ def resume(job: Reference) -> Flow[JobDocument]:
         The server's document of the job after the request.
 
     Raises:
-        RequestRefused: The job is CANCELLED, or is COMPLETE without such samples.
+        RequestRefused: The job is CANCELLED, or it is COMPLETE and has no void samples.
 
     Examples:
         >>> client.resume("5f0c...")

@@ -259,9 +259,10 @@ def _attacks(
     facts: Mapping[str, BenchmarkFacts],
     bounds: Mapping[str, Bounds],
 ) -> dict[str, AttackedValue]:
-    """Results of one merge with adversarial prompt templates, by benchmark, if every sample was scored.
+    """Results of one merge with adversarial prompt templates, by benchmark.
 
-    `samples` are all its values of benchmarks, `own` those with the original prompts.
+    A benchmark is left out until all its samples are scored. `samples` has the merge's values on all benchmarks with
+    all templates, and `own` has the values with the original templates.
     """
     values = {}
     for name, each in found.items():

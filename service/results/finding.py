@@ -33,8 +33,8 @@ RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
 class RivalTest:
     """Comparison of the search's finalists (best trials) with the best baseline of one kind, on holdout data.
 
-    The rival is the baseline that is best on the holdout data themselves. Part of its lead may be luck, which makes the
-    comparison harder for the finalists.
+    The rival is the best of these baselines on the holdout data. It is chosen on the data of the comparison, so part of
+    its advantage over the other baselines may be chance. The comparison is therefore conservative for the finalists.
 
     Attributes:
         origin: Kind of baseline: source model or published recipe.

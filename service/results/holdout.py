@@ -202,10 +202,10 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 def sample_bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
     """Find the lowest and highest possible sample value of each objective, for confidence intervals.
 
-    If all `samples` of an objective are in its range, the bounds are this range. Otherwise the objective is usually
-    left out, because only the interval of a single value needs bounds. If a trial has a single value of such an
-    objective, the bounds are the lowest and the highest number among all values and the ends of the range, each moved
-    outwards by the distance between the two.
+    If all `samples` of an objective are in its range, the bounds are this range. Otherwise the objective is left
+    out, except if a trial has a single value of it, because only the confidence interval of a single value needs
+    bounds. The bounds are then computed from the lowest number and the highest number among all values and the two ends
+    of the range: both are moved outwards by the distance between them.
     """
     found = {}
     for objective in objectives:

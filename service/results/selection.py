@@ -253,7 +253,7 @@ def chosen_trials(
 def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:
     """Select the finalists and the given trials that they are compared with, in order of number.
 
-    The given trials are every baseline, and every merge that the user gave, among those of `trials` at full budget.
+    The given trials are the baselines and the merges in the study file. Only trials at full budget are selected.
     """
     baselines = (t for t in full_budget_trials(trials) if t.origin.is_given)
     by_number = {trial.number: trial for trial in (*finalists, *baselines)}

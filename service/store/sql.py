@@ -437,10 +437,12 @@ class Store:
             return None if payload is None else str(payload["reason"])
 
     def resume(self, job_id: str, *, reason: str) -> JobRecord:
-        """Let a FAILED or STOPPED job, or a COMPLETE one with void samples, continue, and return the job.
+        """Let a job continue, and return it.
 
-        The job becomes STOPPED, and its failed drivers are counted from zero again. A job in another state is not
-        changed, nor is a COMPLETE job whose responses were removed. Raises NotFound if there is no such job.
+        Jobs that can continue are FAILED, are STOPPED, or are COMPLETE and have void samples: samples whose engine
+        failed a check after it scored them. The job becomes STOPPED, and the number of its failed drivers becomes zero.
+        Other jobs are not changed. A COMPLETE job whose responses were removed is not changed either. Raises NotFound
+        if there is no such job.
         """
         table = schema.studies
         held = holdings()

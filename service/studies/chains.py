@@ -309,10 +309,11 @@ def _dtype_of(config: Mapping[str, Any]) -> str:
 
 
 def on_server(store: Store, *, reader: Account | None) -> OpenStudy:
-    """Make a function that opens other studies that a study file names by id, in the server's store.
+    """Return a function that opens a study of the server's store by its id.
 
-    `reader` has the rights of the user whose study names them; None is every right. A study that the user may not read
-    is one that does not exist (NotFound).
+    A study file can name other studies by id, for example to continue their search. `reader` has the rights of the user
+    who submitted the file; None permits every study. The returned function raises NotFound for a study that does not
+    exist, and for a study that the user may not read.
     """
 
     @contextmanager

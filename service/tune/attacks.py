@@ -74,8 +74,8 @@ class Attacks:
     def advance(self, digest: str, index: int) -> bool:
         """Continue a recipe's search for the worst prompt template until it needs the scores of further templates.
 
-        All samples that the attack has requested so far must be stored. The sample cache then lists the samples with
-        the further templates as missing, except those that are stored already. Returns False if the attack has ended.
+        Call this method when all samples that the attack has requested are stored. Afterwards the sample cache lists
+        the samples of the further templates as missing, unless they are stored. Returns False if the attack has ended.
         Raises InvalidModel if the fill-mask model cannot be used.
         """
         benchmark = self._plan.benchmarks[index]

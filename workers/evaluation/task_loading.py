@@ -123,9 +123,10 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 
 @contextlib.contextmanager
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager for a confined process, in which lm-eval builds tasks that run Python functions of their own.
+    """Context manager of a confined process that lets lm-eval build tasks with Python functions of their own.
 
-    `data` has the data that were loaded before (`Recording.datasets`). Other data raise InvalidTask inside the context.
+    The process cannot load data itself. `data` has the data sets that were loaded before (`Recording.datasets`). Inside
+    the context, a task that needs another data set raises InvalidTask.
     """
     import datasets
     import lm_eval.api.task

@@ -276,11 +276,12 @@ class Bank:
         return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
-        """An object that finds the n-th largest variance of elements between the task vectors of `sources`.
+        """Return an object that finds the n-th largest variance among the elements of a tensor.
 
-        Tensors are given as (alias, name). The object is a table, which is cached while it is recently used. If the
-        bank has `keeps_statistics=False`, there is no table, and the n-th largest is selected when it is needed.
-        Returns None for empty tensors.
+        The variance of an element is its variance between the task vectors of `sources`. Tensors are given as (alias,
+        name). With `keeps_statistics=True` in the bank, the object is a table of the variances, and the bank caches
+        recently used tables. Otherwise the object selects the n-th largest variance at each call. Returns None for
+        empty tensors.
         """
 
         def made() -> MagnitudeTable:

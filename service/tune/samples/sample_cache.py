@@ -24,9 +24,12 @@ __all__ = ["SampleCache"]
 class SampleCache:
     """In-memory cache of the sample values of one study, by recipe.
 
-    Trials with equal recipes share their samples. Holdout data have a single rung, which has all samples. On benchmark
-    data, the rung is the position of a benchmark in `Plan.benchmarks`. It has all samples of the benchmark, and all
-    samples of the prompt templates with which the recipe is attacked at present (`set_attacked`).
+    Trials with equal recipes share their samples. The samples of a data split are grouped into rungs:
+
+    - Search data: a rung is a budget level of the scheduler, that is, a number of samples.
+    - Holdout data: the only rung has all samples.
+    - Benchmark data: each benchmark has a rung, with its position in `Plan.benchmarks` as number. The rung has the
+      samples of the original prompt template, and those of the templates that `set_attacked` has set last.
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:

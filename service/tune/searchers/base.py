@@ -153,10 +153,11 @@ class Searcher(Protocol):
     """The interface of a search algorithm, which proposes configurations."""
 
     def advance(self, context: ProposalContext, /) -> StepRequest | dict[str, Any]:
-        """The configuration of trial `context.number`, or a request for a step that must be computed first.
+        """Return the configuration of trial `context.number`, or a request for a computation that is needed before.
 
-        The configuration is valid in `context.parameters`, with inactive parameters left out. Most searchers need no
-        steps, except to store a decision, and return a configuration at once.
+        Such a computation is called a step, for example the gradients of a recipe. The caller computes the step, stores
+        its result and calls `advance` again. The configuration is valid in `context.parameters` and has no inactive
+        parameters. Most searchers return a configuration at once, or request only that a decision is stored.
         """
         ...
 

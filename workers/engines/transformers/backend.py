@@ -140,11 +140,11 @@ def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) ->
 
 
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
-    """One number for how much two lists of log-probabilities of the same tokens differ; NaN if one contains NaN.
+    """Difference between two lists of log-probabilities of the same tokens, in nats.
 
-    `dtype` is the engine's dtype. For "float32" the result is the largest difference. For dtypes of 16 bits it is the
-    root mean square of the differences, because the rounding errors of a whole model, small on average, change single
-    unlikely tokens by large amounts.
+    The result is NaN if a list contains NaN. `dtype` is the engine's dtype. For "float32" the result is the largest
+    absolute difference. For dtypes of 16 bits it is the root mean square of the differences: rounding errors are small
+    on average there, but can change the log-probabilities of single unlikely tokens by large amounts.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return float(np.max(apart) if dtype == "float32" else np.sqrt(np.mean(np.square(apart))))

@@ -13,10 +13,11 @@ __all__ = ["prepared_attack"]
 
 
 def prepared_attack(option: AttackSpec, info: TaskInfo) -> PromptAttack:
-    """Check that the attack on prompts that a study file describes can run on one task, and build it.
+    """Build the prompt attack of one task from its description in the study file, `option`.
 
-    `option` is the file's description. Raises InvalidTask, with the field of the option that is wrong, if the task has
-    no template that can be attacked, if no label is protected, and if a fill-mask model or encoder is not there.
+    A prompt attack searches for a changed prompt template with which a model's metric is worse. Raises InvalidTask,
+    with the field of `option` that is wrong, if the task has no template that can be changed, if no label would be
+    protected from changes, or if the fill-mask model or the sentence encoder does not exist.
     """
     if not info.template:
         raise InvalidTask(

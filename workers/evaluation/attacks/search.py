@@ -29,10 +29,10 @@ UNKNOWN = "[UNK]"
 
 @dataclass(frozen=True)
 class PromptAttack:
-    """An attack on the prompts of one task: its options, and the prompt template that it changes.
+    """A search for changed prompt templates of one task with which a model's metric is worse.
 
-    `option` is from the study file. In `original`, the template, the words of labels are fixed: no attack may change
-    them.
+    `option` has the attack's options from the study file. `original` is the task's prompt template; the label words in
+    it are protected, so no attack changes them.
     """
 
     option: AttackSpec
@@ -53,9 +53,10 @@ class PromptAttack:
 class Attacked:
     """The result of an attack on one model: the template that it found, and the model's metric with it.
 
-    `template` is the original one if no attacked one is worse; an attack by sentences takes the worst of them even if
-    it is better than the original. `num_queries` counts the templates that were scored, without the original one.
-    `is_cut` says that `max_queries` ended the attack.
+    `template` is the original template if no changed template has a worse metric. The result of an attack that appends
+    sentences is an exception: its `template` is the worst changed template, even if the original template is worse.
+    `num_queries` is the number of changed templates that were scored. `is_cut` tells whether the limit `max_queries`
+    ended the attack.
     """
 
     template: str

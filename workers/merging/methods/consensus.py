@@ -83,9 +83,11 @@ def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *,
 
 
 def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The element-wise weighted sum of the task vectors that have the elected sign, divided by their number (PEFT).
+    """Disjoint mean of weighted task vectors, as PEFT computes it for TIES.
 
-    The elected sign is the sign of the unweighted sum of all task vectors `taus`; it is positive if this sum is zero.
+    The sign of an element is elected by the unweighted sum of all task vectors `taus`; a sum of zero elects the
+    positive sign. The result is the weighted sum over the task vectors whose element has the elected sign, divided by
+    the number of these task vectors.
     """
     is_positive = _sum(taus) >= 0
     merged = torch.zeros_like(taus[0])

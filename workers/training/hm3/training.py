@@ -238,12 +238,13 @@ class PolicyTraining:
     ) -> UpdateStatistics | None:
         """Update the policy of an iteration with the outcomes of its episodes, and save its checkpoint.
 
-        Returns None if the policy does not learn from this iteration, for example in the warm-up. `outcomes_BK` are as
-        in `Learner.update`. Episodes that another process built are built again, with the same result. `paths` are the
-        paths that were scored, and `scales` are the scales of their layers, if layers have any. If a scored path
-        differs from the episode's path, the policy learns from the scored path. This is the case if the searcher
-        proposed a random change of the best path (a mutant), and in a search that an earlier version of this package
-        began. With `restarts` the policy network is reinitialised before it learns.
+        `paths` are the paths that were scored, and `scales` are the scales of their layers, if layers have scales.
+        `outcomes_BK` are their outcomes, as in `Learner.update`. Episodes that another process built are built again,
+        with the same result. A scored path can differ from its episode's path: the searcher may have changed the best
+        path at random instead (a mutant), or an earlier version of this package may have begun the search. The policy
+        then learns from the scored path. With `restarts`, the policy network is reinitialised before the update.
+
+        Returns None if the policy does not learn from this iteration, for example during the warm-up.
         """
         if not self.is_learned_from(iteration):
             return None
