@@ -48,7 +48,7 @@ from workers.models.remote import is_metadata_only
 from workers.models.vocabulary import TokenAlignment
 from workers.types import Family, Placement
 
-__all__ = ["Bank", "Key", "Mask"]
+__all__ = ["Bank", "Key", "Mask", "content_name"]
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Bank:
         ]
         if is_shared:
             try:
-                self.node = Node(SharedDirectory(self._content))
+                self.node = Node(SharedDirectory(content_name(self.family, self.device.type)))
                 if self.placement is Placement.HOST:
                     self._stored = _shared(infos, self.node.shared, is_pinned=self.device.type == "cuda")
                     return
@@ -153,14 +153,6 @@ class Bank:
                 log.warning("processes of this node share no memory for the sources: %s", error)
         place = _placing(self.placement, self.device, self.num_bytes)
         self._stored = {info: place(checkpoint.read_stored(info)) for info, checkpoint in infos}
-
-    @property
-    def _content(self) -> str:
-        """A name for the content of the bank, with the aliases by which statistics are named."""
-        models = sorted((model.alias, model.fingerprint) for model in self.family.models)
-        family = self.family
-        content = repr((models, family.tokenizer, sorted(family.vocabulary.items()), self.device.type))
-        return hashlib.sha256(content.encode()).hexdigest()[:32]
 
     @property
     def family(self) -> Family:
@@ -544,6 +536,16 @@ class Bank:
             return self.get(*key).cpu()
         self._reads.add(source.num_elements)
         return self._stored[source].cpu()
+
+
+def content_name(family: Family, device_type: str) -> str:
+    """Name of a bank's content, which processes of a node share on devices of one type, such as "cuda".
+
+    Aliases are a part of the content, because they name statistics.
+    """
+    models = sorted((model.alias, model.fingerprint) for model in family.models)
+    content = repr((models, family.tokenizer, sorted(family.vocabulary.items()), device_type))
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:

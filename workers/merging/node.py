@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["SHARED_MEMORY", "NoRoom", "Node", "SharedDirectory", "remove_unused", "shared_room"]
+__all__ = ["SHARED_MEMORY", "NoRoom", "Node", "SharedDirectory", "free_shared_bytes", "remove_unused", "shared_bytes"]
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ SHARED_MEMORY = Path("/dev/shm")
 NUM_LOCKS = 64
 # Rules of recipes are removed, the oldest first, once there are twice as many.
 MOST_RULES = 4096
+OWN = "mergesearch-"  # and the number of a user, whose directories are below
 USERS, FILLED, SOURCES = "users", "filled", "sources"
 # A process that waits says so in the log after this time, and again each time that it has doubled.
 FIRST_NOTE_S = 2.0
@@ -118,10 +119,18 @@ class SharedDirectory:
             self.close()
 
 
-def shared_room() -> int:
+def free_shared_bytes() -> int:
     """The free bytes of the node's shared memory; 0 if it has none."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        return 0
+
+
+def shared_bytes(name: str) -> int:
+    """The bytes of shared memory that the sources in the SharedDirectory `name` have, of this user; 0 for none."""
+    try:
+        return (SHARED_MEMORY / f"{OWN}{os.getuid()}" / name / SOURCES).stat().st_blocks * 512
     except OSError:
         return 0
 
@@ -184,7 +193,7 @@ class Node:
 
 def _own_directory(root: Path) -> Path:
     """The directory of this user in shared memory. Raises NoRoom if another user has made one of its name."""
-    own = root / f"mergesearch-{os.getuid()}"
+    own = root / f"{OWN}{os.getuid()}"
     try:
         own.mkdir(mode=0o700, exist_ok=True)
         found = own.lstat()

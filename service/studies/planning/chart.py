@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from service.studies.planning.profiles import MachineProfile
+from workers.types import Placement
 
 if TYPE_CHECKING:
     from search_spaces.study.file import Study
@@ -23,8 +24,9 @@ PRODUCTS = {
     "l40s": "NVIDIA-L40S",
     "rtx4090": "NVIDIA-GeForce-RTX-4090",
 }
-# Shares of a node's memory: of a pod, as the system needs some, and of its shared memory, which counts towards it.
-POD_SHARE, SHM_SHARE = 0.9, 0.3
+# Shares of a node's memory: of a pod, as the system needs some, and of its shared memory, which counts towards it. The
+# chart refuses more than half of a pod's memory.
+POD_SHARE, SHM_SHARE, MOST_SHM_SHARE = 0.9, 0.3, 0.5
 
 
 def chart_values(
@@ -36,10 +38,13 @@ def chart_values(
     with room. The rest, such as the database, is in the chart's profiles.
     """
     memory = int(POD_SHARE * profile.host_bytes / GIB)
+    # Engines share the sources that they keep in host memory there.
+    shared = math.ceil(1.05 * sources_bytes / GIB) if placement.bank == Placement.HOST else 0
+    shm = min(int(MOST_SHM_SHARE * memory), max(int(SHM_SHARE * memory), shared))
     pod = {
         "cpu": str(max(1, profile.cores - 2)),
         "memory": f"{memory}Gi",
-        "shm": f"{max(1, int(SHM_SHARE * memory))}Gi",
+        "shm": f"{max(1, shm)}Gi",
     }
     cache = {"cache": {"size": f"{max(20, math.ceil(1.5 * sources_bytes / GIB))}Gi"}}
     if not profile.gpus:

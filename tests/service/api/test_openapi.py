@@ -201,7 +201,7 @@ def test_with_accounts_it_keeps_to_its_document(tmp_path: Path) -> None:
         company = Company.on(server)
         few = {**CONFIGURATION, "generation": {"max-examples": 3, "deterministic": True}}
         for token in (company.tokens["root", Scope.ADMIN], None):
-            # Without a token almost every route refuses before it reads a request: its bounds need not be generated.
+            # Without a token almost every route refuses before it reads its parameters.
             phases = {**CONFIGURATION["phases"], "coverage": {"enabled": token is not None}}
             schema = schemathesis.openapi.from_url(
                 f"{server.url}/openapi.json", config=schemathesis.Config.from_dict({**few, "phases": phases})

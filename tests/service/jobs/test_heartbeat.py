@@ -163,6 +163,6 @@ def test_heartbeat_reports_a_takeover(store: Store, writer: JobWriter) -> None:
     with Heartbeat(writer, 0.0, interval_s=0.02) as heartbeat:
         heartbeat.check()
         store.open_attempt(writer.job_id)
-        heartbeat._thread.join()
+        heartbeat._thread.join(30)  # it ends with the first refusal
         with pytest.raises(StaleAttempt, match=r"attempt 1 may not write, attempt 2 has taken over"):
             heartbeat.check()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from workers.merging import node
-from workers.merging.node import Node, NoRoom, SharedDirectory, remove_unused
+from workers.merging.node import Node, NoRoom, SharedDirectory, free_shared_bytes, remove_unused, shared_bytes
 
 OPENS = """
 import sys, time
@@ -157,3 +157,18 @@ def test_values_are_kept_by_name_and_old_rules_are_removed(root: Path, monkeypat
     assert other.value(("norm", 2), lambda: 3) == 3
     assert Node().value(("norm", 1), lambda: 5) == 5
     shared.close()
+
+
+def test_bytes_of_shared_sources_are_known(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process can ask how much memory sources have, without opening them."""
+    monkeypatch.setattr(node, "SHARED_MEMORY", root)
+    assert free_shared_bytes() > 0
+    shared = SharedDirectory("sources")
+    assert shared_bytes("sources") == 0
+    shared.fill(1 << 20, lambda memory: None)
+    assert 1 << 20 <= shared_bytes("sources") <= 2 << 20
+    assert shared_bytes("others") == 0
+    shared.close()
+    assert shared_bytes("sources") == 0
+    monkeypatch.setattr(node, "SHARED_MEMORY", root / "missing")
+    assert free_shared_bytes() == shared_bytes("sources") == 0

@@ -45,10 +45,9 @@ class LearnerOptions:
     """Options for updating the policy network and the value network.
 
     The options `clip` and the lambda of GAE (generalized advantage estimation) have the values that HM3's authors
-    state; the others were chosen here. `recalled` is the number of earlier episodes in each
-    mini-batch of the value network. `target_kl` is a limit, in nats per step of an episode: the policy network stops
-    its updates with the episodes of an iteration once its KL divergence from the policy that built them exceeds the
-    limit.
+    state; the others were chosen here. `recalled` is the number of earlier episodes in each mini-batch of the value
+    network. `target_kl` is a limit, in nats per step of an episode: the policy network stops its updates with the
+    episodes of an iteration once its KL divergence from the policy that built them exceeds the limit.
     """
 
     clip: float = 0.1

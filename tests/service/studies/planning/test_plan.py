@@ -17,6 +17,7 @@ from service.cli.plan import plan_text
 from service.jobs.search.dry_run import CheckedPlan, check
 from service.jobs.search.plan_document import plan_document
 from service.schemas.json_schemas import schemas
+from service.studies.planning.chart import chart_values
 from service.studies.planning.named import profile_named
 from tests.service.studies.planning.examples import EXAMPLES, Example, example_study
 
@@ -94,6 +95,20 @@ def test_more_engines_are_never_slower(planned: Planned) -> None:
         plan = planned("Qwen2.5-7B, 3 full experts", profile="h100x8", engine={"replicas": replicas}).machine
         hours.append((plan.hours.least, plan.hours.most))
     assert hours == sorted(hours, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("bank", "gib", "shm"), [("gpu", 100, 64), ("host", 10, 64), ("host", 80, 84), ("host", 200, 107)]
+)
+def test_shared_memory_of_pods_holds_the_sources(
+    planned: Planned, tmp_path: Path, bank: str, gib: int, shm: int
+) -> None:
+    """The chart's pods have shared memory for the sources that engines share, up to the half that the chart accepts."""
+    name = "Qwen2.5-7B, 3 full experts"
+    placed = replace(planned(name).machine.placement, bank=bank)
+    study = example_study(tmp_path, EXAMPLES[name])
+    values = chart_values(study, profile_named("a100x1"), placed, sources_bytes=gib << 30)
+    assert values["ray"]["gpuGroups"][0]["shm"] == f"{shm}Gi"
 
 
 def test_parts_add_up_to_what_is_compared(planned: Planned) -> None:

@@ -45,7 +45,7 @@ def test_rival_ahead_stops_a_trial() -> None:
     assert list(table.ready()) == []
 
 
-def test_a_tie_goes_on_and_whoever_ends_best_is_the_next_rival() -> None:
+def test_a_tie_goes_on_and_the_best_trial_is_the_next_rival() -> None:
     table = race(baselines=1)
     scored_in_full(table, 0, 0.5, 0.5, 0.5)
     assert propose(table) == 1
@@ -120,7 +120,7 @@ def test_resumed_order_gives_same_decisions(max_staleness: int) -> None:
     assert list(again.ready()) == []
 
 
-def test_with_constraints_whoever_violates_them_less_is_ahead() -> None:
+def test_with_constraints_the_smaller_violation_is_ahead() -> None:
     violation = {(0, 2): 0.0, (0, 0): 0.0, (1, 2): 0.4, (1, 0): 0.4, (2, 0): 0.1, (3, 0): 0.0}
     table = race(violation=lambda number, rung: violation[number, rung])
     scored_in_full(table, 0, 0.5, 0.5, 0.5)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.memory import (
     FEW_TEXTS,
     MANY_TEXTS,
@@ -19,7 +21,10 @@ from workers.engines.vllm.memory import (
     kv_token_bytes,
     memory_requirements,
 )
+from workers.engines.vllm.startup import contents
+from workers.engines.vllm.startup.contents import WeightContents
 from workers.errors import EngineUnavailable
+from workers.merging import bank, node
 from workers.merging.bank import Bank
 from workers.models.config import read_config
 from workers.models.family import open_sources
@@ -183,3 +188,20 @@ def test_kv_cache_holds_one_whole_text_and_no_more_than_needed() -> None:
     assert kv_cache_bytes(tiny, 256, "float32") == 256 * 384 * 2 * 4 * 128 * 4
     assert kv_cache_bytes(large, 2048, "bfloat16") == 1 << 30
     assert kv_cache_bytes(large, 32768, "bfloat16") >= 32768 * 2 * 32 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize(("already", "placement"), [(0, "mapped"), (70 * GB, "host")])
+def test_a_later_engine_uses_the_shared_copy(already: int, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine keeps its sources in the copy of an earlier one, although there is no room for a second."""
+    needs = replace(four(LLAMA_2_7B), bank=70 * GB)
+    engine = object.__new__(WeightContents)  # the constructor asks vLLM about this machine
+    engine.options, engine.is_cpu = EngineOptions(), False
+    monkeypatch.setattr(engine, "sources", SimpleNamespace(family=None), raising=False)
+    monkeypatch.setattr(engine, "requirements", lambda **_: needs)
+    monkeypatch.setattr(contents, "free_gpu_bytes", lambda ranks: (A100 - GB // 2, A100))
+    monkeypatch.setattr(contents, "gpus_of_this_machine", lambda: 8)
+    monkeypatch.setattr(contents, "free_host_bytes", lambda: 140 * GB - already)
+    monkeypatch.setattr(bank, "content_name", lambda family, device: f"sources on {device}")
+    monkeypatch.setattr(node, "shared_bytes", {"sources on cuda": already}.get)
+    monkeypatch.setattr(node, "free_shared_bytes", lambda: 10 * GB)
+    assert engine.options_by_device()[1]["placements"][0] == placement

@@ -99,18 +99,21 @@ class WeightContents:
                 # vLLM's CPU kernels for state-space layers fail with prefix caching.
                 "enable_prefix_caching": not model_config(self.prompts.directory, dtype=self.dtype).has_inner_state,
             }, opening
-        from workers.merging.node import shared_room
+        from workers.merging.bank import content_name
+        from workers.merging.node import free_shared_bytes, shared_bytes
 
         ranks = self.options.tensor_parallel_size
         free, total = free_gpu_bytes(ranks)
         needs = self.requirements(gpu_free=free, gpu_total=total)
+        # The copy of an engine that was started before is used again.
+        already = shared_bytes(content_name(self.sources.family, "cuda"))
         memory: EngineMemory = divide_memory(
             needs,
             gpu_free=free,
             gpu_total=total,
-            host_free=free_host_bytes(),
+            host_free=free_host_bytes() + already,
             processes=max(ranks, gpus_of_this_machine()),
-            is_shared=shared_room() >= needs.bank,
+            is_shared=already + free_shared_bytes() >= needs.bank,
         )
         log.info("%s; the engine has %.2f of the GPU", memory.reason, memory.gpu_share)
         opening |= {"placements": memory.placements, "scratch_bytes": needs.scratch, "reason": memory.reason}
