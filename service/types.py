@@ -29,6 +29,7 @@ __all__ = [
     "RungRecord",
     "Scope",
     "Sharing",
+    "Steering",
     "StoredRecipe",
     "TeamRecord",
     "TokenRecord",
@@ -91,12 +92,13 @@ class JobState(StrEnum):
     """State of a job: CREATED, then RUNNING, and at its end COMPLETE, FAILED or CANCELLED.
 
     A job is STOPPED if its driver ended before the job did. A server continues a STOPPED job automatically, and a
-    FAILED job on request.
+    FAILED or PAUSED job on request.
     """
 
     CREATED = "CREATED"
     RUNNING = "RUNNING"
     STOPPED = "STOPPED"
+    PAUSED = "PAUSED"
     COMPLETE = "COMPLETE"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
@@ -126,6 +128,7 @@ class EventKind(StrEnum):
     STATE = "state"
     WAITING = "waiting"
     RESUMED = "resumed"
+    STEERED = "steered"
     JOB_REFUSED = "job_refused"
     TRIAL = "trial"
     RUNG = "rung"
@@ -136,6 +139,7 @@ class EventKind(StrEnum):
     DATABASE = "database"
     SEARCH_NOTE = "search_note"
     SEARCH_ENDED = "search_ended"
+    STOPPING = "stopping"
     HOLDOUT_STARTED = "holdout_started"
     HOLDOUT_SCORED = "holdout_scored"
     HOLDOUT_FAILED = "holdout_failed"
@@ -400,6 +404,23 @@ class AuditRecord:
 
 
 @dataclass(frozen=True)
+class Steering:
+    """A request that changes how a job continues, such as `action` "pause", with the user and the user's reason.
+
+    `user` is None if the server has no accounts; `reason` is None if none was given.
+    """
+
+    action: str
+    user: str | None = None
+    reason: str | None = None
+
+    def describe(self, done: str) -> str:
+        """Text such as "paused by ann: the GPUs are needed", in which `done` is the first word."""
+        text = f"{done} by {self.user or 'request'}"
+        return f"{text}: {self.reason}" if self.reason else text
+
+
+@dataclass(frozen=True)
 class JobRecord:
     """A stored job: a study or a fine-tuning.
 
@@ -421,6 +442,8 @@ class JobRecord:
     - `owner`: name of the user who created the job; None if the server had no accounts then.
     - `team`: name of the team that the job belongs to; None for a job of its owner alone.
     - `sharing`: who may read the job besides its owner and administrators.
+    - `is_paused`: whether the job was asked to pause. Its state is PAUSED once no driver works on it.
+    - `stop_reason`: reason why the search was asked to end early; None if it was not.
     """
 
     id: str
@@ -445,6 +468,8 @@ class JobRecord:
     owner: str | None = None
     team: str | None = None
     sharing: Sharing = Sharing.TEAM
+    is_paused: bool = False
+    stop_reason: str | None = None
 
     def has_driver(self, *, now: float) -> bool:
         """Whether a driver works on the job: the job has not ended, and there was a heartbeat shortly before `now`."""

@@ -192,6 +192,8 @@ def event_text(event: Event, noun: str) -> str | None:
             return f"trial {payload['trial']}: its engine crashed" + _because(payload["reason"])
         case "database":
             return f"the server's database did not answer for {payload['away_s']:.0f} s"
+        case "steered":
+            return f"{payload['action']}: asked by {payload['user'] or 'a request'}" + _because(payload["reason"])
         case "actors":
             return str(payload["reason"])
         case "state" if payload["state"] != JobState.RUNNING:

@@ -346,12 +346,20 @@ def _parser() -> argparse.ArgumentParser:
         ("show", verbs.show, "Show the state and progress of a job on a server."),
         ("watch", verbs.watch, "Watch a job on a server until it ends."),
         ("log", verbs.log, "Print the output of the drivers of a job on a server."),
-        ("cancel", verbs.cancel, "Cancel a job on a server permanently; its results are kept."),
-        ("resume", verbs.resume, "Let a failed job on a server continue from its results or its last checkpoint."),
+        ("pause", verbs.pause, "Pause a job on a server until it is resumed."),
+        (
+            "resume",
+            verbs.resume,
+            "Let a failed or paused job on a server continue from where it is.",
+        ),
+        ("stop", verbs.stop, "Stop the search of a study early; its held-out data and benchmarks are scored."),
+        ("cancel", verbs.cancel, "Cancel a job on a server permanently and now; its results are kept."),
         ("delete", verbs.delete, "Delete a job that has ended from a server, with its results and exports."),
     ):
         command = server_verb(name, call, text)
         command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
+        if name in ("pause", "resume", "stop", "cancel"):
+            command.add_argument("--reason", metavar="TEXT", help="reason, which the events of the job show")
 
     command = server_verb("export", verbs.export, "Write a trial's merged model, or an expert that a server trained.")
     command.add_argument("run", metavar="DIR|JOB", help=RUN_OR_JOB)

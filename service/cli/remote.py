@@ -148,11 +148,18 @@ class ServerVerbs:
         self._view(job["kind"]).export(job, name, out, dtype=dtype, prefer=prefer)
         return 0
 
-    def cancel(self, reference: str) -> int:
-        return self._show_state(self._client.cancel(self._client.find(reference)))
+    def cancel(self, reference: str, *, reason: str | None) -> int:
+        return self._show_state(self._client.cancel(self._client.find(reference), reason=reason))
 
-    def resume(self, reference: str) -> int:
-        return self._show_state(self._client.resume(self._client.find(reference)))
+    def pause(self, reference: str, *, reason: str | None) -> int:
+        return self._show_state(self._client.pause(self._client.find(reference), reason=reason))
+
+    def resume(self, reference: str, *, reason: str | None) -> int:
+        return self._show_state(self._client.resume(self._client.find(reference), reason=reason))
+
+    def stop(self, reference: str, *, reason: str | None) -> int:
+        """Stop the search of a study early. Raises Conflict if the job is no study."""
+        return self._show_state(self._client.stop(self._study(reference), reason=reason))
 
     def delete(self, reference: str) -> int:
         job = self._client.find(reference)

@@ -51,6 +51,7 @@ __all__ = [
     "migrate_database",
     "move_database",
     "pareto",
+    "pause",
     "propose",
     "restore",
     "resume",
@@ -59,6 +60,7 @@ __all__ = [
     "serve",
     "share",
     "show",
+    "stop",
     "submit",
     "trials",
     "watch",
@@ -369,12 +371,22 @@ def log(options: argparse.Namespace) -> int:
 
 def cancel(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.cancel(options.job)
+        return server.cancel(options.job, reason=options.reason)
+
+
+def pause(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.pause(options.job, reason=options.reason)
 
 
 def resume(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
-        return server.resume(options.job)
+        return server.resume(options.job, reason=options.reason)
+
+
+def stop(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.stop(options.job, reason=options.reason)
 
 
 def delete(options: argparse.Namespace) -> int:

@@ -87,6 +87,8 @@ class AsyncClient:
     me = awaited(job_flows.me)
     cancel = awaited(job_flows.cancel)
     resume = awaited(job_flows.resume)
+    pause = awaited(job_flows.pause)
+    stop = awaited(job_flows.stop)
     delete = awaited(job_flows.delete)
     summary = awaited(flows.summary)
     benchmarks = awaited(flows.benchmarks)

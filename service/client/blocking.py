@@ -83,6 +83,8 @@ class Client:
     me = blocking(job_flows.me)
     cancel = blocking(job_flows.cancel)
     resume = blocking(job_flows.resume)
+    pause = blocking(job_flows.pause)
+    stop = blocking(job_flows.stop)
     delete = blocking(job_flows.delete)
     summary = blocking(flows.summary)
     benchmarks = blocking(flows.benchmarks)

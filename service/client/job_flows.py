@@ -15,7 +15,20 @@ from service.jobs.registry import KINDS, kind_of
 if TYPE_CHECKING:
     from service.schemas.api import JobDocument, MeDocument
 
-__all__ = ["cancel", "delete", "find", "job", "jobs", "log", "me", "resume", "share", "submit_job"]
+__all__ = [
+    "cancel",
+    "delete",
+    "find",
+    "job",
+    "jobs",
+    "log",
+    "me",
+    "pause",
+    "resume",
+    "share",
+    "stop",
+    "submit_job",
+]
 
 
 def submit_job(
@@ -177,13 +190,57 @@ def find(reference: str) -> Flow[JobDocument]:
     return matches[0]
 
 
-def cancel(job: Reference) -> Flow[JobDocument]:
-    """Cancel a job permanently and keep its results.
+def pause(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
+    """Pause a job until it is resumed.
 
-    A job that is already cancelled is not changed.
+    The driver of the job ends as soon as the samples that are being scored are stored; the job is PAUSED then. A
+    fine-tuning continues from its last checkpoint. A job that pauses already is not changed.
 
     Args:
         job: Id of a study, or the server's document of a job of any kind.
+        reason: The reason, which the events of the job show.
+
+    Returns:
+        The server's document of the job after the request.
+
+    Raises:
+        RequestRefused: The job has ended.
+
+    Examples:
+        >>> client.pause("5f0c...", reason="the GPUs are needed until noon")
+    """
+    return (yield from _steer(job, "pause", reason))
+
+
+def stop(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
+    """Stop the search of a study early; held-out data and benchmarks are scored as always.
+
+    Evaluations that run finish, and the other trials are pruned. A search that was stopped already is not changed.
+
+    Args:
+        job: Id of a study, or the server's document of a job of any kind.
+        reason: The reason, which the events of the job show.
+
+    Returns:
+        The server's document of the job after the request.
+
+    Raises:
+        RequestRefused: The study has ended, or the job has no search.
+
+    Examples:
+        >>> client.stop("5f0c...", reason="good enough")
+    """
+    return (yield from _steer(job, "stop", reason))
+
+
+def cancel(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
+    """Cancel a job permanently and keep its results.
+
+    The driver of the job ends now. A job that is already cancelled is not changed.
+
+    Args:
+        job: Id of a study, or the server's document of a job of any kind.
+        reason: The reason, which the events of the job show.
 
     Returns:
         The server's document of the job after the request.
@@ -195,11 +252,11 @@ def cancel(job: Reference) -> Flow[JobDocument]:
         >>> client.cancel("5f0c...")
         >>> client.cancel(client.find("family"))
     """
-    return cast("JobDocument", (yield from document_of(Call("POST", f"{path_of(job)}:cancel"))))
+    return (yield from _steer(job, "cancel", reason))
 
 
-def resume(job: Reference) -> Flow[JobDocument]:
-    """Resume a job that has FAILED, or let a job that waits try again now.
+def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
+    """Resume a job that has FAILED or is PAUSED, or let a job that waits try again now.
 
     A study continues from its stored results, and a fine-tuning continues from its last checkpoint. Stored
     samples are not scored again unless they are void, that is, unless their engine failed a check after it
@@ -207,6 +264,7 @@ def resume(job: Reference) -> Flow[JobDocument]:
 
     Args:
         job: Id of a study, or the server's document of a job of any kind.
+        reason: The reason, which the events of the job show.
 
     Returns:
         The server's document of the job after the request.
@@ -217,7 +275,12 @@ def resume(job: Reference) -> Flow[JobDocument]:
     Examples:
         >>> client.resume("5f0c...")
     """
-    return cast("JobDocument", (yield from document_of(Call("POST", f"{path_of(job)}:resume"))))
+    return (yield from _steer(job, "resume", reason))
+
+
+def _steer(job: Reference, verb: str, reason: str | None) -> Flow[JobDocument]:
+    query = {} if reason is None else {"reason": reason}
+    return cast("JobDocument", (yield from document_of(Call("POST", f"{path_of(job)}:{verb}", query=query))))
 
 
 def delete(job: Reference) -> Flow[None]:

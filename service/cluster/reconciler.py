@@ -70,10 +70,13 @@ class Action(StrEnum):
     """Next action of the reconciler for an unfinished job.
 
     WAIT does nothing. SUBMIT submits a driver. STOP stops the current driver, so that another can be submitted.
-    GIVE_UP ends the job as FAILED.
+    GIVE_UP ends the job as FAILED. INTERRUPT asks the driver of a job that is to pause to end after the samples that
+    are being scored. SETTLE stores that such a job is PAUSED, because its driver has ended.
     """
 
     WAIT = "wait"
+    INTERRUPT = "interrupt"
+    SETTLE = "settle"
     SUBMIT = "submit"
     STOP = "stop"
     GIVE_UP = "give up"
@@ -118,7 +121,7 @@ def decide(
     progress. After a driver has ended, the reconciler submits another one, after a pause that grows with the number of
     drivers in a row that stored no result. After too many such drivers the reconciler ends the job as FAILED, unless
     the last driver ended only because something was missing. A driver that the cluster did not receive is submitted
-    again.
+    again. A job that was asked to pause gets no driver.
 
     Args:
         job: The stored job.
@@ -130,11 +133,16 @@ def decide(
         consecutive_waits: Number of the last drivers in a row that ended because something was missing for now.
         refusal: Reason why the cluster did not accept the last driver; None if the driver was accepted.
     """
+    has_ray_job = ray_job in ("PENDING", "RUNNING")
+    if job.is_paused and not has_ray_job:
+        return Decision(Action.WAIT if job.state is JobState.PAUSED else Action.SETTLE)
     if job.submissions == 0:
         return Decision(Action.SUBMIT)
     has_begun = job.attempt > job.submitted_after
-    if ray_job in ("PENDING", "RUNNING"):
+    if has_ray_job:
         reason = _reason_to_stop(job, now=now, watched_since=watched_since)
+        if reason is None and job.is_paused:
+            return Decision(Action.INTERRUPT)
         return Decision(Action.STOP, reason) if reason else Decision(Action.WAIT)
     is_refused = ray_job is None and not has_begun and refusal is not None
     if ray_job is None and not has_begun and not is_refused:
@@ -222,6 +230,7 @@ class RayCluster:
         self._quiet: set[str] = set()  # cancelled jobs whose Ray Job has ended
         self._queued: set[str] = set()  # jobs that wait for another to end
         self._asked_to_stop: set[str] = set()  # Ray Jobs of drivers that were asked to end by a drain
+        self._interrupted: set[str] = set()  # Ray Jobs of drivers that were asked to end because their job pauses
         self._paused: dict[str, Decision] = {}  # jobs whose next driver starts later
         # Since when the database has answered, by the clock of the stored times; None before the first round.
         self._watched_since: float | None = None
@@ -266,6 +275,8 @@ class RayCluster:
         """Reason why `job` waits; None if a driver works on the job, or if the job has ended."""
         if job.state.is_finished:
             return None
+        if job.is_paused:
+            return "a request to resume it" if job.state is JobState.PAUSED else "its driver to end; then it is PAUSED"
         if (reason := self.not_ready()) is not None:
             return reason if reason in (self._store.problem(), DRAINED) else f"Ray: {reason}"
         pause = self._paused.get(job.id)
@@ -394,10 +405,12 @@ class RayCluster:
         for job in jobs:
             has_driver = self._look_at(job, now=now, may_start=num_running < MAX_RUNNING, acts=is_leader)
             num_running += has_driver
-            queued |= set() if has_driver else {job.id}
+            queued |= set() if has_driver or job.is_paused else {job.id}
         self._queued = queued
         names = {job.id for job in jobs}
         self._paused = {name: pause for name, pause in self._paused.items() if name in names}
+        current = {submission_id(job, job.submissions) for job in jobs if job.is_paused}
+        self._interrupted &= current  # a job that is resumed meanwhile may be paused again
         if is_leader:
             self._stop_cancelled()
 
@@ -436,13 +449,22 @@ class RayCluster:
             self._paused[job.id] = decision
             return False
         self._paused.pop(job.id, None)
+        is_idle = job.is_paused and ray_job not in ("PENDING", "RUNNING")
         if not acts:
-            return decision.action is not Action.GIVE_UP and (decision.action is not Action.SUBMIT or may_start)
+            return (
+                not is_idle
+                and decision.action is not Action.GIVE_UP
+                and (decision.action is not Action.SUBMIT or may_start)
+            )
         if job.attempt > job.submitted_after and decision.action is Action.WAIT:
             self._losses.pop(job.id, None)
         if decision.action is Action.STOP:
             self._lose_driver(job, decision.because)
             self._client.stop_job(submission_id(job, job.submissions))
+        elif decision.action is Action.INTERRUPT:
+            self._interrupt(job)
+        elif decision.action is Action.SETTLE:
+            self._store.settle_pause(job.id)
         elif decision.action is Action.GIVE_UP:
             logger.error("job %s: given up: %s", job.id, decision.because)
             self._store.open_attempt(job.id, because="giving up").set_state(JobState.FAILED, decision.because)
@@ -454,7 +476,15 @@ class RayCluster:
             # A Ray Job that never reached the cluster is submitted again under the same id.
             because = "; then ".join(self._losses.get(job.id, {}).values()) or None
             return self._submit(job, job.submissions + (not decision.again), because)
-        return True
+        return not is_idle
+
+    def _interrupt(self, job: JobRecord) -> None:
+        """Ask the driver of a job that is to pause to end after the samples that are being scored, once."""
+        name = submission_id(job, job.submissions)
+        if name not in self._interrupted:
+            logger.info("job %s: stopping %s: the job is to pause", job.id, name)
+            self._client.stop_job(name)
+            self._interrupted.add(name)
 
     def _lose_driver(self, job: JobRecord, because: str | None) -> None:
         """Remember why the last driver of a job is replaced, because the next driver receives this reason.

@@ -158,6 +158,7 @@ class JobKind:
     - `documents`: returns the TypedDicts of two documents: the server's document of a job, and the progress of its
       driver.
     - `links`: last parts of the routes below a job that the job's document links to.
+    - `has_search`: whether a job has a search that can be stopped early, after which the job's other stages follow.
     - `resumable`: jobs that can be resumed, as the end of the sentence "only a study ...".
     - `clean_up`: deletes files in the server's data directory that no job needs any more; called after a job was
       deleted.
@@ -180,7 +181,8 @@ class JobKind:
     models: Callable[[Accepted], Sequence[str]] = lambda _: ()
     links: Sequence[str] = ()
     example: Mapping[str, Any] | None = None
-    resumable: str = "that has FAILED or waits"
+    has_search: bool = False
+    resumable: str = "that has FAILED, is PAUSED or waits"
     clean_up: Callable[[Store, Path], None] = _nothing
 
     @property

@@ -39,11 +39,13 @@ class Heartbeat:
     A heartbeat has the driver's `progress` (as JSON), the seconds that all attempts have worked on the job, the seconds
     without progress, and what the driver waits for. The driver makes progress when it stores something with `writer`,
     or when it calls the method `progressed`. `worked_s` is the number of seconds that earlier attempts worked on the
-    job.
+    job. `stop_reason` is the reason why the job's search was asked to end early, as of the last heartbeat; None if it
+    was not.
     """
 
     def __init__(self, writer: JobWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
         self.progress: Mapping[str, Any] | None = None
+        self.stop_reason: str | None = None
         self.min_patience_s = PREPARING_PATIENCE_S
         self._writer = writer
         self._worked_s = worked_s
@@ -111,7 +113,7 @@ class Heartbeat:
         self._thread.join()
 
     def _send(self, wall_clock_s: float) -> None:
-        self._writer.heartbeat(
+        self.stop_reason = self._writer.heartbeat(
             wall_clock_s=wall_clock_s,
             progress=self.progress,
             idle_s=self.idle_s,

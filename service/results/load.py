@@ -44,13 +44,19 @@ from service.store.documents import (
     read_warm_start,
 )
 from service.store.steps import GradientStep, Step, UpdateStep
-from service.types import Estimate, EventKind, Origin, TrialRecord, TrialResult
+from service.types import Estimate, EventKind, Origin, Steering, TrialRecord, TrialResult
 from workers.types import Split
 
 __all__ = ["RunReader", "held_out_estimates", "run_record"]
 
 # Events that results are made of.
-READ_EVENTS = (EventKind.SEARCH_NOTE, EventKind.HOLDOUT_FAILED, EventKind.BENCHMARK_FAILED, EventKind.OUT_OF_RANGE)
+READ_EVENTS = (
+    EventKind.SEARCH_NOTE,
+    EventKind.HOLDOUT_FAILED,
+    EventKind.BENCHMARK_FAILED,
+    EventKind.OUT_OF_RANGE,
+    EventKind.STEERED,
+)
 
 # Events after which trials may have changed that no event names.
 RELOAD_EVENTS = (EventKind.ATTEMPT, EventKind.ENGINE_FAULT, EventKind.SCORED_AGAIN)
@@ -135,6 +141,7 @@ class RunReader:
             updates=tuple(step for step in self._steps if isinstance(step, UpdateStep)),
             alignment_s=read_alignment_cost(store.document(study_id, ALIGNMENT_COST)).seconds,
             max_samples=file.limits.max_samples,
+            steering=tuple((event.time, Steering(**event.payload)) for event in self._of(EventKind.STEERED)),
             wall_clock_s=study.wall_clock_s,
             samples_per_second=self._chunks.samples_per_second(),
             stored_bytes=self._chunks.stored_bytes(),

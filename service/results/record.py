@@ -15,7 +15,7 @@ from service.results.ranges import OutOfRange
 from service.results.selection import best_trial, candidates, front_of
 from service.store.documents import Overlap, PolicyStart, RemovedResponses, WarmStart
 from service.store.steps import GradientStep, UpdateStep
-from service.types import Comparison, Estimate, JobRecord, Origin, TrialRecord, TrialResult
+from service.types import Comparison, Estimate, JobRecord, Origin, Steering, TrialRecord, TrialResult
 from workers.types import VerificationReport
 
 __all__ = ["EngineFigures", "RunRecord", "SearchFigures", "StoredBytes"]
@@ -98,6 +98,7 @@ class RunRecord:
         gradients: Steps that computed losses and their gradients for the searcher.
         updates: Steps in which policies learned.
         alignment_s: Seconds that were needed to learn the alignments of layer paths; 0 if there are none.
+        steering: Requests to pause, resume, stop or cancel the study, each with its time in seconds since the epoch.
         max_samples: Limit of samples of the search; None if there is none.
         samples_per_second: Rate of the search; None if nothing was scored.
         removed_responses: When responses and tokens of the samples were removed; None if they are stored.
@@ -126,6 +127,7 @@ class RunRecord:
     updates: tuple[UpdateStep, ...] = ()
     alignment_s: float = 0.0
     max_samples: int | None = None
+    steering: tuple[tuple[float, Steering], ...] = ()
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
     stored_bytes: StoredBytes = field(default_factory=StoredBytes)

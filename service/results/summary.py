@@ -55,6 +55,10 @@ def summary(run: RunRecord) -> SummaryDocument:
         "study": run.study.name,
         "state": run.study.state.value,
         "reason": run.study.reason,
+        "steering": [
+            {"time": time_s, "action": asked.action, "user": asked.user, "reason": asked.reason}
+            for time_s, asked in run.steering
+        ],
         "seed": int(run.study.document.get("search", {}).get("seed", 0)),
         "version": run.version,
         "trials": {state.value: states[state] for state in TrialState if states[state]},

@@ -40,7 +40,7 @@ Violations = Annotated[
 Interval = Annotated[list[float], Field(min_length=2, max_length=2, description="95 % interval: lower, upper.")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="sha256 of the canonical recipe.")]
 Number = Annotated[int, Field(ge=0)]
-State = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CANCELLED"]
+State = Literal["CREATED", "RUNNING", "STOPPED", "PAUSED", "COMPLETE", "FAILED", "CANCELLED"]
 
 
 class RungDocument(TypedDict):
@@ -432,6 +432,15 @@ class FailureDocument(TypedDict):
     reason: str
 
 
+class SteeringDocument(TypedDict):
+    """Request to pause, resume, stop or cancel a study."""
+
+    time: Annotated[float, Field(description="Seconds since the epoch.")]
+    action: Annotated[str, Field(description="pause, resume, stop or cancel.")]
+    user: Annotated[str | None, Field(description="Who asked; null if the server had no accounts.")]
+    reason: Annotated[str | None, Field(description="Why, in the user's words.")]
+
+
 class SelectionDocument(TypedDict):
     """Texts that describe how a study selects its best trial and the trials for the next rung."""
 
@@ -452,6 +461,7 @@ class SummaryDocument(TypedDict):
     study: str
     state: State
     reason: str | None
+    steering: Annotated[list[SteeringDocument], Field(description="Requests that paused, resumed or ended the study.")]
     seed: int
     version: str
     trials: dict[str, int]

@@ -87,8 +87,10 @@ class JobWriter:
         idle_s: float | None = None,
         patience_s: float | None = None,
         waiting_for: str | None = None,
-    ) -> None:
+    ) -> str | None:
         """Store that the driver is alive, with its progress.
+
+        Returns the reason why the job's search was asked to end early; None if it was not.
 
         `wall_clock_s` is the number of seconds that all attempts have worked. `idle_s` is the number of seconds since
         the driver last made progress; None stores that no progress is known. `patience_s` is the number of seconds
@@ -107,21 +109,27 @@ class JobWriter:
             now = clock(connection)
             progressed_at = None if idle_s is None else now - idle_s
             self._update_job(connection, heartbeat_at=now, progressed_at=progressed_at, **changes)
+            table = schema.studies
+            asked: str | None = connection.execute(
+                sa.select(table.c.stop_reason).where(table.c.id == self.job_id)
+            ).scalar_one()
+            return asked
 
     def set_state(self, state: JobState, reason: str | None = None) -> None:
+        """Store the job's state. A job that was asked to pause becomes PAUSED instead of STOPPED.
+
+        Raises StaleAttempt if `state` is RUNNING and the job was asked to pause.
+        """
         with self._transaction() as connection:
-            self._update_job(connection, state=state.value, reason=reason)
-            self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
+            self._set_state(connection, state, reason)
 
     def set_waiting(self, reason: str) -> None:
         """Store that the job is STOPPED because something is missing for now; `reason` says what is missing.
 
         The server starts another driver for the job later.
         """
-        stopped = JobState.STOPPED.value
         with self._transaction() as connection:
-            self._update_job(connection, state=stopped, reason=reason)
-            self._add_event(connection, EventKind.STATE, {"state": stopped, "reason": reason})
+            self._set_state(connection, JobState.STOPPED, reason)
             self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any], *, reopened: str | None = None) -> None:
@@ -349,6 +357,16 @@ class JobWriter:
 
     def _update_job(self, connection: sa.Connection, **changes: Any) -> None:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.job_id).values(**changes))
+
+    def _set_state(self, connection: sa.Connection, state: JobState, reason: str | None) -> None:
+        table = schema.studies
+        is_paused = connection.execute(sa.select(table.c.is_paused).where(table.c.id == self.job_id)).scalar_one()
+        if is_paused and state is JobState.RUNNING:
+            raise StaleAttempt(f"job {self.job_id}: is paused")
+        if is_paused and state is JobState.STOPPED:
+            state = JobState.PAUSED
+        self._update_job(connection, state=state.value, reason=reason, is_paused=is_paused and not state.is_finished)
+        self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def _notify_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
         """Report a replica's failed check to each COMPLETE study that now has void samples.

@@ -22,6 +22,7 @@ __all__ = [
     "CONTAMINATION",
     "POLICY_START",
     "RESPONSES",
+    "STOPPING",
     "VERIFICATION",
     "WARM_START",
     "AlignmentCost",
@@ -48,6 +49,8 @@ __all__ = [
 
 CANARIES, POLICY_START, VERIFICATION, WARM_START = "canaries", "policy_start", "verification", "warm_start"
 RESPONSES, ALIGNMENT_COST = "responses", "alignment_cost"
+# The evaluations, as [trial, rung], that were running when a study's search was asked to end early.
+STOPPING = "stopping"
 BENCHMARKS, CONTAMINATION, ATTACKS = "benchmarks", "contamination", "attacks"
 
 

@@ -17,6 +17,7 @@ from sqlalchemy import (
     MetaData,
     Table,
     UniqueConstraint,
+    false,
 )
 
 from service.store.column_types import BIG_NUMBER, LosslessText, string
@@ -55,7 +56,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0015"
+REVISION = "0016"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -107,6 +108,9 @@ studies = Table(
     Column("owner", string(64)),
     Column("team", string(64)),
     Column("sharing", string(16), nullable=False, server_default="team"),
+    # Requests to pause the job, and to end its search early with the reason. The driver and the reconciler obey them.
+    Column("is_paused", Boolean, nullable=False, server_default=false()),
+    Column("stop_reason", LosslessText),
 )
 
 

@@ -10,7 +10,7 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass
@@ -64,6 +64,7 @@ from service.types import (
     Role,
     RungRecord,
     Sharing,
+    Steering,
     TrialRecord,
     TrialResult,
     TrialState,
@@ -205,8 +206,7 @@ class Store:
     def now(self) -> float:
         """Present time in seconds since the epoch, by the database's clock, which all stored times use."""
         with self._reads.connect() as connection:
-            time_s = clock(connection)
-            return time_s if isinstance(time_s, float) else float(connection.execute(sa.select(time_s)).scalar_one())
+            return _now(connection)
 
     @property
     def place(self) -> str:
@@ -358,8 +358,8 @@ class Store:
         """Start a new attempt at a job, and return the writer that alone may write to the job from now on.
 
         `because` says why another attempt was needed; None states no reason. With `as_driver`, the attempt counts as a
-        driver's heartbeat, and is refused while the servers are drained. Raises NotFound if there is no such job.
-        Raises StaleAttempt if the job was cancelled, or if a driver may not begin now.
+        driver's heartbeat, and is refused while the servers are drained or the job is paused. Raises NotFound if there
+        is no such job. Raises StaleAttempt if the job was cancelled, or if a driver may not begin now.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -371,10 +371,12 @@ class Store:
                 sa.update(table)
                 .where(table.c.id == job_id)
                 .values(attempt=table.c.attempt + 1, **({"heartbeat_at": clock(connection)} if as_driver else {}))
-                .returning(table.c.attempt, table.c.state)
+                .returning(table.c.attempt, table.c.state, table.c.is_paused)
             ).one_or_none()
             if found is None:
                 raise NotFound(f"job {job_id!r}: no such job in {self.place}")
+            if as_driver and found.is_paused:
+                raise StaleAttempt(f"job {job_id}: is paused")
             if found.state == JobState.CANCELLED.value:
                 raise StaleAttempt(f"job {job_id}: was cancelled")
             insert_event(connection, job_id, EventKind.ATTEMPT, {"attempt": found.attempt, "because": because})
@@ -436,22 +438,83 @@ class Store:
             payload = connection.execute(query).scalar()
             return None if payload is None else str(payload["reason"])
 
-    def resume(self, job_id: str, *, reason: str) -> JobRecord:
+    def pause(self, job_id: str, *, steering: Steering) -> JobRecord:
+        """Ask a job to pause, and return it.
+
+        The job becomes PAUSED at once if no driver works on it; otherwise it becomes PAUSED when its driver has ended.
+        A job that has ended, or that was asked to pause before, is not changed. An event says who asked, and why.
+        Raises NotFound if there is no such job.
+        """
+        because = steering.describe("paused")
+        return self._steered(job_id, steering, because, lambda job: job.is_paused, is_paused=True)
+
+    def stop_search(self, job_id: str, *, steering: Steering) -> JobRecord:
+        """Ask a study to end its search early, and return it.
+
+        A PAUSED study continues, so that it reaches its end. A study that has ended, or that was asked to stop before,
+        is not changed. An event says who asked, and why. Raises NotFound if there is no such job.
+        """
+        because = steering.describe("stopped")
+
+        def is_done(job: JobRecord) -> bool:
+            return job.stop_reason is not None and not job.is_paused
+
+        return self._steered(job_id, steering, because, is_done, is_paused=False, stop_reason=because)
+
+    def _steered(
+        self, job_id: str, steering: Steering, because: str, is_done: Callable[[JobRecord], bool], **changes: Any
+    ) -> JobRecord:
+        """Apply `changes` of columns to a job that has not ended, unless `is_done`, and return the job.
+
+        `because` is the reason of the job's state, if the state changes.
+        """
+        table = schema.studies
+        with transaction(self._engine) as connection:
+            lock_job(connection, job_id)
+            row = connection.execute(sa.select(table).where(table.c.id == job_id)).mappings().one_or_none()
+            if row is None:
+                raise NotFound(f"job {job_id!r}: no such job in {self.place}")
+            job = job_record(row)
+            if job.state.is_finished or is_done(job):
+                return job
+            insert_event(connection, job_id, EventKind.STEERED, asdict(steering))
+            state = job.state
+            if changes["is_paused"] and not job.has_driver(now=_now(connection)):
+                state = JobState.PAUSED
+            elif state is JobState.PAUSED and not changes["is_paused"]:
+                state = JobState.STOPPED
+            if state is not job.state:
+                changes |= {"state": state.value, "reason": because}
+                insert_event(connection, job_id, EventKind.STATE, {"state": state.value, "reason": because})
+            changed = sa.update(table).where(table.c.id == job_id).values(changes).returning(*table.c)
+            return job_record(connection.execute(changed).mappings().one())
+
+    def settle_pause(self, job_id: str) -> None:
+        """Let a job that was asked to pause, and whose driver has ended without storing its state, be PAUSED."""
+        table, paused = schema.studies, JobState.PAUSED.value
+        with transaction(self._engine) as connection:
+            lock_job(connection, job_id)
+            where = (table.c.id == job_id) & table.c.is_paused & table.c.state.not_in([*FINISHED, paused])
+            changed = sa.update(table).where(where).values(state=paused, attempt=table.c.attempt + 1)
+            if connection.execute(changed).rowcount == 1:
+                insert_event(connection, job_id, EventKind.STATE, {"state": paused, "reason": "its driver has ended"})
+
+    def resume(self, job_id: str, *, reason: str, steering: Steering | None = None) -> JobRecord:
         """Let a job continue, and return it.
 
-        Jobs that can continue are FAILED, are STOPPED, or are COMPLETE and have void samples: samples whose engine
-        failed a check after it scored them. The job becomes STOPPED, and the number of its failed drivers becomes zero.
-        Other jobs are not changed. A COMPLETE job whose responses were removed is not changed either. Raises NotFound
-        if there is no such job.
+        Jobs that can continue are FAILED, are STOPPED or PAUSED, or are COMPLETE and have void samples: samples whose
+        engine failed a check after it scored them. The job becomes STOPPED, and the number of its failed drivers
+        becomes zero. A job that was asked to pause, and whose driver has not ended yet, is not to pause any more. Other
+        jobs are not changed. A COMPLETE job whose responses were removed is not changed either. If the job is changed
+        and `steering` is given, an event says who asked, and why. Raises NotFound if there is no such job.
         """
         table = schema.studies
         held = holdings()
         has_void = void_holdings(held.c.study, held=held).where(held.c.study == job_id).exists()
         named = schema.documents
         has_removed = sa.select(named.c.study).where((named.c.study == job_id) & (named.c.name == RESPONSES)).exists()
-        is_resumable = table.c.state.in_((JobState.FAILED.value, JobState.STOPPED.value)) | (
-            (table.c.state == JobState.COMPLETE.value) & has_void & ~has_removed
-        )
+        waits = (JobState.FAILED.value, JobState.STOPPED.value, JobState.PAUSED.value)
+        is_resumable = table.c.state.in_(waits) | ((table.c.state == JobState.COMPLETE.value) & has_void & ~has_removed)
         state = JobState.STOPPED.value
         # The difference of these two numbers is the number of drivers that were submitted and never started.
         has_absent = (table.c.state == JobState.FAILED.value) & (table.c.submissions > table.c.attempt)
@@ -462,6 +525,10 @@ class Store:
                 .where((table.c.id == job_id) & is_resumable)
                 .values(state=state, reason=reason, attempt=attempt)
             )
+            is_asked = (table.c.id == job_id) & table.c.is_paused
+            pauses = connection.execute(sa.update(table).where(is_asked).values(is_paused=False)).rowcount == 1
+            if steering is not None and (pauses or changed.rowcount == 1):
+                insert_event(connection, job_id, EventKind.STEERED, asdict(steering))
             if changed.rowcount == 1:
                 insert_event(connection, job_id, EventKind.RESUMED, {})
                 insert_event(connection, job_id, EventKind.STATE, {"state": state, "reason": reason})
@@ -904,6 +971,11 @@ class Store:
             return connection.execute(
                 sa.select(table.c.document).where((table.c.study == job_id) & (table.c.name == name))
             ).scalar()
+
+
+def _now(connection: sa.Connection) -> float:
+    time_s = clock(connection)
+    return time_s if isinstance(time_s, float) else float(connection.execute(sa.select(time_s)).scalar_one())
 
 
 def _readable(reader: Account | None) -> sa.ColumnElement[bool]:

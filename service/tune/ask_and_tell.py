@@ -7,7 +7,7 @@ failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +61,7 @@ class AskAndTell:
         num_steps: int,
     ) -> None:
         self.end_reason: str | None = None
+        self._stop_reason: str | None = None
         self._plan = plan
         self._space = space
         self._trials = trials
@@ -108,6 +109,8 @@ class AskAndTell:
         self._observer("rung")
         self._know_lower_rungs(self._trials[number])
         self._apply(self.table.record(number, rung, costs))
+        if self._stop_reason is not None and rung != self.table.last_rung:
+            self._trials.finish([number], TrialState.PRUNED, self._stop_reason)
 
     def fail(self, number: int, reason: str) -> None:
         """Mark trial `number` as failed for this reason; promote or prune the trials that waited for its result."""
@@ -133,6 +136,19 @@ class AskAndTell:
             lower = {record.rung: record.values for record in records}
             self.table.know(trial.number, {rung: self._plan.costs(values) for rung, values in lower.items()})
             self._feasibility.know(trial.number, lower)
+
+    def stop(self, reason: str, *, running: Collection[int]) -> None:
+        """End the search now, for this reason, and all trials except those in `running`.
+
+        The trials that end are pruned. Each trial in `running` ends with its next result.
+        """
+        if not self.table.is_finished:
+            self.end_reason = reason
+        self._stop_reason = reason
+        self.table.stop(running=running)
+        ended = [t.number for t in self._trials.values() if not t.state.is_finished and t.number not in running]
+        if ended:
+            self._trials.finish(ended, TrialState.PRUNED, reason)
 
     # -- the refinement after the search ---------------------------------------------------------------------------
 

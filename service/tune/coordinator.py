@@ -16,6 +16,7 @@ from dataclasses import replace
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
 from service.store import JobWriter, Store
+from service.store.documents import STOPPING
 from service.store.steps import GradientStep, UpdateStep
 from service.tune.ask_and_tell import AskAndTell
 from service.tune.benchmark_stage import BenchmarkStage
@@ -67,6 +68,8 @@ class Coordinator:
         self.plan = plan
         self._writer = writer
         self._observer = observer
+        self._store = store
+        self._is_stopped = False
         self._in_flight: dict[int, Evaluation] = {}
         self._num_lost_actors: dict[int, int] = {}
         self._crashes = Crashes(store.events(plan.study_id))
@@ -254,6 +257,27 @@ class Coordinator:
     def close(self) -> None:
         """Cancel the outstanding requests to LLM judges, when the driver stops running the study."""
         self._benchmarks.close()
+
+    def stop(self, reason: str) -> None:
+        """End the search and the refinement, for this reason, once the running evaluations have finished.
+
+        All trials that are not being evaluated are pruned. Held-out data and benchmarks are scored afterwards as
+        always. The running evaluations are stored, so that a driver that resumes the study finishes them. Calling the
+        method again changes nothing.
+        """
+        if self._is_stopped or self._holdout.is_started:
+            return
+        self._is_stopped = True
+        stored = self._store.document(self.plan.study_id, STOPPING)
+        if stored is None:
+            flying = sorted(self._in_flight.values(), key=lambda evaluation: evaluation.trial)
+            stored = [[each.trial, each.rung] for each in flying if each.split is Split.SEARCH and not each.is_again]
+            self._writer.set_document_named(STOPPING, stored)
+            self._writer.add_event(EventKind.SEARCH_ENDED, {"reason": reason})
+        done = {(trial.number, record.rung) for trial in self._trials.values() for record in trial.rungs}
+        running = {number for number, rung in stored if (number, rung) not in done}
+        self._refinement.stop()
+        self._ask_and_tell.stop(reason, running=running)
 
     # -- what comes back -------------------------------------------------------------------------------------------
 

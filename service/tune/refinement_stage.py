@@ -136,7 +136,12 @@ class RefinementStage:
 
     @property
     def is_finished(self) -> bool:
-        return self._plan.refinement is None or (self.is_started and self._next() is None)
+        is_over = self._is_stopped or self.is_started
+        return self._plan.refinement is None or (is_over and self._next() is None)
+
+    def stop(self) -> None:
+        """End the refinement now. A path whose gradient descent has not reached its end is not refined."""
+        self._is_stopped = True
 
     def start(self) -> bool:
         """Choose and store the layer paths to refine, after the end of the search.
@@ -144,7 +149,7 @@ class RefinementStage:
         Returns False if there is nothing to start: the study refines nothing, or the paths are chosen already.
         """
         plan = self._plan.refinement
-        if plan is None or self.is_started:
+        if plan is None or self.is_started or self._is_stopped:
             return False
         self._steps = list(self._read_steps())
         self._paths = self._chosen(plan)

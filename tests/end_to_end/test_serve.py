@@ -1,4 +1,4 @@
-"""The main job over HTTP with real engines: two studies at once, and everything that works on them killed once."""
+"""The main job over HTTP with real engines: two studies, one steered, and everything that works on them killed once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ START_S = 240.0  # Ray, a job, Serve and an engine, on two busy cores
 
 @pytest.mark.timeout(1200)
 def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> None:
-    """Two studies survive kills of replica, driver, Ray and server; the download scores as reported."""
+    """Two studies survive kills of replica, driver, Ray and server; the download scores as reported.
+
+    The second one is paused meanwhile, and stopped early after that.
+    """
     documents = [shipped_study(tmp_path, name=f"shipped-{seed}", seed=seed) for seed in (1, 2)]
     file = tmp_path / "first.json"
     file.write_text(json.dumps(documents[0]))
@@ -48,13 +51,16 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as watcher:
             first = until_submitted(client, "shipped-1")
             second = client.submit(documents[1])["id"]
+            pause(server, client, second)
             of_ray = kill_all(server, first)
+            stop_search(server, client, second)
             kill_in_benchmarks(server, first)
             for study in (first, second):
                 ended = server.wait_until_ended(study, timeout_s=2 * START_S)
                 assert ended["state"] == "COMPLETE", server.story(study)
             _, told = watcher.communicate(timeout=60)
             assert watcher.returncode == 0, told
+        check_stopped(server, client, second)
         best = client.summary(first)["best"]
         assert best is not None
         assert best["trial"] in [entry["trial"] for entry in client.pareto(first)["front"]]
@@ -99,6 +105,38 @@ def until_submitted(client: Client, name: str) -> str:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return found[0]
+
+
+def pause(server: Server, client: Client, study: str) -> None:
+    """Pause a study as soon as its driver works, until the driver has ended."""
+    server.wait_for_events(study, 1, "attempt", timeout_s=START_S)
+    client.pause(study, reason="the engine is needed")
+    deadline = time.monotonic() + START_S
+    while client.job(study)["state"] != "PAUSED":
+        assert time.monotonic() < deadline, server.story(study)
+        time.sleep(0.2)
+    assert drivers(study) == []
+
+
+def stop_search(server: Server, client: Client, study: str) -> None:
+    """Resume a study that stayed paused while everything was killed, and stop its search once it has results."""
+    paused = client.job(study)
+    assert (paused["state"], paused["waiting_for"]) == ("PAUSED", "a request to resume it")
+    assert [event["kind"] for event in server.events(study)].count("attempt") == 1
+    client.resume(study)
+    server.wait_for_events(study, 4, "rung", timeout_s=START_S)
+    client.stop(study, reason="good enough")
+
+
+def check_stopped(server: Server, client: Client, study: str) -> None:
+    """The study is COMPLETE with what was scored, and says that it was steered."""
+    summary = client.summary(study)
+    assert summary["reason"] == "stopped by request: good enough"
+    assert [each["action"] for each in summary["steering"]] == ["pause", "resume", "stop"]
+    assert summary["best"] is not None
+    assert summary["holdout"], "finalists are scored on held-out data"
+    pruned = [trial for trial in client.trials(study) if trial["reason"] == summary["reason"]]
+    assert pruned, server.story(study)
 
 
 def kill_all(server: Server, study: str) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""Routes that jobs of every kind have: create, list, show, document, events, log, cancel, resume, delete."""
+"""Routes that jobs of every kind have: create, list, show, document, events, log, delete, and to steer a job."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from inspect import cleandoc
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
@@ -31,7 +31,7 @@ from service.jobs.registry import KINDS, kind_of
 from service.retention.cleaning import clean_up
 from service.schemas.api import DeletedDocument, SharingName, list_document
 from service.store.accounts import NAME_PATTERN
-from service.types import RESUMED_BY_REQUEST, JobRecord, JobState, Role, Sharing
+from service.types import RESUMED_BY_REQUEST, EventKind, JobRecord, JobState, Role, Sharing, Steering
 
 __all__ = ["routers"]
 
@@ -56,7 +56,8 @@ class SharedJob(BaseModel):
 
 TEAM = Query(description="The team of the job; needed by a sender who may submit for several teams.", max_length=64)
 SHARING = Query(description="Who may read the job besides its owner and administrators; by default its team.")
-StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CANCELLED"]
+REASON = Query(description="Why; shown in the events of the job.", min_length=1, max_length=500, pattern=r"^[^\r\n]*$")
+StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "PAUSED", "COMPLETE", "FAILED", "CANCELLED"]
 
 
 def routers() -> Sequence[APIRouter]:
@@ -235,9 +236,15 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
 def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
     (model, _), found = kind.documents(), given(kind, Right.CHANGE)
 
-    def changing(verb: str, action: Callable[[Services, str], JobRecord]) -> Callable[..., Response]:
-        def change(services: Context, sender: Sender, record: JobRecord = found) -> Response:
-            changed = action(services, record.id)
+    def changing(verb: str, action: Verb) -> Callable[..., Response]:
+        def change(
+            services: Context,
+            sender: Sender,
+            record: JobRecord = found,
+            reason: Annotated[str | None, REASON] = None,
+        ) -> Response:
+            user = None if sender.account is None else sender.account.user
+            changed = action(services, record.id, Steering(verb, user, reason))
             _record(services, sender, f"job.{verb}", record, changed)
             services.cluster.wake()
             return Json(_document(services, changed, kind), status_code=202)
@@ -245,6 +252,8 @@ def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
         return change
 
     for verb, action in VERBS.items():
+        if verb == "stop" and not kind.has_search:
+            continue
         router.add_api_route(
             f"{one}:{verb}",
             changing(verb, action),
@@ -255,7 +264,7 @@ def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
             response_model=None,
             responses={
                 202: {"model": model, "description": "Done, now or by an earlier request."},
-                **refusals(404, 409),
+                **refusals(404, 409, 422),
             },
         )
 
@@ -378,8 +387,8 @@ def _record(
     services.accounts.record(sender.actor, action, f"job {job.id}", before=was, after=is_now)
 
 
-def _cancel(services: Services, job_id: str) -> JobRecord:
-    """Cancel a job permanently. The results so far are kept.
+def _cancel(services: Services, job_id: str, steering: Steering) -> JobRecord:
+    """Cancel a job permanently, and end its driver now. The results so far are kept.
 
     A job that is already CANCELLED is not changed. Raises Conflict (409) if the job is COMPLETE or FAILED.
     """
@@ -387,29 +396,48 @@ def _cancel(services: Services, job_id: str) -> JobRecord:
         record = services.store.job(job_id)
         if record.state is JobState.CANCELLED:
             return record
-        if record.state.is_finished:
-            noun = kind_of(record.kind).noun
-            raise Conflict(
-                f"{noun} {job_id} is already {record.state.value}; only a {noun} that has not ended can be cancelled"
-            )
+        _check_unfinished(record, "cancelled")
         try:
             # From here on the job's driver cannot write to the store; what it stored before is kept.
             writer = services.store.open_attempt(job_id, because="it was cancelled")
             if not services.store.job(job_id).state.is_finished:
-                writer.set_state(JobState.CANCELLED, "cancelled by request")
+                writer.add_event(EventKind.STEERED, asdict(steering))
+                writer.set_state(JobState.CANCELLED, steering.describe("cancelled"))
         except StaleAttempt:  # another driver, or another request, was faster
             continue
 
 
-def _resume(services: Services, job_id: str) -> JobRecord:
-    """Let a failed job continue, or let a waiting job try again now.
+def _pause(services: Services, job_id: str, steering: Steering) -> JobRecord:
+    """Pause a job until it is resumed. Its driver ends as soon as the samples that are being scored are stored.
+
+    The job is PAUSED when its driver has ended. A fine-tuning continues from its last checkpoint. A job that is asked
+    to pause already is not changed. Raises Conflict (409) if the job has ended.
+    """
+    record = services.store.pause(job_id, steering=steering)
+    _check_unfinished(record, "paused")
+    return record
+
+
+def _stop(services: Services, job_id: str, steering: Steering) -> JobRecord:
+    """Stop the search of a study early. Running evaluations finish; held-out data and benchmarks are scored as always.
+
+    Trials that are not being evaluated are pruned. A search that was stopped already is not changed. Raises Conflict
+    (409) if the study has ended.
+    """
+    record = services.store.stop_search(job_id, steering=steering)
+    _check_unfinished(record, "stopped")
+    return record
+
+
+def _resume(services: Services, job_id: str, steering: Steering) -> JobRecord:
+    """Let a failed or paused job continue, or let a waiting job try again now.
 
     The job continues from its stored results or its last checkpoint. Stored samples are not scored again, unless the
     engine that scored them failed a check afterwards. A COMPLETE study with such samples can be resumed too. A job that
     is running or about to start is not changed. Raises Conflict (409) if the job is CANCELLED, or COMPLETE without such
     samples.
     """
-    record = services.store.resume(job_id, reason=RESUMED_BY_REQUEST)
+    record = services.store.resume(job_id, reason=RESUMED_BY_REQUEST, steering=steering)
     if record.state in (JobState.COMPLETE, JobState.CANCELLED):
         kind = kind_of(record.kind)
         raise Conflict(
@@ -419,4 +447,14 @@ def _resume(services: Services, job_id: str) -> JobRecord:
     return record
 
 
-VERBS: Mapping[str, Callable[[Services, str], JobRecord]] = {"resume": _resume, "cancel": _cancel}
+def _check_unfinished(record: JobRecord, done: str) -> None:
+    """Raise Conflict if a job has ended; `done` is the word for what was asked, such as "paused"."""
+    if record.state.is_finished:
+        noun = kind_of(record.kind).noun
+        raise Conflict(
+            f"{noun} {record.id} is already {record.state.value}; only a {noun} that has not ended can be {done}"
+        )
+
+
+Verb: TypeAlias = Callable[[Services, str, Steering], JobRecord]
+VERBS: Mapping[str, Verb] = {"pause": _pause, "resume": _resume, "stop": _stop, "cancel": _cancel}

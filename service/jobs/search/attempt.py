@@ -223,6 +223,8 @@ def execute(
 
         def tick() -> None:
             heartbeat.check()
+            if heartbeat.stop_reason is not None:
+                coordinator.stop(heartbeat.stop_reason)
             watch.look()
             if (snapshot := snapshots.due()) is not None:
                 show(snapshot)
@@ -232,12 +234,14 @@ def execute(
         def close() -> None:
             nonlocal not_verified
             if best_trial(coordinator.trials, preflight.tasks.objectives) is None:
-                raise StudyFailed(_no_result(coordinator.trials))
+                raise StudyFailed(_no_result(coordinator.trials, heartbeat.stop_reason))
             heartbeat.min_patience_s = VERIFYING_PATIENCE_S
             _check_engines(store, writer, scorer)
             not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)
 
         with closing(coordinator):
+            if (stop_reason := store.job(study_id).stop_reason) is not None:
+                coordinator.stop(stop_reason)
             show(snapshots.now())
             is_closed = False
             while not is_closed:
@@ -447,9 +451,11 @@ def _exhausted_limit(study: Study, wall_clock_s: float) -> str | None:
     return None
 
 
-def _no_result(trials: tuple[TrialRecord, ...]) -> str:
+def _no_result(trials: tuple[TrialRecord, ...], stop_reason: str | None) -> str:
     failed = [trial for trial in trials if trial.state is TrialState.FAIL]
     text = f"no trial was scored at the full budget; {len(failed)} of {len(trials)} trials failed"
+    if stop_reason is not None and not failed:
+        return f"{stop_reason}, before any trial was scored at the full budget"
     return text + (f", the first with: {failed[0].reason}" if failed else "")
 
 

@@ -87,5 +87,6 @@ SEARCH = JobKind(
     documents=_documents,
     view=_view,
     links=("study", "trials", "pareto", "summary", "report", "events", "plots", "exports", "log"),
-    resumable="that has FAILED, that waits, or with samples of an engine that failed a check later",
+    has_search=True,
+    resumable="that has FAILED, that is PAUSED or waits, or with samples of an engine that failed a check later",
 )

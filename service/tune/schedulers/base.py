@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from search_spaces.fidelity import Bracket
@@ -150,6 +150,7 @@ class RungTable(ABC):
         self._rungs: dict[int, tuple[Rung, ...]] = {}
         self._at_looks: dict[int, Mapping[int, tuple[float, ...]]] = {}
         self._is_search_over = False
+        self._is_stopped = False
         self._num_proposed = 0
         self._num_finished = 0
         self._num_ended = 0  # how many trials have ended, up to the first one that has not
@@ -206,13 +207,13 @@ class RungTable(ABC):
         entry = self._entries[number]
         entry.costs[rung] = costs
         entry.next_rung = rung
-        if rung == self.last_rung:
+        if rung == self.last_rung or self._is_stopped:
             self._end(entry)
         else:
             entry.is_waiting = True
             self._runnable.discard(number)
             self._waiting.add(number)
-        return self._decide_for(entry)
+        return () if self._is_stopped else self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
         """Record the costs at the lower rungs of a trial that is evaluated only at the last rung.
@@ -226,7 +227,18 @@ class RungTable(ABC):
         entry = self._entries[number]
         entry.is_failed = True
         self._end(entry)
-        return self._decide_for(entry)
+        return () if self._is_stopped else self._decide_for(entry)
+
+    def stop(self, *, running: Collection[int]) -> None:
+        """End the search now, and all trials except those in `running`.
+
+        No trial is promoted any more: each trial in `running` ends with its next result. Brackets keep their sizes, so
+        that a resumed search makes the same decisions up to the stop.
+        """
+        self._is_search_over = self._is_stopped = True
+        for entry in self._entries.values():
+            if not entry.is_finished and entry.number not in running:
+                self._end(entry)
 
     def end_search(self) -> tuple[int, ...]:
         """Stop proposals, because a limit is reached or the searcher repeats known configurations.

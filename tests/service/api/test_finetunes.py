@@ -275,8 +275,8 @@ def test_cancelling_and_resuming(http: httpx.Client, server: ApiServer) -> None:
     refused = http.post(f"{path}:resume")
     assert refused.status_code == 409
     assert refused.json()["detail"] == (
-        f"fine-tuning {record.id} is CANCELLED; only a fine-tuning that has FAILED or waits can be resumed; to run it "
-        "again, submit it again"
+        f"fine-tuning {record.id} is CANCELLED; only a fine-tuning that has FAILED, is PAUSED or waits can be resumed; "
+        "to run it again, submit it again"
     )
 
 

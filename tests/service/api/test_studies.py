@@ -20,7 +20,15 @@ from service.store import blobs, schema
 from service.store.artifacts import ArtifactStore
 from service.types import Account, JobState
 from tests.s3_server import S3
-from tests.service.api.harness import ApiServer, QuickPreflight, document, finished_study, rung, stored_study
+from tests.service.api.harness import (
+    ApiServer,
+    QuickPreflight,
+    document,
+    finished_study,
+    rung,
+    stored_finetune,
+    stored_study,
+)
 from workers.object_store import ObjectStore
 
 UNKNOWN = "0" * 32
@@ -161,7 +169,7 @@ def test_cancelling_ends_a_study_once_and_stops_its_driver(http: httpx.Client, s
     with pytest.raises(StaleAttempt):
         writer.finish_rung(0, rung(0), samples_reused=0)
     kinds = [event.kind for event in server.store.events(record.id)]
-    assert kinds == ["created", "attempt", "state", "attempt", "state"]
+    assert kinds == ["created", "attempt", "state", "attempt", "steered", "state"]
     assert server.cluster.num_wakes == 3
 
 
@@ -197,7 +205,7 @@ def test_failed_study_is_resumed_once(http: httpx.Client, server: ApiServer) -> 
     assert answer.status_code == 202
     assert (answer.json()["state"], answer.json()["reason"]) == ("STOPPED", "resumed by request")
     assert server.store.consecutive_failures(record.id) == 0
-    assert [event.kind for event in server.store.events(record.id)][-2:] == ["resumed", "state"]
+    assert [event.kind for event in server.store.events(record.id)][-3:] == ["steered", "resumed", "state"]
     assert server.cluster.num_wakes == 1
     server.store.open_attempt(record.id).set_state(JobState.RUNNING)
     before = server.store.last_event_id(record.id)
@@ -214,8 +222,8 @@ def test_what_is_complete_or_cancelled_cannot_be_resumed(
     answer = http.post(f"/v1/studies/{record.id}:resume")
     assert answer.status_code == 409
     assert answer.json()["detail"] == (
-        f"study {record.id} is {state.value}; only a study that has FAILED, that waits, or with samples of an engine "
-        "that failed a check later can be resumed; to run it again, submit it again"
+        f"study {record.id} is {state.value}; only a study that has FAILED, that is PAUSED or waits, or with samples "
+        "of an engine that failed a check later can be resumed; to run it again, submit it again"
     )
     assert server.store.job(record.id).state is state
 
@@ -325,3 +333,69 @@ def test_a_queued_study_keeps_its_sources(
             left = {table.name for table in schema.metadata.sorted_tables if connection.execute(table.select()).first()}
         assert left <= {"schema_version", "audit"}
         assert ObjectStore(files).list() == {}
+
+
+# Steering.
+
+
+@pytest.mark.parametrize("kind", ["studies", "finetunes"])
+def test_a_job_is_paused_and_resumed(http: httpx.Client, server: ApiServer, kind: str) -> None:
+    """A job of any kind is paused, each request changes it once, and its events say why."""
+    record = stored_study(server.store) if kind == "studies" else stored_finetune(server.store)
+    path = f"/v1/{kind}/{record.id}"
+    paused = [http.post(f"{path}:pause", params={"reason": "the GPUs are needed"}) for _ in range(2)]
+    assert [answer.status_code for answer in paused] == [202, 202]
+    assert {answer.json()["state"] for answer in paused} == {"PAUSED"}
+    assert paused[0].json()["reason"] == "paused by request: the GPUs are needed"
+    listed = http.get(f"/v1/{kind}", params={"state": "PAUSED"}).json()[kind]
+    assert [job["id"] for job in listed] == [record.id]
+    assert http.delete(path).status_code == 409, "it has not ended"
+    resumed = [http.post(f"{path}:resume") for _ in range(2)]
+    assert {answer.json()["state"] for answer in resumed} == {"STOPPED"}
+    events = http.get(f"{path}/events", headers={"Accept": "application/json"}).json()["events"]
+    steered = [event["payload"] for event in events if event["kind"] == "steered"]
+    assert [(each["action"], each["reason"]) for each in steered][:2] == [
+        ("pause", "the GPUs are needed"),
+        ("resume", None),
+    ]
+
+
+def test_a_search_is_stopped_early(http: httpx.Client, server: ApiServer) -> None:
+    record = stored_study(server.store)
+    writer = server.store.open_attempt(record.id)
+    writer.set_state(JobState.RUNNING)
+    answers = [http.post(f"/v1/studies/{record.id}:stop", params={"reason": "good enough"}) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [202, 202]
+    assert answers[0].json()["state"] == "RUNNING"
+    assert writer.heartbeat(wall_clock_s=1.0) == "stopped by request: good enough"
+    assert [event.kind for event in server.store.events(record.id)].count("steered") == 1
+
+
+def test_a_fine_tuning_has_no_search_to_stop(http: httpx.Client, server: ApiServer) -> None:
+    record = stored_finetune(server.store)
+    assert http.post(f"/v1/finetunes/{record.id}:stop").status_code in (404, 405)
+    assert "/v1/finetunes/{finetune_id}:stop" not in http.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize("verb", ["pause", "stop"])
+@pytest.mark.parametrize("state", [JobState.COMPLETE, JobState.FAILED, JobState.CANCELLED])
+def test_what_has_ended_is_not_steered(http: httpx.Client, server: ApiServer, verb: str, state: JobState) -> None:
+    record = stored_study(server.store)
+    server.store.open_attempt(record.id).set_state(state)
+    last = server.store.last_event_id(record.id)
+    answer = http.post(f"/v1/studies/{record.id}:{verb}")
+    done = {"pause": "paused", "stop": "stopped"}[verb]
+    assert (answer.status_code, answer.json()["detail"]) == (
+        409,
+        f"study {record.id} is already {state.value}; only a study that has not ended can be {done}",
+    )
+    assert server.store.last_event_id(record.id) == last
+
+
+@pytest.mark.parametrize("reason", ["", "two\nlines", "x" * 501])
+def test_reasons_are_one_short_line(http: httpx.Client, server: ApiServer, reason: str) -> None:
+    record = stored_study(server.store)
+    answer = http.post(f"/v1/studies/{record.id}:pause", params={"reason": reason})
+    assert answer.status_code == 422
+    assert "reason" in answer.text
+    assert server.store.job(record.id).state is JobState.CREATED

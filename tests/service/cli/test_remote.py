@@ -237,6 +237,24 @@ def test_resume_lets_a_failed_study_go_on(site: Site, finished: str, terminal: S
     assert "is COMPLETE" in terminal.refused("resume", finished)
 
 
+def test_pause_and_stop_steer_a_study(site: Site, finished: str, terminal: ServerTerminal) -> None:
+    name = site.new_name()
+    study = site.create(name)
+    assert terminal.shown("pause", name, "--reason", "noon") == f"study {name}: {study}, PAUSED\n"
+    assert site.store.job(study).reason == "paused by request: noon"
+    assert terminal.document("resume", name)["state"] == "STOPPED"
+    assert terminal.document("stop", name, "--reason", "good enough")["state"] == "STOPPED"
+    assert site.store.job(study).stop_reason == "stopped by request: good enough"
+    steered = [dict(event.payload) for event in site.store.events(study) if event.kind == "steered"]
+    assert [(each["action"], each["reason"]) for each in steered] == [
+        ("pause", "noon"),
+        ("resume", None),
+        ("stop", "good enough"),
+    ]
+    for verb in ("pause", "stop"):
+        assert "is already COMPLETE" in terminal.refused(verb, finished)
+
+
 def test_show_and_watch_say_what_a_study_waits_for(
     site: Site, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

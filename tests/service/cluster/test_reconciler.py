@@ -29,7 +29,7 @@ from service.cluster.reconciler import (
 )
 from service.disk import DRAINED
 from service.store import Store
-from service.types import JobRecord, JobState
+from service.types import RESUMED_BY_REQUEST, JobRecord, JobState, Steering
 from tests.postgresql import PASSWORD, PostgreSQL
 
 NOW = 1_000_000.0
@@ -431,3 +431,49 @@ def test_a_wrong_token_is_what_the_log_and_readyz_say(
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         f"jobs wait: {reason}"
     ]
+
+
+@pytest.mark.parametrize("job", ["PENDING", "RUNNING"])
+def test_the_driver_of_a_job_that_pauses_is_asked_to_end(job: str) -> None:
+    """A driver that hangs meanwhile is stopped like any other."""
+    pausing = replace(study(submitted_s_ago=900, heard_s_ago=3), is_paused=True)
+    assert action(pausing, job) == "interrupt"
+    assert action(replace(pausing, heartbeat_at=NOW - LOST_AFTER_S - 1), job) == "stop"
+
+
+@pytest.mark.parametrize("job", ["STOPPED", "FAILED", "SUCCEEDED", None])
+def test_a_paused_job_gets_no_driver(job: str | None) -> None:
+    paused = replace(study(submitted_s_ago=900, heard_s_ago=3), is_paused=True)
+    assert action(paused, job) == "settle", "its driver has ended without saying so"
+    assert action(replace(paused, state=JobState.PAUSED), job) == "wait"
+    assert action(replace(paused, state=JobState.PAUSED, submissions=0), None) == "wait"
+    assert action(replace(paused, is_paused=False, state=JobState.STOPPED), job) == "submit"
+
+
+@pytest.mark.slow
+def test_a_paused_job_waits_until_it_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its driver is asked to end once; its place is free for other jobs; each says what it waits for."""
+    store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
+    job = store.create_job(kind="search", name="s", document={}, accepted={})
+    with dashboard.serving() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
+        cluster.start()
+        try:
+            first = submission_id(job, 1)
+            wait_until(lambda: first in dashboard.jobs)
+            store.open_attempt(job.id, as_driver=True).set_state(JobState.RUNNING)
+            assert store.pause(job.id, steering=Steering("pause")).state is JobState.RUNNING
+            assert cluster.waiting_for(store.job(job.id)) == "its driver to end; then it is PAUSED"
+            cluster.wake()
+            wait_until(lambda: store.job(job.id).state is JobState.PAUSED)
+            cluster.wake()
+            time.sleep(1.5)
+            assert (list(dashboard.jobs), dashboard.stopped) == ([first], [first])
+            assert cluster.waiting_for(store.job(job.id)) == "a request to resume it"
+            store.resume(job.id, reason=RESUMED_BY_REQUEST, steering=Steering("resume"))
+            cluster.wake()
+            wait_until(lambda: submission_id(job, 2) in dashboard.jobs)
+        finally:
+            cluster.stop()
+            store.close()

@@ -499,7 +499,7 @@ def test_everything_that_happens_to_a_trial_is_an_event(store: Store, writer: Jo
 
 # One writer.
 
-WRITES: dict[str, Callable[[JobWriter], None]] = {
+WRITES: dict[str, Callable[[JobWriter], object]] = {
     "heartbeat": lambda w: w.heartbeat(wall_clock_s=99.0),
     "set_state": lambda w: w.set_state(JobState.FAILED, "x"),
     "set_waiting": lambda w: w.set_waiting("x"),

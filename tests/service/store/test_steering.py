@@ -1,0 +1,128 @@
+"""Requests to pause a job, to stop its search and to resume it, as the store keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from service.errors import NotFound, StaleAttempt
+from service.store import Store
+from service.types import JobRecord, JobState, Steering
+
+PAUSE, STOP = Steering("pause", "ann", "the GPUs are needed"), Steering("stop", "bob")
+
+
+@pytest.fixture
+def store(database: str) -> Iterator[Store]:
+    store = Store(database)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def job(store: Store) -> JobRecord:
+    return store.create_job(kind="search", name="s", document={}, accepted={})
+
+
+def events(store: Store, job: JobRecord, kind: str) -> list[object]:
+    return [dict(event.payload) for event in store.events(job.id) if event.kind == kind]
+
+
+def test_a_job_without_a_driver_is_paused_at_once(store: Store, job: JobRecord) -> None:
+    """It gets no driver before it is resumed; a second request changes nothing."""
+    for _ in range(2):
+        paused = store.pause(job.id, steering=PAUSE)
+        assert (paused.state, paused.is_paused) == (JobState.PAUSED, True)
+    assert paused.reason == "paused by ann: the GPUs are needed"
+    assert events(store, job, "steered") == [{"action": "pause", "user": "ann", "reason": "the GPUs are needed"}]
+    with pytest.raises(StaleAttempt, match="is paused"):
+        store.open_attempt(job.id, as_driver=True)
+    assert store.job(job.id).attempt == 0, "the refused driver is no attempt"
+    resumed = store.resume(job.id, reason="resumed by request", steering=Steering("resume"))
+    assert (resumed.state, resumed.is_paused) == (JobState.STOPPED, False)
+    store.open_attempt(job.id, as_driver=True).set_state(JobState.RUNNING)
+
+
+def test_a_driver_stores_what_it_has_before_its_job_is_paused(store: Store, job: JobRecord) -> None:
+    writer = store.open_attempt(job.id, as_driver=True)
+    writer.set_state(JobState.RUNNING)
+    assert store.pause(job.id, steering=PAUSE).state is JobState.RUNNING
+    writer.add_event("chunk", {})
+    writer.set_state(JobState.STOPPED, "interrupted")
+    assert (store.job(job.id).state, store.job(job.id).reason) == (JobState.PAUSED, "interrupted")
+
+
+def test_a_driver_that_prepares_its_job_does_not_begin(store: Store, job: JobRecord) -> None:
+    writer = store.open_attempt(job.id, as_driver=True)
+    assert store.pause(job.id, steering=PAUSE).state is JobState.CREATED, "its driver works"
+    with pytest.raises(StaleAttempt, match="is paused"):
+        writer.set_state(JobState.RUNNING)
+    writer.set_waiting("no engine")
+    assert store.job(job.id).state is JobState.PAUSED
+
+
+def test_a_driver_that_died_leaves_its_job_paused(store: Store, job: JobRecord) -> None:
+    """A driver that comes back from the dead cannot write."""
+    writer = store.open_attempt(job.id, as_driver=True)
+    writer.set_state(JobState.RUNNING)
+    store.pause(job.id, steering=PAUSE)
+    for _ in range(2):
+        store.settle_pause(job.id)
+        assert store.job(job.id).state is JobState.PAUSED
+    assert events(store, job, "state").count({"state": "PAUSED", "reason": "its driver has ended"}) == 1
+    with pytest.raises(StaleAttempt):
+        writer.add_event("chunk", {})
+
+
+def test_a_job_that_is_not_to_pause_is_not_settled(store: Store, job: JobRecord) -> None:
+    store.open_attempt(job.id, as_driver=True).set_state(JobState.RUNNING)
+    store.settle_pause(job.id)
+    assert store.job(job.id).state is JobState.RUNNING
+
+
+def test_resuming_before_the_driver_has_ended(store: Store, job: JobRecord) -> None:
+    writer = store.open_attempt(job.id, as_driver=True)
+    writer.set_state(JobState.RUNNING)
+    store.pause(job.id, steering=PAUSE)
+    resumed = store.resume(job.id, reason="resumed by request", steering=Steering("resume"))
+    assert (resumed.state, resumed.is_paused) == (JobState.RUNNING, False)
+    assert [event["action"] for event in events(store, job, "steered")] == ["pause", "resume"]  # type: ignore[index]
+    writer.set_state(JobState.STOPPED, "interrupted")
+    assert store.job(job.id).state is JobState.STOPPED, "the server starts another driver"
+
+
+def test_the_driver_learns_that_its_search_is_stopped(store: Store, job: JobRecord) -> None:
+    """It learns it with its next heartbeat."""
+    writer = store.open_attempt(job.id, as_driver=True)
+    assert writer.heartbeat(wall_clock_s=1.0) is None
+    for _ in range(2):
+        assert store.stop_search(job.id, steering=STOP).stop_reason == "stopped by bob"
+    assert writer.heartbeat(wall_clock_s=2.0) == "stopped by bob"
+    assert events(store, job, "steered") == [{"action": "stop", "user": "bob", "reason": None}]
+
+
+def test_a_paused_study_continues_to_its_end_when_stopped(store: Store, job: JobRecord) -> None:
+    store.pause(job.id, steering=PAUSE)
+    stopped = store.stop_search(job.id, steering=STOP)
+    assert (stopped.state, stopped.is_paused, stopped.stop_reason) == (JobState.STOPPED, False, "stopped by bob")
+    store.pause(job.id, steering=PAUSE)
+    assert store.job(job.id).stop_reason == "stopped by bob", "a pause keeps the request to stop"
+
+
+@pytest.mark.parametrize("state", [JobState.COMPLETE, JobState.FAILED, JobState.CANCELLED])
+def test_what_has_ended_is_not_steered(store: Store, job: JobRecord, state: JobState) -> None:
+    """A job that ends while it is asked to pause is not paused when it is reopened."""
+    writer = store.open_attempt(job.id, as_driver=True)
+    store.pause(job.id, steering=PAUSE)
+    writer.set_state(state)
+    last = store.last_event_id(job.id)
+    for found in (store.pause(job.id, steering=PAUSE), store.stop_search(job.id, steering=STOP)):
+        assert (found.state, found.is_paused, found.stop_reason) == (state, False, None)
+    assert store.last_event_id(job.id) == last
+
+
+def test_unknown_jobs_cannot_be_steered(store: Store) -> None:
+    for call in (store.pause, store.stop_search):
+        with pytest.raises(NotFound, match="no such job"):
+            call("0" * 32, steering=PAUSE)

@@ -1,0 +1,160 @@
+"""A search that is stopped early: what runs finishes, the rest is pruned, held-out data are scored."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.fidelity import Scheduler
+from service.results.selection import best_trial
+from service.store import Store
+from service.store.documents import STOPPING
+from service.tune.coordinator import Coordinator
+from service.tune.evaluation import Evaluation
+from service.tune.schedulers import SCHEDULERS
+from service.types import TrialState
+from tests.service.tune.harness import Killed, coordinator_of, drive, killer, new_study, score, trial_list
+from workers.serving.fake import FakeScorer
+
+REASON = "stopped by ann: good enough"
+EVERY_SCHEDULER = sorted(SCHEDULERS)
+
+
+def run_until(coordinator: Coordinator, num_chunks: int, *, concurrency: int = 3) -> list[tuple[Evaluation, int]]:
+    """Score chunks until `num_chunks` are stored; return the evaluations in flight with their next chunk."""
+    draw, scorer = random.Random(0), FakeScorer()
+    in_flight: list[tuple[Evaluation, int]] = []
+    for _ in range(num_chunks):
+        while len(in_flight) < concurrency and (evaluation := coordinator.next_evaluation()) is not None:
+            in_flight.append((evaluation, 0))
+        evaluation, chunk = in_flight.pop(draw.randrange(len(in_flight)))
+        if not coordinator.on_outcome(evaluation, score(scorer, evaluation, chunk)):
+            in_flight.append((evaluation, chunk + 1))
+    while len(in_flight) < concurrency and (evaluation := coordinator.next_evaluation()) is not None:
+        in_flight.append((evaluation, 0))
+    return in_flight
+
+
+def finish(coordinator: Coordinator, in_flight: list[tuple[Evaluation, int]]) -> list[tuple[int, int]]:
+    """Score what is in flight, then all that follows; return (trial, rung) of all evaluations that started later."""
+    scorer, later = FakeScorer(), []
+    for evaluation, first in in_flight:
+        for chunk in itertools.count(first):
+            if coordinator.on_outcome(evaluation, score(scorer, evaluation, chunk)):
+                break
+    start: Callable[..., Evaluation | None] = coordinator.next_evaluation
+
+    def recorded(**options: Any) -> Evaluation | None:
+        evaluation = start(**options)
+        if evaluation is not None:
+            later.append((evaluation.trial, evaluation.split.value))
+        return evaluation
+
+    coordinator.next_evaluation = recorded  # type: ignore[method-assign]
+    drive(coordinator, scorer)
+    return later  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("scheduler", EVERY_SCHEDULER)
+@pytest.mark.parametrize("num_chunks", [6, 14, 30])
+def test_running_evaluations_finish_and_no_other_starts(tmp_path: Path, scheduler: Scheduler, num_chunks: int) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study, scheduler=scheduler)
+    in_flight = run_until(coordinator, num_chunks)
+    running = {(evaluation.trial, evaluation.rung) for evaluation, _ in in_flight}
+    assert running, "something must run when the search is stopped"
+    before = {trial.number: trial for trial in coordinator.trials}
+    for _ in range(2):  # a second request changes nothing
+        coordinator.stop(REASON)
+    later = finish(coordinator, in_flight)
+    assert {split for _, split in later} <= {"holdout"}
+    assert coordinator.end_of_search == REASON
+    trials = {trial.number: trial for trial in store.trials(study)}
+    assert trials.keys() == before.keys(), "nothing is proposed any more"
+    for number, rung in running:
+        assert rung in [record.rung for record in trials[number].rungs], "what ran is finished"
+        assert trials[number].state in (TrialState.COMPLETE, TrialState.PRUNED)
+    others = trials.keys() - {number for number, _ in running}
+    for trial in (trials[number] for number in others):
+        assert trial.rungs == before[trial.number].rungs
+        assert trial.state.is_finished
+    stopped = {trial.number for trial in trials.values() if trial.reason == REASON}
+    unfinished = {number for number, trial in before.items() if not trial.state.is_finished}
+    assert stopped == {number for number in unfinished if trials[number].state is not TrialState.COMPLETE}
+    assert best_trial(coordinator.trials, coordinator.plan.objectives) is not None
+    assert {number for number, _ in later}, "finalists are scored on held-out data"
+
+
+@pytest.mark.parametrize("scheduler", EVERY_SCHEDULER)
+def test_a_kill_at_any_moment_of_a_stop_loses_nothing(tmp_path: Path, scheduler: Scheduler) -> None:
+    """The evaluations that ran are finished by the next driver; the trials are those without the kill."""
+
+    def stopped(directory: Path) -> tuple[Store, str, Coordinator, list[tuple[Evaluation, int]]]:
+        directory.mkdir()
+        store, study = new_study(directory)
+        coordinator = coordinator_of(store, study, scheduler=scheduler)
+        return store, study, coordinator, run_until(coordinator, 14)
+
+    store, study, coordinator, in_flight = stopped(tmp_path / "whole")
+    coordinator.stop(REASON)
+    finish(coordinator, in_flight)
+    expected = trial_list(store, study)
+    for at in range(0, 40, 3):
+        store, study, coordinator, in_flight = stopped(tmp_path / str(at))
+        coordinator.stop(REASON)
+        dies = killer(at)
+        coordinator._observer = coordinator._ask_and_tell._observer = coordinator._chunks._observer = dies
+        try:
+            finish(coordinator, in_flight)
+        except Killed:
+            again = coordinator_of(store, study, scheduler=scheduler)
+            again.stop(REASON)
+            drive(again, FakeScorer())
+        assert trial_list(store, study) == expected, at
+
+
+def test_a_kill_before_the_trials_were_pruned(tmp_path: Path) -> None:
+    """The stored evaluations decide what still runs, not what ran when the next driver started."""
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    in_flight = run_until(coordinator, 14)
+    running = sorted((evaluation.trial, evaluation.rung) for evaluation, _ in in_flight)
+    coordinator._ask_and_tell.stop = _dies  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        coordinator.stop(REASON)
+    assert [tuple(each) for each in store.document(study, STOPPING)] == running  # type: ignore[union-attr]
+    again = coordinator_of(store, study)
+    again.stop(REASON)
+    assert sorted(again._ask_and_tell.ready()) == running
+    drive(again, FakeScorer())
+    assert again.end_of_search == REASON
+
+
+def _dies(*_: Any, **__: Any) -> None:
+    raise Killed
+
+
+def test_a_stop_after_the_search_changes_nothing(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    drive(coordinator, FakeScorer())
+    before = trial_list(store, study)
+    coordinator.stop(REASON)
+    assert (trial_list(store, study), coordinator.end_of_search) == (before, None)
+    assert store.document(study, STOPPING) is None
+
+
+def test_a_stop_before_anything_was_scored(tmp_path: Path) -> None:
+    """There is no result; the caller fails the study with the reason."""
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    coordinator.stop(REASON)
+    assert coordinator.next_evaluation() is None
+    assert coordinator.is_finished
+    assert {trial.state for trial in coordinator.trials} == {TrialState.PRUNED}
+    assert best_trial(coordinator.trials, coordinator.plan.objectives) is None
