@@ -272,9 +272,11 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
     """Check the body of a request that describes a job.
 
     The body `content` is JSON if `is_json`, else YAML. The function `accept` does the checks of the job's kind, and
-    `noun` is the word for such a job in messages. `context` says which files the job may read. There are no limits of
-    memory and processor time while weights are read and merges of other studies are written: the sender does not choose
-    the amount of this work, and reading large weights maps all of their files. Raises InvalidStudy with every problem.
+    `noun` is the word for such a job in messages. `context` says which files the job may read.
+
+    The limits of memory and processor time are lifted (`lift_limits`) before weights are read, and before merges of
+    other studies are written. The sender does not choose the amount of this work, and reading large weights maps all of
+    their files. Raises InvalidStudy with every problem.
     """
     try:
         return accept(parse_document(content, BODY, is_json=is_json), replace(context, lift_limits=lift_limits))

@@ -45,8 +45,8 @@ class RequestContext:
       `data_dir`
     - `machines`: the cluster's machines that can run engines, if any are known
     - `reader`: the rights of the sender, with which the job may refer to other jobs; None is every right
-    - `lift_limits`: removes the limits of memory and processor time from the checks that follow; called before large
-      files are read or written
+    - `lift_limits`: function that removes the checking process's limits of memory and processor time. Checks call it
+      before they read weights or write merges of other studies
     """
 
     access: FileAccess | None = None

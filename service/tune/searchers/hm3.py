@@ -253,10 +253,11 @@ def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
 
 
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
-    """Statistics of the weights of each layer that paths may use; they describe the layers to a policy.
+    """Statistics of the weights of each layer that paths may use, as input to the policy.
 
-    One of the models may itself be merged from several models, with weights that follow from a preference vector. Its
-    layers are described by the mean over the other models, because a policy is given the preference vector anyway.
+    One of the models may itself be merged from several models, with coefficients that follow from the preference vector
+    (the importances of the objectives). Its layers get the mean statistics of the other models, because the policy
+    receives the preference vector anyway.
     """
     import torch
 

@@ -60,7 +60,7 @@ class MergeExtension:
         ranks: int = 1,
         is_shared: bool = False,
     ) -> str:
-        """Open the source weights (the bank), and start to count rows of logits that are NaN or infinite.
+        """Open the source weights (the bank), and start to count logit rows that contain NaN or infinite values.
 
         `family` is JSON in the form of `family_to_json`. The bank is kept in the first of `placements` that has enough
         memory for it; a GPU must also have `scratch_bytes` for merging a tensor. `reason` says in words why the first
@@ -131,7 +131,7 @@ class MergeExtension:
         return self._mergesearch_scratch[bank.device].tensor
 
     def mergesearch_sources(self) -> str:
-        """Human-readable size and placement of the source weights."""
+        """Describe the size of the source weights and where they are kept, as a text for people."""
         bank = self._mergesearch_bank
         return f"{bank.num_bytes / 1e9:.2f} GB of sources {IN_WORDS[bank.placement]}"
 
@@ -222,7 +222,7 @@ class MergeExtension:
         return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
-        """The numbers of logit rows that contained NaN and that were infinite, since the last call.
+        """Numbers of logit rows that contained NaN, and of rows that contained infinite values, since the last call.
 
         If the numbers are not both 0, all cached keys and values are set to zero, because NaN in a block of the cache
         spreads to other texts that reuse the block, even where the block is masked.

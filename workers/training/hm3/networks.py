@@ -41,9 +41,10 @@ class NetworkOptions:
 
 
 class Networks(nn.Module):
-    """The encoder of layer paths, the policy network and the value network, for paths through given models.
+    """The three networks of HM3: the encoder of layer paths, the policy network and the value network.
 
-    `descriptors` [num_models, num_layers, num_statistics] are standardised statistics of the layers' weights.
+    They are for paths through the models of `paths`. `descriptors` [num_models, num_layers, num_statistics] are
+    standardised statistics of the layers' weights (`layer_descriptors`); None for none.
     """
 
     def __init__(self, paths: LayerPaths, options: NetworkOptions, descriptors: Tensor | None = None) -> None:
