@@ -41,7 +41,7 @@ GRACE_S = 24 * 3600.0
 
 
 class BlobStore(Protocol):
-    """Interface of content-addressed stores of files: each file is named by the sha256 of its content.
+    """Interface of content-addressed stores of files, in which a file is named by the sha256 of its content.
 
     Every process may use a store. `place` names the store in messages.
     """

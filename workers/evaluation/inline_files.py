@@ -25,7 +25,7 @@ INLINE_KEYS = frozenset(
 class InlineRow:
     """One sample of an inline task: the prompt, and the answer that the whole completion must equal.
 
-    `fields` is the JSON object of its line.
+    `fields` is the JSON object of the sample's line in the file.
     """
 
     prompt: str

@@ -1,4 +1,4 @@
-"""Metrics of single samples, for tasks whose own metric is computed over all samples at once or that have none.
+"""Metrics of single samples, for tasks without a metric or with one that is computed over all samples at once.
 
 A search estimates a metric from a part of the samples, which works only for means over samples. Therefore corpus
 metrics such as BLEU, chrF, F1 and Matthews' correlation cannot be searched. The metrics here are the per-sample forms
@@ -48,7 +48,7 @@ PER_SAMPLE_FORMS: Mapping[str, str] = MappingProxyType(
 
 
 def names_for(output_type: str) -> tuple[str, ...]:
-    """Names of the metrics that every task of lm-eval's `output_type` has, beside those that it lists itself."""
+    """Names of the metrics that every task of lm-eval's `output_type` has, besides those that it lists itself."""
     return {"generate_until": tuple(METRICS), "multiple_choice": (ACCURACY,)}.get(output_type, ())
 
 
@@ -113,7 +113,7 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """Mean precision over the distinct n-grams that a text kept or deleted, for SARI; 1 if there are none.
+    """Mean precision over the distinct n-grams that a text kept or deleted, a part of SARI; 1 if there are none.
 
     `made` has the count of each kept or deleted n-gram, `right` how many of them the references agree with.
     """
@@ -143,7 +143,10 @@ def _contains(_: str, references: Sequence[str], answer: str) -> float:
 
 
 def _edit_similarity(_: str, references: Sequence[str], answer: str) -> float:
-    """The share of matching characters, rounded to 0.01, after py150's placeholders for literals are resolved."""
+    """Share of matching characters of two lines of code, rounded to 0.01, as CodeXGLUE judges py150.
+
+    py150's placeholders for literals are resolved first.
+    """
     text = _without_marks(answer)
     return max(round(100 * SequenceMatcher(None, text, _without_marks(each)).ratio()) for each in references) / 100
 

@@ -1,7 +1,7 @@
 """Limits on what lm-eval reads and runs while it builds a task: YAML files, Python functions, and data files.
 
-lm-eval resolves includes, groups and overrides itself. Therefore its own loading functions are wrapped while it builds
-a task, rather than its files being interpreted a second time. There are three ways to load a task:
+lm-eval itself resolves the includes, groups and overrides of a task. Therefore its loading functions are wrapped while
+it builds a task; its files are not interpreted a second time. There are three ways to load a task:
 
 - `guarded_loading`: in this process, for tasks without Python functions of their own (else OwnCode)
 - `recorded_loading`: in this process, to load a task's data and nothing else
@@ -50,15 +50,15 @@ FORMATS = ("arrow", "cache", "csv", "json", "parquet", "text")
 
 
 class OwnCode(Exception):
-    """A task's files name a Python function, so the task must be built in a confined process."""
+    """Raised if a task's files name a Python function, so that the task must be built in a confined process."""
 
 
 @dataclass
 class Recording:
-    """The directories and data of tasks that `recorded_loading` found.
+    """Directories and data of tasks, as `recorded_loading` found them.
 
     `directories` are those of all YAML files that were read. `datasets` has the data of each task, as
-    `datasets.load_dataset` returned it, by `data_key`.
+    `datasets.load_dataset` returned them, by `data_key`.
     """
 
     directories: set[Path] = field(default_factory=set)
@@ -69,10 +69,14 @@ class Recording:
 def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterator[None]:
     """Context manager that limits what lm-eval may read while it builds a task, and prevents it from running code.
 
-    A task whose files name Python functions raises OwnCode inside the context, before any of them is imported. Files
-    outside `access` are refused, unless `access` is None (no limit): also those that a data set itself names, and
-    addresses of other hosts than the hub. Data sets without files are refused too, because `datasets` would search the
-    disk for them, and so are metrics that are not lm-eval's own. Refusals are raised as InvalidTask inside the context.
+    A task whose files name Python functions raises OwnCode inside the context, before any of them is imported. The
+    following are refused, which raises InvalidTask inside the context:
+
+    - files outside `access`, also those that a data set itself names, and addresses of other hosts than the hub; if
+      `access` is None, there is no limit
+    - data sets without files, because `datasets` would search the disk for them
+    - metrics that are not lm-eval's own
+
     Relative paths of data files start at `directory`, or at the current directory if it is None. Loading does not wait
     for a hub that cannot be reached.
     """
@@ -247,9 +251,9 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
     """Make a replacement of lm-eval's `_import_func_in_yml(name, directory)` that imports no code.
 
     lm-eval calls `_import_func_in_yml` for each Python function (`!function`) that a YAML file in `directory` names.
-    `access` says which directories are trusted; those of shipped tasks are, too. Functions of others are refused
-    (InvalidTask). For the rest OwnCode is raised or, if `name` is given, the result of `name` for the function's name
-    is returned.
+    `access` says which directories are trusted; None trusts all. The directories of shipped tasks are always trusted.
+    For a function in another directory, InvalidTask is raised. For a trusted one, OwnCode is raised or, if `name` is
+    given, the result of `name` for the function's name is returned.
     """
 
     def guarded(function: str, directory: Path) -> Any:

@@ -102,11 +102,11 @@ class MergeExtension:
         return str(self._mergesearch_bank.fingerprint)
 
     def _mergesearch_merged(self, write: Callable[[Bank, Into], T]) -> T:
-        """Call `write(bank, into)` on a device with enough memory for merging, and return its result.
+        """Call `write(bank, into)` for a device that has enough memory for merging, and return its result.
 
-        `bank` are the source weights, `into` returns memory for computing a tensor. The bank merges on the engine's
-        device, or on the CPU if a GPU has too little memory for merging. After a GPU had too little memory, it merges
-        again once it has as much free as was planned for merging.
+        `bank` has the source weights, and `into` returns memory for computing a tensor. The device is the engine's
+        device, or the CPU if a GPU has too little memory for merging. After that, merges are computed on the GPU again
+        once as much of its memory is free as was planned for merging.
         """
         bank = self._mergesearch_bank
         if self._mergesearch_lack and _room(bank.device) >= self._mergesearch_scratch_bytes:
@@ -257,12 +257,12 @@ def open_bank(
 ) -> Bank:
     """Open the source weights of a family (the bank); `family` is JSON in the form of `family_to_json`.
 
-    A process has one bank, that of the family that was opened last; if it is open already, it is returned. In a process
+    A process has one bank: that of the family that was opened last. If it is open already, it is returned. In a process
     that has an engine, it is the engine's bank. In any other process, for example one that computes a canary, it is a
     bank of mapped files that merges on the CPU.
 
     The weights are kept in the first of `placements` that has enough memory for them; a GPU must also have
-    `scratch_bytes` for merging a tensor. With `is_shared` it is shared with other processes of the node. Raises
+    `scratch_bytes` for merging a tensor. With `is_shared`, the bank is shared with other processes of the node. Raises
     InvalidModel if the models cannot be opened.
     """
     if family not in _opened:

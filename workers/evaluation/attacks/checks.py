@@ -1,4 +1,4 @@
-"""Check, before a study starts, that the prompts of a task can be attacked."""
+"""Checks, before a study starts, that the prompts of a task can be attacked."""
 
 from __future__ import annotations
 

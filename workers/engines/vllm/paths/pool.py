@@ -1,4 +1,4 @@
-"""Record of which layer contents a path engine's pool holds, and the choice of layers to overwrite.
+"""Record of the contents of a path engine's pool of layers, and choice of the layers to overwrite.
 
 Layers of the pool that the current path uses are kept; the others are replaced, least recently used first.
 """
@@ -44,7 +44,7 @@ class LayerPool:
         return content in self._layers
 
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
-        """For each of `contents`, choose one of the pool's layers to hold it; equal contents share a layer.
+        """Choose one of the pool's layers for each of `contents`, the layers of a merge; equal contents share a layer.
 
         A layer that already has the content is used. Without one, an empty layer is used, or else the least recently
         used of the layers that have none of `contents`. Returns the layer of each content, and the set of layers that
