@@ -348,7 +348,7 @@ def _compatible(
 
 
 def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """Filters by which a mergekit file selects the tensors of each piece: pairs (piece, filter), the first match counts.
+    """Filters by which a mergekit file selects the tensors of each piece: pairs (piece, filter) in order of precedence.
 
     A piece is a component, or a single tensor if the recipe has merges of single tensors. A filter matches the tensors
     whose names contain it; the first filter that matches a tensor is used. Raises Inexpressible if, with the tensor

@@ -244,8 +244,8 @@ class ReplacedRows:
 class RowsOfOthers:
     """Embedding rows that are taken from other models, for tokens that the model itself lacks.
 
-    `donors` are the tensors of the other models. The row at `positions[i]` is a mean over `donors`, to which tensor
-    number k contributes its row `rows[k][i]`. Without donors the row is zero.
+    `donors` are the tensors of the other models. The row for `positions[i]` is the mean of one row of each donor; donor
+    k contributes its row `rows[k][i]`. Without donors the row is zero.
     """
 
     positions: NDArray[np.int64]

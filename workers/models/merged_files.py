@@ -105,10 +105,10 @@ def _each_layer(model: Checkpoint) -> Mapping[str, Sequence[Any]]:
 
 
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
-    """Save the tokenizer in the directory `base`, extended by the tokens in `added`, to `place`.
+    """Save the tokenizer in the directory `base` with the additional tokens `added` to the directory `place`.
 
-    The tokens come from other models (`sources` by alias, the base first), or are new. Models may describe a token
-    differently; which description is used does not depend on the order of the models.
+    The tokens come from other models (`sources` by alias, the base first), or are new. If models describe a token
+    differently, the choice of the description does not depend on the order of the models.
     """
     from tokenizers import AddedToken
 

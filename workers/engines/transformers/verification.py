@@ -239,7 +239,7 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """Find the first difference between the engine's completions of a sample and transformers'; None if there is none.
+        """Find the first difference between the engine's completions of a sample and transformers'; None if equal.
 
         The result is "tokens" or "text", with a gap: a difference of log-probabilities by transformers. For "tokens" it
         is the largest amount by which a token of the engine's completion is less likely than the likeliest token in its
