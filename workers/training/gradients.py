@@ -128,7 +128,7 @@ class CoefficientGradients:
         completions: Collection[str] = (),
         by_scales: bool = False,
     ) -> GradientResult:
-        """Compute the mean loss of each objective over its samples in `batch`, and the gradient of a weighted sum of them.
+        """Compute the mean loss of each objective over its samples in `batch`, and the gradient of their weighted sum.
 
         The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. The derivatives are with
         respect to every coefficient that a merge of `recipe` states and for which its method is differentiable. With

@@ -1,4 +1,4 @@
-"""Reader of LoRA adapters, which applies an adapter to a base model, or reports all problems of the adapter together."""
+"""Reader of LoRA adapters, which applies an adapter to a base model, or reports all of the adapter's problems."""
 
 from __future__ import annotations
 
