@@ -194,7 +194,7 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether merges keep all elements that tie at the threshold, even if these exceed the density.
+        """Whether merges keep all elements whose magnitude equals the threshold, even if these exceed the density.
 
         `Recipe.keeps_equal` is the same property of a parsed recipe. The recipe is parsed only if its text may have
         this setting (`may_keep_equal`).
@@ -212,7 +212,7 @@ class StoredRecipe:
 
 @dataclass(frozen=True, slots=True)
 class RecipeDigest:
-    """Only the digest of a trial's recipe, in place of a recipe that was not read from the database."""
+    """Digest of a trial's recipe, in place of a recipe that was not read from the database."""
 
     digest: str
 
@@ -249,7 +249,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class TrialRecord(TrialResult):
-    """Trial of a study with its recipe and its configuration (None for a baseline)."""
+    """Trial of a study with its recipe and its configuration, which is None for a baseline."""
 
     recipe: Recipe | StoredRecipe
     configuration: Mapping[str, Any] | None = None
@@ -276,7 +276,7 @@ class TrialRecord(TrialResult):
 
 
 class Scope(StrEnum):
-    """Scope of a token: to read, to submit and change jobs too, or to manage accounts too."""
+    """Scope of a token: to read, to submit and change jobs as well, or to manage accounts as well."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -288,7 +288,7 @@ class Scope(StrEnum):
 
 
 class Role(StrEnum):
-    """Role of a user in a team: reads its jobs (`viewer`), submits jobs too (`member`), or manages it (`admin`)."""
+    """Role of a user in a team: reads its jobs (`viewer`), also submits jobs (`member`), also manages it (`admin`)."""
 
     VIEWER = "viewer"
     MEMBER = "member"
@@ -296,7 +296,7 @@ class Role(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Who may read a job besides its owner and administrators: nobody, its team, or every user of the server."""
+    """Permission to read a job, besides its owner and administrators: nobody, its team, or every user of the server."""
 
     PRIVATE = "private"
     TEAM = "team"
@@ -345,7 +345,7 @@ class UserRecord:
 
     @property
     def account(self) -> Account:
-        """Rights of the user. A disabled user has them too, so check `is_disabled` before."""
+        """Rights of the user; a disabled user has them too, so check `is_disabled` first."""
         return Account(self.name, self.is_admin, self.roles)
 
 
@@ -360,7 +360,7 @@ class TeamRecord:
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """What is stored of an API token besides the hash by which it is recognized.
+    """Record of an API token, without the hash by which the server recognizes the token.
 
     `prefix` is the token's beginning, by which users recognize it. Times are in seconds since the epoch; None is never.
     """
@@ -381,7 +381,7 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """An entry of the audit log: who did what to which object, from where, and the object before and after.
+    """An entry of the audit log: a user's change of an object, its origin, and the object before and after.
 
     `user` is None if the server had no accounts. `origin` is the address that the request came from, or names the user
     and the machine of a command. `token` is the prefix of the token that was used. `before` and `after` are JSON

@@ -59,7 +59,7 @@ OUTLIER = 20.0
 
 @dataclass(frozen=True)
 class FittedAlignment:
-    """An alignment, with how well it matches the activations of held-out texts.
+    """An alignment, and numbers that say how well it fits the activations of held-out texts.
 
     - `before`, `moments`, `after`: the `discrepancy` on held-out rows of activations without an alignment, with an
       alignment of kind `moments`, and with this alignment, respectively; 0 is best
@@ -282,7 +282,7 @@ def _of_channels(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _directions(rows: Tensor, rank: int) -> Tensor:
-    """The `rank` principal directions (largest variance) of `rows` [tokens, channels], as columns of [channels, rank].
+    """Principal directions (of largest variance) of `rows` [tokens, channels], as `rank` columns of [channels, rank].
 
     If there are fewer than `rank` tokens or channels, the last columns are 0.
     """

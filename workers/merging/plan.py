@@ -52,7 +52,7 @@ def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
-    """A hashable description, for each merged tensor by name, of how it is computed from the sources.
+    """Hashable descriptions of how the merged tensors are computed from the sources, by tensor name.
 
     Values of several recipes can be compared: tensors with equal values are equal bit for bit.
     """
@@ -152,7 +152,7 @@ def _part(
 
 
 def named_sources(merge: Merge) -> tuple[Source, ...]:
-    """The sources of a merge, followed by its base if the merge names a base of its own."""
+    """Sources of a merge, followed by its base if the merge names a base of its own."""
     return merge.sources if merge.base is None else (*merge.sources, merge.base)
 
 
@@ -217,7 +217,7 @@ def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
 
 
 def computation(tensor: MergedTensor, plan: TensorPlan) -> tuple[Hashable, ...]:
-    """A description of how a planned tensor is computed from the sources in the bank; equal ones give equal bits."""
+    """Description of how a planned tensor is computed from the bank's sources; equal descriptions mean equal bits."""
     merge, recipe, aliases = tensor.merge, plan.recipe, plan.aliases
     sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
     base = merge.base_in(recipe.base)

@@ -59,7 +59,7 @@ MLP_END = re.compile(
 
 @dataclass(frozen=True)
 class BranchFactors:
-    """Factors on the attention and MLP outputs of one layer that take the place of the layers' scales.
+    """Factors on the attention and MLP outputs of one layer, which replace the layers' scales.
 
     `stream` is one over the product of the scales of all earlier layers: it multiplies the residual stream before the
     layer, and the output of the layer's attention. `mlp` multiplies the output of the layer's MLP.

@@ -387,7 +387,7 @@ def m3_dare(
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """For each model, the lambda with which `dare_linear` gives the result of `m3_dare`.
+    """Lambdas with which `dare_linear` gives the result of `m3_dare`, one for each model.
 
     The lambda of a model is `lambda_` times the model's weight, divided by the sum of the weights.
     """

@@ -71,7 +71,7 @@ def trimmed_breadcrumbs(
 
 
 def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
-    """For each source, the ranks of the magnitudes that the method of `merge` uses as thresholds.
+    """Ranks of the magnitudes that the method of `merge` uses as thresholds, for each source.
 
     Rank 1 is the largest of `num_elements` magnitudes. TIES has one threshold; Model Breadcrumbs has two, or none if it
     keeps all or nothing. The method must be one that trims (`MergeMethod.trims`).
@@ -86,7 +86,7 @@ def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """For each of `tensors`, how its elements of equal magnitude are ordered: by `orders`, or by a default.
+    """Order of the elements of equal magnitude in each of `tensors`: by `orders`, or by a default.
 
     By default each tensor has a separate order, which is the same at every call.
     """
