@@ -89,7 +89,7 @@ class RunReader:
         self._stage: _HeldOut | None = None
 
     def read(self) -> RunRecord:
-        """Read the present record of the study. Raises NotFound if there is no such study."""
+        """Read the current record of the study. Raises NotFound if there is no such study."""
         with self._store.snapshot() as snapshot:
             return self._read(snapshot)
 

@@ -1,4 +1,4 @@
-"""The device on which a study computes gradients: a GPU that no engine uses, or the CPU beside the engines."""
+"""The device on which a study computes gradients: a GPU that no engine uses, or the CPU."""
 
 from __future__ import annotations
 

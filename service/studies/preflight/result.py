@@ -125,7 +125,7 @@ class StudyTasks:
 
 @dataclass(frozen=True)
 class StudyBudget:
-    """Number of samples at each rung, by objective, and the brackets that the scheduler repeats in a cycle."""
+    """Numbers of samples at each rung, by objective, and the brackets (ladders of rungs) that the scheduler repeats."""
 
     rung_samples: tuple[Mapping[str, int], ...]
     cycle: tuple[Bracket, ...]
@@ -242,7 +242,7 @@ class PreflightResult:
         return min(max(staleness, episodes // 2), episodes * iterations)
 
     def search_setting(self, *, num_baselines: int, batch: int = 1, version: int | None = None) -> SearchSetting:
-        """Facts about a study that some searchers need besides its parameters and results.
+        """Facts about a study that some searchers need in addition to the search space and results.
 
         `num_baselines` is the number of trials before the first proposal. `batch` is the number of proposals in a row
         that are made from the same results. `version` is the version of the searcher that the study was created with;
@@ -266,9 +266,9 @@ class PreflightResult:
         )
 
     def gradient_inputs(self) -> GradientInputs | None:
-        """What the actor that computes gradients is started with; None if the study cannot need gradients.
+        """Arguments of the actor that computes gradients; None if the study cannot need gradients.
 
-        A study can need them if its space is differentiable, or if it refines its Pareto front.
+        A study can need gradients if its search space is differentiable, or if it refines its Pareto front.
         """
         space = self.space if isinstance(self.space, DifferentiableSpace) else None
         if space is None and self.study.search.refinement is None:

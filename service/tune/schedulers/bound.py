@@ -2,12 +2,14 @@
 
 Anytime-valid means that the error rate holds for all rungs together.
 
-Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (JRSS B 86, 2024), section 5, and
-"Confidence sequences for sampling without replacement" (NeurIPS 2020). A gambler bets that a trial is worse than a
-rival: each sample multiplies the gambler's capital by a factor. If the trial is not worse on all samples together, the
-expectation of this factor is at most 1, so the capital is a nonnegative supermartingale. By Ville's inequality, the
-probability that it ever reaches 1 / alpha is then at most alpha. On paired differences of right and wrong answers, this
-bound needs far fewer samples than the bounds of Hoeffding and Serfling.
+A gambler bets that a trial is worse than a rival: each sample multiplies the gambler's capital by a factor. If the
+trial is not worse on all samples together, the expectation of this factor is at most 1, so the capital is a nonnegative
+supermartingale. By Ville's inequality, the probability that the capital ever reaches 1 / alpha is then at most alpha.
+On paired differences of right and wrong answers, this bound needs far fewer samples than the bounds of Hoeffding and
+Serfling.
+
+Sources: Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (JRSS B 86, 2024), section
+5, and "Confidence sequences for sampling without replacement" (NeurIPS 2020).
 """
 
 from __future__ import annotations
