@@ -324,7 +324,7 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models from which paths take layers. Maps a model's name to an alias and a preference vector's index.
+        """The models from which paths take layers, by name: each as an alias and the index of a preference vector.
 
         The index is None for a model of the study. The alias MERGED stands for a merge of several models by a
         preference vector; there is one such model for each vector.
@@ -337,7 +337,7 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """The recipe digest of each model from which paths take layers. The keys are the names of these models.
+        """The recipe digest of each model from which paths take layers, by the model's name.
 
         Models that are merged with equal weights have equal digests.
         """
@@ -385,7 +385,7 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """Yield one merge of the experts for each preference vector. Paths may take layers from these merged models.
+    """Yield one merge of the experts for each preference vector, for models whose layers paths may take.
 
     The weight of an objective is the weight of its expert; every objective must have an expert. Without preference
     vectors there is one merge, in which all experts have equal weights.
