@@ -294,7 +294,7 @@ class SpaceSection(Section, ABC):
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:
-        """Contradictions between options of the section, as far as they can be found without the models."""
+        """Contradictions between options of the section that can be found without the models."""
 
     @abstractmethod
     def build(self, models: SearchedModels) -> SearchSpace:

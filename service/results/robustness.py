@@ -29,8 +29,8 @@ def performance_drop(clean: ArrayLike, attacked: ArrayLike, *, seed: int = 0) ->
 
     A smaller rate is a more robust model: 0 is no drop, 1 the loss of everything; it is negative if the model is better
     with the attacked prompts. Documents are drawn with replacement, the same ones for both means. Resamples whose clean
-    mean is not positive have no rate and are left out. The interval does not include that the attacked template is the
-    worst of those that were scored on these documents.
+    mean is not positive have no rate and are left out. The interval does not account for the choice of the attacked
+    template, the worst of those that were scored on these documents.
 
     Args:
         clean: Values with the original prompts [num_samples]; larger is better.

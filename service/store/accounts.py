@@ -348,7 +348,8 @@ class AccountStore:
     ) -> tuple[AuditRecord, ...]:
         """Read entries of the audit log with ids above `after`, in the order of ids, at most `limit` (None: all).
 
-        Only the entries of one user, or about one target such as "job ID", are read if it is given.
+        With `user`, only this user's entries are read. With `target`, such as "job ID", only entries about this target
+        are read.
         """
         table = schema.audit
         where = table.c.id > after

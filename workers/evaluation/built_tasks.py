@@ -98,7 +98,7 @@ class PromptSettings:
 
 
 class TaskCode(Protocol):
-    """Interface to the confined process of a task that has Python functions of its own or completions to execute."""
+    """Interface to the confined process of a task that has its own Python functions or executes completions."""
 
     @property
     def enforced(self) -> str:

@@ -278,8 +278,8 @@ class TaskEvaluator:
     """Evaluator that scores samples of tasks on one backend, and keeps tokenized tasks for later calls.
 
     `backend` may be None if nothing is scored. `metrics` computes the values. By default they are computed in this
-    process; then `score` must be called in the main thread. The values of a task with code of its own always come from
-    the confined process that has the task.
+    process; then `score` must be called in the main thread. The values of a task with its own code always come from the
+    confined process that has the task.
 
     The most recently used tokenized tasks are kept, up to MAX_KEPT_TOKENS prompt tokens together. The tasks of one call
     of `score` are always kept.
@@ -319,7 +319,7 @@ class TaskEvaluator:
         return self._prepare(spec).task
 
     def confined_by(self, spans: Iterable[Span]) -> str:
-        """Names of the mechanisms that confine the code of the tasks in `spans`; "" if no task has code of its own."""
+        """Names of the mechanisms that confine the code of the tasks in `spans`; "" if no task has its own code."""
         found = (self._prepare(span.task).task.info.confined_by for span in spans)
         return "; ".join(sorted({each for each in found if each}))
 
@@ -373,8 +373,8 @@ class TaskEvaluator:
     def _ask(self, samples: Sequence[_Asked]) -> None:
         """Send the requests of samples to the backend, and store its answers in the samples.
 
-        If a task has code of its own, the computation of a sample's metric begins as soon as the sample's last
-        completion arrives, while the backend generates completions of other samples.
+        If a task has its own code, the computation of a sample's metric begins as soon as the sample's last completion
+        arrives, while the backend generates completions of other samples.
         """
         assert self.backend is not None
         requests = [(each, index) for each in samples for index in range(len(each.requests))]

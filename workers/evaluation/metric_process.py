@@ -200,7 +200,7 @@ class TaskProcess(ABC):
 
 
 class MetricProcess(TaskProcess):
-    """A separate process that computes the metrics of tasks without code of their own (`metrics.Metrics`).
+    """A separate process that computes the metrics of tasks that have no code (`metrics.Metrics`).
 
     It is not confined, and has this process's environment. It is started at once.
     """

@@ -45,8 +45,8 @@ class Metrics(Protocol):
 class LocalMetrics:
     """Computes the metrics of tasks in the calling process, which must have built the tasks itself.
 
-    Therefore a task with code of its own is refused, except in a confined process. The methods must be called in the
-    main thread, because metrics may set timers.
+    Therefore a task with its own code is refused, except in a confined process. The methods must be called in the main
+    thread, because metrics may set timers.
     """
 
     def __init__(self) -> None:

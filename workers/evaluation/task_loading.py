@@ -127,7 +127,7 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 
 @contextlib.contextmanager
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager of a confined process that lets lm-eval build tasks with Python functions of their own.
+    """Context manager of a confined process that lets lm-eval build tasks that have their own Python functions.
 
     The process cannot load data itself. `data` has the data sets that were loaded before (`Recording.datasets`). Inside
     the context, a task that needs another data set raises InvalidTask.
@@ -217,7 +217,7 @@ def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
     """Wrapper of lm-eval's `load_yaml(path)` in which `include: gsm8k` also includes the file of a registered task.
 
     lm-eval calls `load_yaml` by this name for each `include`, with a path in the directory of the file that includes
-    it. A file of that path comes first. Raises IndexNeeded if the index of names is not loaded yet.
+    it. If this path is a file, the file is included. Raises IndexNeeded if the index of names is not loaded yet.
     """
 
     def loaded(path: str | Path, **options: Any) -> Any:

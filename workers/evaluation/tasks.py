@@ -24,7 +24,7 @@ def check_task(spec: TaskSpec) -> TaskInfo:
 
     Prompts that are too long are not counted, because that needs a tokenizer. Raises InvalidTask for an unknown task,
     metric, filter or split; for malformed or missing data; for a metric that is not a mean over samples; for a file
-    outside the task's `access`; and for a task with code of its own if this machine cannot confine it.
+    outside the task's `access`; and for a task with its own code if this machine cannot confine it.
     """
     if isinstance(spec.task, Mapping) and spec.task.get("program") is None:
         rows = inline_rows(spec)

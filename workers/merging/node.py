@@ -214,7 +214,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _lock(file: int, kind: int, waits_for: str) -> None:
-    """Take a lock; if another process holds it, wait, and log what this process waits for."""
+    """Take a lock; if another process holds it, wait, and log that this process waits for `waits_for`."""
     started, pause, note = time.monotonic(), 0.001, FIRST_NOTE_S
     while True:
         try:

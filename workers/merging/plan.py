@@ -152,7 +152,7 @@ def _part(
 
 
 def named_sources(merge: Merge) -> tuple[Source, ...]:
-    """Sources of a merge, followed by its base if the merge names a base of its own."""
+    """Sources of a merge, followed by its base if the merge names a base."""
     return merge.sources if merge.base is None else (*merge.sources, merge.base)
 
 

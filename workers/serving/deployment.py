@@ -158,7 +158,8 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
     """Ray Serve settings for the number of replicas: fixed, or autoscaled with the load.
 
     If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise there are `replicas` at first. Later their
-    number follows the number of requests, as far as the GPUs allow, down to none after `keep_idle_s` idle seconds.
+    number follows the number of requests, up to the number for which there are GPUs, and down to none after
+    `keep_idle_s` idle seconds.
     """
     if keep_idle_s is None:
         return {"num_replicas": replicas}

@@ -59,9 +59,9 @@ class ExpectedSamples:
 
     `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
     at full budget. All of them include baselines, which take `baselines` samples in the search and `holdout_baselines`
-    in the held-out stage. `benchmarks` is for the benchmark stage, with attacks that take as long as they can. With the
-    scheduler asha, `search` is a lower bound: asha decides early, so it also promotes trials that later turn out not to
-    be among the best of their rung.
+    in the held-out stage. `benchmarks` is for the benchmark stage, with the largest number of samples that attacks can
+    take. With the scheduler asha, `search` is a lower bound: asha decides early, so it also promotes trials that later
+    turn out not to be among the best of their rung.
     """
 
     search: int

@@ -124,9 +124,9 @@ class AshaTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the study's trials can still take.
 
-        Each decision at a rung promotes at most one trial. So for each member of a rung on which no decision has been
-        made, one trial may still be scored at all rungs above this rung. `totals` has each rung's number of samples, of
-        all objectives together.
+        Each decision at a rung promotes at most one trial. Therefore, for each member of a rung on which no decision
+        has been made, one trial may still be scored at all rungs above this rung. `totals` has each rung's number of
+        samples, of all objectives together.
         """
         left = 0
         for entry in (self._entries[number] for number in self._runnable):

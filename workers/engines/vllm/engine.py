@@ -90,7 +90,7 @@ class _SourcesChanged(EvidenceMismatch):
 
 
 class Engine:
-    """One vLLM engine beside a base model and its experts, which holds the weights of one merge at a time.
+    """vLLM engine for merges of a base model and its experts; it holds the weights of one merge at a time.
 
     The engine implements `workers.evaluation.prompts.Backend` for the recipe that it holds, which is at first the
     recipe of the base model. `name` is the name of the engine's replica. Raises EngineUnavailable, with the reason, if

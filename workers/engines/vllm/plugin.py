@@ -122,7 +122,7 @@ def _bits(weights: torch.Tensor) -> int:
 def _keep_transformers_classes() -> None:
     """Prevent vLLM from changing classes of transformers.
 
-    vLLM uses transformers' modules for models for which it has no code of its own. To compile these modules, vLLM
+    vLLM uses transformers' modules for models that vLLM does not implement itself. To compile these modules, vLLM
     changes their classes, after which other code cannot use them. Engines of this package do not compile such models.
     """
     from vllm.model_executor.models.transformers.base import Base

@@ -97,8 +97,8 @@ def play(
     can follow; this end is no part of the episode. If a role gives the path, the policy later learns from the path as
     if it had chosen it: the embeddings of the path's steps are the proto-actions.
 
-    An episode has random numbers of its own, which `seed` and its number determine. But rounding in an episode depends
-    on all episodes that are built with it. Therefore an episode is repeated exactly only together with the same
+    The random numbers of an episode are determined by `seed` and the episode's number. But rounding in an episode
+    depends on all episodes that are built with it. Therefore an episode is repeated exactly only together with the same
     episodes.
     """
     paths = networks.paths

@@ -68,10 +68,9 @@ class FirstLearner(BaseLearner):
         """Compute PPO's losses for one mini-batch: of the policy on `batch`, and of the value network on `recalled`.
 
         `batch` has episodes of this iteration, with the advantages `advantages_BT` of their steps; `recalled` has
-        episodes of any iteration. The value network predicts the outcome of the whole path. The value of a state is
-        this expected outcome, times the share of it that is still to be paid as rewards. Therefore expected outcomes of
-        states after any number of steps can be compared, and the choice between ending now or later depends on the
-        outcome alone.
+        episodes of any iteration. The value network predicts, for each state, the outcome of the whole path, so that
+        predictions after different numbers of steps can be compared. The value of a state is this outcome times the
+        share of it that later steps are rewarded with (`remaining_shares`).
         """
         options = self.options
         networks = self.networks

@@ -92,7 +92,7 @@ class BaseLearner:
     """Base class of learners: a policy's networks, the number of their updates, and remembered episodes.
 
     A learner computes on the CPU in float32. `seed` determines the learner's random numbers. Subclasses implement
-    learning from episodes in `_learn`, with optimizers of their own.
+    learning from episodes in `_learn`, with their own optimizers.
     """
 
     def __init__(

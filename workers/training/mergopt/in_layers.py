@@ -32,9 +32,9 @@ def offset_in_layers(
 ) -> Iterator[None]:
     """Context manager in which forward and backward passes of `model` see its parameters with noise added.
 
-    `parts` are the parameters that get noise, as far as this process holds them; layers read whole parameters. `key`
-    determines the random numbers (`noise.draw_key`). `tables` has the quantiles of the noise's distribution for each
-    device. Raises ValueError if `model` lacks one of the parameters.
+    `parts` are this process's parts of the parameters that get noise; layers read whole parameters. `key` determines
+    the random numbers (`noise.draw_key`). `tables` has the quantiles of the noise's distribution for each device.
+    Raises ValueError if `model` lacks one of the parameters.
     """
     known = {id(part.parameter): part for part in parts}
     owners: list[tuple[torch.nn.Module, dict[str, Part]]] = []

@@ -86,7 +86,8 @@ class HeldPath(HeldWeights):
         """Write the layers of the base, and of as many experts as there is memory for, before the first merge is known.
 
         They are written into the engine's pool of layers, those of the base last. The pool also needs room for the
-        layers of the longest merge, so only as many sources are written as fit beside them, but at least the base.
+        layers of the longest merge, so fewer experts are written if there is too little room. The base is always
+        written.
         """
         spare = self._pool.size - len(self.model.model.slots)
         aliases = [model.alias for model in (*bank.family.experts, bank.family.base)]

@@ -27,9 +27,9 @@ class Hop:
 
 
 class LayerPool:
-    """Record of which weights each of an engine's `size` layers holds.
+    """Record of the weights that each of an engine's `size` layers holds.
 
-    Together these layers are the engine's pool, of which a merge uses some. The content of a layer is described by any
+    Together these layers are the engine's pool; a merge uses some of them. The content of a layer is described by any
     hashable value; equal values mean equal weights.
     """
 
