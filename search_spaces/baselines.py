@@ -105,9 +105,12 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
     """Yield the name and merge of each baseline without mixup in the paper "Mixup Model Merge (M3)".
 
-    They are task arithmetic and TIES with the coefficients of its table 3, which include those of table 4, and DARE
-    with density 0.8 in combination with the average, task arithmetic and TIES. TIES is the variant of the paper's code,
-    which trims whole models.
+    They are:
+
+    - task arithmetic and TIES with the coefficients of the paper's table 3, which include those of table 4
+    - DARE with density 0.8, in combination with the average, task arithmetic and TIES
+
+    TIES is the variant of the paper's code, which trims whole models.
     """
     scales, shares = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), (0.5, 0.7, 0.9)  # table 3
     for scale in scales:

@@ -488,9 +488,9 @@ class ExportRecord:
 class Comparison:
     """Values of one trial on the holdout data, compared with those of the best trial.
 
-    `trial` is the number of its trial. `mean` is the mean over the accuracy objectives; None if there is none.
-    `differences` are this trial's values minus those of the best finalist, paired by sample; the keys are the
-    objectives, and "mean".
+    `label` is the trial's name, `trial` its number. `values` has the estimate of each objective. `mean` is the mean
+    over the accuracy objectives; None if there is none. `differences` are this trial's values minus those of the best
+    finalist, paired by sample, by objective, and the difference of the means under "mean".
     """
 
     label: str

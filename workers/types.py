@@ -267,9 +267,9 @@ class Evidence:
     - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
     - `weights_checksum`: the checksum of the engine's parameters after the swap, which wrote the merge into the engine
     - `replica`, `swap_count`: the name of the engine's replica, and the number of the swap
-    - `engine`: description of the engine: program, dtype, size and placement of the source weights, the part of the
-      merge that was not computed on the engine's device, the tensors that each of several ranks merged whole, and what
-      confines the code of tasks if some tasks have code of their own
+    - `engine`: a description of the engine: its program and dtype, the size and placement of the source weights, the
+      part of the merge that was not computed on the engine's device, the tensors that each of several ranks merged
+      whole, and, if tasks have their own code, the sandbox of this code
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
       the samples count as checked once the engine has passed another canary
     """
@@ -423,9 +423,11 @@ class Scorer(Protocol):
     def score(self, request: ScoreRequest) -> ScoreResult:
         """Score samples (one chunk) with the merge of a recipe.
 
-        Raises TrialFailed if the recipe's merge cannot be scored, EngineUnavailable if no replica works, EngineFault if
-        a replica's engine failed a check, and EngineCrashed if an engine crashed and the caller counts crashes
-        (`crashes` of the request is not None).
+        Raises:
+            TrialFailed: The recipe's merge cannot be scored.
+            EngineUnavailable: No replica works.
+            EngineFault: A replica's engine failed a check.
+            EngineCrashed: An engine crashed, and the caller counts crashes (`crashes` of the request is not None).
         """
         ...
 

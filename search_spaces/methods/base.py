@@ -52,7 +52,7 @@ class Range:
 
 @dataclass(frozen=True)
 class PairShare:
-    """The search range of the weights of a pair of models: t, the weight of the second model, is in [low, high].
+    """The search range [low, high] of t, the weight of the second of two models.
 
     The weight of the first model is 1 - t.
     """

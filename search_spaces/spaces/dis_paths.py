@@ -96,7 +96,7 @@ class DisPaths:
 
     @property
     def num_copies(self) -> int:
-        """The number of copies of all candidates of a block. A candidate that may be used twice has two copies.
+        """The number of copies of all candidates of a block: each candidate has `repeats` copies.
 
         A candidate is a layer that the block may use.
         """

@@ -174,9 +174,10 @@ class Hm3Space:
     def __init__(self, models: SearchedModels, section: Hm3Section) -> None:
         """Build the space with the options `section` over the models of a study.
 
-        Raises InvalidStudy if there are no experts, if fewer than two models have layers to exchange, if the section
-        names a model that the study does not have, if no path has the required length, if an objective has no expert to
-        merge, or if too many pairs of layers need an alignment.
+        Raises:
+            InvalidStudy: There are no experts, fewer than two models have layers to exchange, the section names a model
+                that the study does not have, no path has the required length, an objective has no expert to merge, or
+                too many pairs of layers need an alignment.
         """
         chosen = models.experts if section.models is None else section.models
         default = math.ceil(models.num_layers * DEPTH_FACTOR) if models.max_layers is None else models.max_layers

@@ -130,8 +130,9 @@ class M3Space:
     def __init__(self, models: SearchedModels, section: M3Section) -> None:
         """Build the space with the options `section` over the models of a study.
 
-        Raises InvalidStudy if there are no experts, if the only expert would be averaged, if there are too many experts
-        for all orders of a p-series, or if `orders` has an order that does not have each expert once.
+        Raises:
+            InvalidStudy: There are no experts, the only expert would be averaged, there are too many experts for all
+                orders of a p-series, or `orders` has an order that does not have each expert once.
         """
         if problems := tuple(_problems(models, section)):
             raise InvalidStudy(problems)

@@ -166,7 +166,7 @@ def _declared(rule: Rule, check: Callable[..., Any]) -> Any:
 def sender_with(scope: Scope) -> Any:
     """Make a FastAPI dependency that finds the sender, and refuses tokens that lack the `scope` (403).
 
-    It declares no rule, unlike the other dependencies of this module.
+    It does not declare the route's `Rule`; another dependency of the route must declare it.
     """
 
     def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:

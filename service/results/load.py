@@ -334,7 +334,7 @@ def _results(trial: TrialResult) -> dict[str, Any]:
 
 
 def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Return an identifier of the data (task and split) of each entry of the study file, by the entry's name.
+    """Return an identifier of each study-file entry's data (task and split), by the entry's name.
 
     Entries with equal identifiers are scored on the same documents.
     """

@@ -191,7 +191,7 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """Trained policies of another study from which a study starts; its i-th policy starts from the i-th of them.
+    """Trained policies of another study from which a study's policies start: policy i from entry i of `policies`.
 
     `study` and `name` are the id and name of the study that trained them.
     """

@@ -246,8 +246,7 @@ class Store:
         hash of the request, by which a later request with the same key is compared. `keeps` has the digests of other
         jobs' artifacts, by name; they become artifacts of the new job too, so that their files stay when the other jobs
         are deleted. `owner` is the name of the user who creates the job, if the server has accounts; `team` and
-        `sharing` say who else may read it. Raises Conflict, and stores nothing, if no job has one of the artifacts any
-        more.
+        `sharing` say who else may read it. Raises Conflict, and stores nothing, if no job has one of these artifacts.
         """
         job_id = uuid.uuid4().hex
         row = {

@@ -68,7 +68,7 @@ class _Request:
 
 @dataclass(frozen=True, kw_only=True)
 class _Measurement(_Request):
-    """Base class of requests for the losses of one merge on reference answers of chosen samples.
+    """Base class of requests for the losses of one merge, computed on reference answers of chosen samples.
 
     The merge is the one at `point` in the search space. `point` has the values of all parameters of the search space,
     in the order of the space. `positions` has the positions of the samples, by objective. For the objectives in

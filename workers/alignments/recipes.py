@@ -85,9 +85,11 @@ def unaligned(recipe: Recipe) -> Recipe:
 def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[int, PlacedAlignment]:
     """Read a recipe's alignments, rounded to `dtype`, by the index of the layer after each alignment.
 
-    The files are in the bank's directory of alignments (`Family.alignments_dir`). Raises InvalidRecipe if the recipe
-    has an alignment at a place where none is allowed, if an alignment's file is missing, damaged or of another size,
-    and if the recipe's layer scales cannot be folded into weights.
+    The files are in the bank's directory of alignments (`Family.alignments_dir`).
+
+    Raises:
+        InvalidRecipe: The recipe has an alignment at a place where none is allowed, an alignment's file is missing,
+            damaged or of another size, or the recipe's layer scales cannot be folded into weights.
     """
     before, config = alignments_before(recipe), bank.base.config
     factors = branch_factors(unaligned(recipe).layers, model_type=str(config.get("model_type")))

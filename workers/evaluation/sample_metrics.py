@@ -72,9 +72,10 @@ def _rouge_scorer() -> Any:
 def sari(source: str, references: Sequence[str], answer: str) -> float:
     """SARI of one simplified text, from 0 to 1; `source` is the text before simplification.
 
-    It is the mean of three scores over n-grams of one to four tokens: the F-measures of n-grams that are kept and that
-    are added, and the precision of n-grams that are deleted, each compared with the references. Texts are in lower
-    case and tokenized as sacrebleu does ("13a"). A score without n-grams is 1, as in the metric of Hugging Face.
+    SARI is the mean of three scores over n-grams of one to four tokens: the F-measure of kept n-grams, the F-measure of
+    added n-grams, and the precision of deleted n-grams. Each is computed by comparison with the references. Texts are
+    in lower case and tokenized as sacrebleu does ("13a"). A score without n-grams is 1, as in the metric of Hugging
+    Face.
     """
     texts = [source, answer, *references]
     source_tokens, answer_tokens, *reference_tokens = ([*_tokenize(text.lower()).split()] for text in texts)
@@ -143,7 +144,7 @@ def _contains(_: str, references: Sequence[str], answer: str) -> float:
 
 
 def _edit_similarity(_: str, references: Sequence[str], answer: str) -> float:
-    """Share of matching characters of two lines of code, rounded to 0.01, as CodeXGLUE judges py150.
+    """Similarity of two lines of code: the share of matching characters, rounded to 0.01, as CodeXGLUE judges py150.
 
     py150's placeholders for literals are resolved first.
     """

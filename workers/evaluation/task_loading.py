@@ -319,8 +319,8 @@ def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 def _pattern_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of `resolve_pattern` of `datasets` that refuses data files which the study may not read.
 
-    `access` has the directories that it may read; a refusal is an InvalidTask. `datasets` calls
-    `resolve_pattern(pattern, base_path)` for all data files, those of `dataset_kwargs` and those that the README.md of
+    `access` has the files that the study may read; a refusal is an InvalidTask. `datasets` calls
+    `resolve_pattern(pattern, base_path)` for all data files: those of `dataset_kwargs`, and those that the README.md of
     a data set names, on this machine or the hub.
     """
 

@@ -73,9 +73,12 @@ def check_recipe(recipe: Recipe, bank: Bank) -> None:
 def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
     """Check a recipe against the source models in `bank`, and list the tensors to compute.
 
-    If a plan is given instead of a recipe, it is returned. Raises InvalidRecipe if the recipe does not fit the models,
-    InvalidModel if the bank does not have its models or their vocabulary, and EvidenceMismatch if files of the sources
-    have changed since they were opened.
+    If a plan is given instead of a recipe, it is returned.
+
+    Raises:
+        InvalidRecipe: The recipe does not fit the models.
+        InvalidModel: The bank does not have its models or their vocabulary.
+        EvidenceMismatch: Files of the sources have changed since they were opened.
     """
     return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, recipe.canonical(), bank)
 

@@ -255,7 +255,7 @@ class RowsOfOthers:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A tensor made of reordered rows of the tensor `own` and of rows of other models.
+    """A tensor that consists of rows of the tensor `own`, in another order, and rows of other models.
 
     Row i of the result is row `index[i]` of `own`; if `index[i]` is negative, the row comes from one of `others`. The
     dtype is the common dtype of all tensors involved. If they have several dtypes, it is float32, because any other

@@ -59,10 +59,11 @@ def make_result_dir(
 def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpoint], *, dtype: str) -> dict[str, Any]:
     """The config.json of a merged model: the base's, with `dtype` (such as "float32") and the recipe's layers.
 
-    The fields for layers change if the number or order of layers is not the base's. A field with an entry for each
-    layer, such as the kind of attention, then has, for each merged layer, the entry of the source layer from which
-    attention is merged (the first one if there are several). `models` are by the recipe's aliases, and may have another
-    number of layers than the base. Raises InvalidRecipe for an order of layers that the configuration cannot express.
+    The fields for layers change if the number or order of layers is not the base's. Some fields, such as the kinds of
+    attention, have an entry for each layer. For each merged layer they get the entry of the source layer from which
+    attention is merged, or of the first one if there are several. `models` are by the recipe's aliases, and may have
+    another number of layers than the base. Raises InvalidRecipe for an order of layers that the configuration cannot
+    express.
     """
     config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:

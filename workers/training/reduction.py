@@ -36,9 +36,11 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
     """Coefficients in a tensor's merge with respect to which its merge method is differentiable.
 
-    The result is empty for an unchanged source, which is constant. Raises InvalidRecipe, naming the method, if the
-    method is differentiable with respect to no coefficient, or if a coefficient has one value for each source and two
-    sources are layers of the same model.
+    The result is empty for an unchanged source, which is constant.
+
+    Raises:
+        InvalidRecipe: The method is differentiable with respect to no coefficient, or a coefficient has one value for
+            each source and two sources are layers of the same model. The message names the method.
     """
     merge, declared = tensor.merge, METHODS[tensor.merge.method]
     if not declared.gradients_by:

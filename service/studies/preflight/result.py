@@ -288,7 +288,7 @@ class PreflightResult:
         """Number of repeated proposals in a row after which a search by policies ends.
 
         A proposal is repeated if an earlier trial has its recipe. The result is the number of proposals in two
-        iterations of every policy, but at least two for each preference vector: if all of these proposals are repeated,
+        iterations of every policy, but at least two for each preference vector. If all of these proposals are repeated,
         the policies have nothing left to learn from.
         """
         search = self.study.search

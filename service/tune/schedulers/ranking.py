@@ -50,7 +50,7 @@ class Ranking:
 
 
 class _Order(Protocol):
-    """The interface of classes that keep the trials of a rung in the order of promotion, by their costs.
+    """The interface of classes that sort the trials of a rung by their costs, in the order of promotion.
 
     The method `take` returns the best candidates that it has not returned before.
     """

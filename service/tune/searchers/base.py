@@ -166,8 +166,8 @@ class Searcher(Protocol):
 class LearningSearcher(Searcher, Protocol):
     """The interface of a search algorithm that trains policies between proposals.
 
-    The searcher computes its update steps itself. The checkpoint of iteration i is a function of the seed and of the
-    results of the trials up to that iteration, so a lost checkpoint can be computed again.
+    The searcher computes its update steps itself. The checkpoint of iteration i depends only on the seed and on the
+    trials' results up to that iteration, so a lost checkpoint can be computed again.
     """
 
     def learn(self, context: ProposalContext, /, *, iteration: int) -> tuple[UpdateResult, bytes | None]:

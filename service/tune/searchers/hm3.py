@@ -271,9 +271,9 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
     """The configuration that an episode proposes: the policy's own layer path, or a mutant of it or of a good path.
 
     A share of the episodes propose a mutant of one of the best paths in the archive. A policy's path that was proposed
-    before is replaced by a mutant of it, if one is found that is new. The archive of the episode's preference vector
-    has the results of the iterations that are learned from before the episode is built, so that it is the same with any
-    number of replicas.
+    before is replaced by a mutant of it, if a new one is found. The archive of the episode's preference vector has only
+    results of baselines, and of iterations that are finished whenever the episode is built. Therefore the archive is
+    the same with any number of replicas.
     """
     options, paths = context.setting.options.hm3, paths_of(context.parameters)
     rng = np.random.default_rng(training.seed_of("elites", played.number))

@@ -67,7 +67,7 @@ def explained(
 
 @contextmanager
 def _with_errors(model: Any, seed: int) -> Iterator[None]:
-    """Context manager that adds random errors of the size of float32 rounding to the outputs of a model's modules.
+    """Context manager that adds random errors to the outputs of a model's modules, as large as float32 rounding errors.
 
     Only modules without submodules are changed.
     """

@@ -252,9 +252,12 @@ class Engine:
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
         """Write the merge of `recipe` over the engine's weights, unless the engine already holds the recipe.
 
-        With `check` the engine is compared with transformers afterwards. Raises TrialFailed if the merge cannot be
-        computed, EvidenceMismatch if files of the sources have changed, and EngineFault if the engine does not hold the
-        merge afterwards, or has failed a check before.
+        With `check` the engine is compared with transformers afterwards.
+
+        Raises:
+            TrialFailed: The merge cannot be computed.
+            EvidenceMismatch: Files of the sources have changed.
+            EngineFault: The engine does not hold the merge afterwards, or has failed a check before.
         """
         with self._failing_for_good():
             return self._swap(recipe, check=check)

@@ -224,8 +224,8 @@ class MergeExtension:
     def mergesearch_bad_rows(self) -> list[int]:
         """Numbers of logit rows that contained NaN, and of rows that contained infinite values, since the last call.
 
-        If the numbers are not both 0, all cached keys and values are set to zero, because NaN in a block of the cache
-        spreads to other texts that reuse the block, even where the block is masked.
+        If the numbers are not both 0, all cached keys and values are set to zero. Otherwise NaN in a block of the cache
+        would spread to other texts that reuse the block, even where the block is masked.
         """
         counts: list[int] = self._mergesearch_bad_rows.tolist()
         self._mergesearch_bad_rows.zero_()

@@ -59,8 +59,9 @@ class Batch:
 def read_documents(data: Data, prompts: Prompts) -> list[Document]:
     """Read and tokenize all documents of the training data, in the order of the data.
 
-    Raises InvalidTask if data are missing, malformed or empty (with the line), if there is no completion to learn from,
-    if a document is longer than a row, or if the tokenizer has no end-of-text token.
+    Raises:
+        InvalidTask: Data are missing, malformed or empty (with the line), there is no completion to learn from, a
+            document is longer than a row, or the tokenizer has no end-of-text token.
     """
     eos = prompts.tokenizer.eos_token_id
     if eos is None:

@@ -245,10 +245,12 @@ class MergOPT(OptimizerWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of the wrapped optimizer, the seed and the step's number from `state_dict`.
 
-        `state_dict` must be a result of the method `state_dict`. Raises ValueError if it is the state of another kind
-        of optimizer, if the number of elements that got an offset was another, or if the offsets were made of task
-        vectors of other experts. States of earlier versions do not contain the number of elements, so it is not checked
-        for them.
+        `state_dict` must be a result of the method `state_dict`. States of earlier versions do not contain the number
+        of elements that got an offset, so this number is not checked for them.
+
+        Raises:
+            ValueError: The state is that of another kind of optimizer, another number of elements got an offset, or the
+                offsets were made of task vectors of other experts.
         """
         if STATE not in state_dict:
             raise ValueError(f"mergopt: the state has no {STATE!r}; expected one that its state_dict() gave")

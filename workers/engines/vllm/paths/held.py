@@ -302,10 +302,14 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
 def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
     """Checksum of a layer path: sha256 (hex) over the digests of its layers, their factors and their alignments.
 
-    `outside` is the digest of the parameters outside layers, which comes first. Each hop of the path then adds three
-    parts: the digest of its layer (in `digests`, by the layer's index in the pool), its factors (a single number if
-    they are equal), and the digest of its alignment (in `aligned`, by the name of the alignment). The checksum does not
-    depend on which layers of the pool hold the path, or in which order they were written.
+    `outside` is the digest of the parameters outside layers, which comes first. Then each hop, an element of the path,
+    adds three parts:
+
+    - the digest of its layer, which is in `digests` by the layer's index in the pool
+    - its factors, a single number if they are equal
+    - the digest of its alignment, which is in `aligned` by the alignment's name
+
+    The checksum does not depend on which layers of the pool hold the path, or in which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):
