@@ -211,7 +211,7 @@ def reads_metrics() -> Any:
 
 
 def declares(rule: Rule, check: Callable[..., Any]) -> Any:
-    """Make a FastAPI dependency of the function `check`, which itself checks what `rule` requires."""
+    """Make a FastAPI dependency of the function `check`, which must check the rights that `rule` states."""
     return _declared(rule, check)
 
 

@@ -117,7 +117,7 @@ class Authenticator:
         self._answers.clear()
 
     async def record_uses(self) -> None:
-        """Store every 10 s, and once more when cancelled, at which times tokens were last used. Never returns."""
+        """Store the times at which tokens were last used, every 10 s and once more when cancelled. Never returns."""
         try:
             while True:
                 await asyncio.sleep(USES_S)

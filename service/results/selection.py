@@ -125,7 +125,7 @@ def best_of_front(
 ) -> tuple[Trial, ...]:
     """Select at most `most` trials of the Pareto front, in the order that `best_trial` describes.
 
-    With `origin`, it is the front of the trials of this origin. The other trials are still the references of
+    With `origin`, only trials of this origin are on the front. The other trials are still the references of
     constraints.
     """
     front = front_of(candidates(trials, objectives, origin=origin))

@@ -398,7 +398,7 @@ class UsersDocument(TypedDict):
 
 
 class TeamDocument(TypedDict):
-    """Team of users, which share jobs."""
+    """Team of users who share jobs."""
 
     name: str
     created_at: Time

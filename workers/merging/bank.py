@@ -195,7 +195,7 @@ class Bank:
         return self.base.layout
 
     def alias(self, fingerprint: str) -> str | None:
-        """The bank's alias for the model with the content hash `fingerprint`; None if the bank does not hold it."""
+        """The bank's alias for the model with the content hash `fingerprint`; None if the bank lacks the model."""
         return self._aliases.get(fingerprint)
 
     @property

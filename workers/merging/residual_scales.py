@@ -87,8 +87,8 @@ def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[B
 
     Raises:
         InvalidRecipe: A layer has an alignment or a scale that cannot be folded; the message names the layer. A scale
-            must be above 0, in a model of a type in `SCALABLE`, and float64 must be able to represent the product of
-            the scales. An MLP scale must be finite, and in a model of a type in `MLP_SCALABLE` if it is not 1.
+            must be above 0, and 1 in models of a type that is not in `SCALABLE`. float64 must be able to represent the
+            product of the scales. An MLP scale must be finite, and 1 in models of a type that is not in `MLP_SCALABLE`.
     """
     factors = []
     cumulative = 1.0

@@ -31,7 +31,7 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The last stored choice of what the surrogate model learns from, and the number of results that it was based on.
+    """The last stored choice of the surrogate model's data, and the number of results that the choice was based on.
 
     Only results at the full budget are counted. Returns None if no choice was made yet.
     """

@@ -199,9 +199,9 @@ class SmacSearcher:
     ) -> Rows:
         """Candidates for the next configuration, as encoded rows, sorted by expected improvement, the largest first.
 
-        The candidates are random rows, and mutants of those rows of `observed` that the forest predicts to be best.
-        With probability `tied_share`, only rows are used in which all parameters with the same role have the same
-        value.
+        The candidates are random rows, and random changes (mutants) of those rows of `observed` that the forest
+        predicts to be best. With probability `tied_share`, only rows are used in which all parameters with the same
+        role have the same value.
         """
         by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
         parents = np.repeat(observed[by_cost[: self.num_parents]], self.num_mutants, axis=0)

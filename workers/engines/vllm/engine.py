@@ -213,7 +213,7 @@ class Engine:
 
     @property
     def weights_checksum(self) -> str:
-        """The checksum of the model's parameters at the last swap."""
+        """The checksum of the model's parameters after the last swap, which wrote a merge into the engine."""
         return str(self._state["checksum"])
 
     def compute_checksum(self) -> str:

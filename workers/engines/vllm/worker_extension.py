@@ -139,14 +139,15 @@ class MergeExtension:
         """Write the merge of a recipe over the engine's weights in place; addresses and CUDA graphs stay valid.
 
         A tensor that the held merge computes in the same way is not written again. If a GPU has too little memory for
-        merging, the merge is computed on the CPU. Returns {digest, swaps, checksum, tensors_written, materialise_s,
-        repack_s, swap_s (packing included), off_device, whole, elements_read, bank (its summary)}. While weights are
-        written, and if this fails, the engine holds no digest. In words, or "" if there is nothing to say, are:
+        merging, the merge is computed on the CPU. While weights are written, and if this fails, the engine holds no
+        digest.
 
-        - off_device: which part of the held merge was not computed on the engine's device
-        - whole: of how many tensors, and why, this rank computed more than the elements that it holds
+        Returns {digest, swaps, checksum, tensors_written, materialise_s, repack_s, swap_s (packing included),
+        off_device, whole, elements_read, bank (its summary)}. Of these, `elements_read` is the number of elements of
+        the sources that this rank read. Two values are texts for people, "" if there is nothing to report:
 
-        `elements_read` is the number of elements of the sources that this rank read.
+        - off_device: the part of the held merge that was not computed on the engine's device
+        - whole: the number of tensors of which this rank computed more than the elements that it holds, and the reason
 
         Expected failures are returned, because with several ranks an exception would lose its class:
 
@@ -257,9 +258,9 @@ def open_bank(
 ) -> Bank:
     """Open the source weights of a family (the bank); `family` is JSON in the form of `family_to_json`.
 
-    A process has one bank: that of the family that was opened last. If it is open already, it is returned. In a process
-    that has an engine, it is the engine's bank. In any other process, for example one that computes a canary, it is a
-    bank of mapped files that merges on the CPU.
+    A process has one bank, for the family that was opened last. If this family is open already, its bank is returned.
+    In a process that has an engine, this is the engine's bank. In any other process, for example one that compares the
+    engine with transformers (canary), it is a bank of mapped files that merges on the CPU.
 
     The weights are kept in the first of `placements` that has enough memory for them; a GPU must also have
     `scratch_bytes` for merging a tensor. With `is_shared`, the bank is shared with other processes of the node. Raises

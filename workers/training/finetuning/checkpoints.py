@@ -69,7 +69,7 @@ def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], opt
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """Context manager for a new directory, which gets the name `out` only when it is complete, the same on all ranks.
+    """Context manager for a new directory that gets the name `out`, on all ranks, only when it is complete.
 
     Files that a killed training left in the directory are removed, because that training may have had other ranks.
     """

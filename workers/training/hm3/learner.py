@@ -473,8 +473,9 @@ class EpisodeBatch:
     """Episodes of one iteration as tensors, padded with step 0 to the longest episode.
 
     `steps` and `log_densities` are [episodes, T], where T is the number of steps of the longest episode. `protos` are
-    [episodes, T, D] for proto-actions with D numbers. `preferences` and `outcomes` are [episodes, objectives].
-    `lengths` are the numbers of steps without padding.
+    [episodes, T, D]: for each step, the proto-action, a point that the policy drew in the D-dimensional space of the
+    steps' embeddings. `preferences` and `outcomes` are [episodes, objectives]. `lengths` are the numbers of steps
+    without padding.
     """
 
     steps: Tensor

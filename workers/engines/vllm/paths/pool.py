@@ -15,7 +15,7 @@ __all__ = ["Hop", "LayerPool"]
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a layer path in an engine: which of the engine's layers is computed, with which scales.
+    """One step of a layer path in an engine: the engine's layer that is computed, and the factors on its outputs.
 
     `layer` is an index in the engine's pool of layers. `factors` multiply the outputs of the layer's attention and MLP.
     `alignment` is the digest of the map of the residual stream before the layer, or None if there is no alignment.
