@@ -1,9 +1,10 @@
 """Conversion of recipes to mergekit configurations, if mergekit computes the same tensors up to float32 rounding.
 
-A configuration has one merge method. Therefore all merges of a recipe must share one: a weighted sum of models
+A configuration has one merge method. Therefore all merges of a recipe must have one method: a weighted sum of models
 (passthrough, linear, task_arithmetic, in any mixture), SLERP (with passthrough), or another method that has a
-counterpart in mergekit. Recipes that mergekit would compute differently are refused. Reasons are masks among equal
-magnitudes, random masks and corner cases. The functions use mergekit's configuration format, but not its code.
+counterpart in mergekit. Recipes that mergekit would compute differently are refused. mergekit may choose other elements
+among equal magnitudes, draws other random masks, and differs in corner cases. The functions use mergekit's
+configuration format, but not its code.
 """
 
 from __future__ import annotations

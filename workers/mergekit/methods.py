@@ -1,4 +1,4 @@
-"""mergekit's merge methods, the methods of this project that compute the same, and the conversion of merges.
+"""mergekit's merge methods, the methods of this project that compute the same tensors, and the conversion of merges.
 
 Several methods of this project can correspond to one method of mergekit. Its flags, and whether there is a base model,
 decide which one is used.
