@@ -417,7 +417,7 @@ class JobRecord:
     - `request_digest`: hash of the body of the request that created the job; None if no request did.
     - `progressed_at`: time at which the driver last made progress.
     - `patience_s`: seconds without progress after which the driver counts as hung; None if not known.
-    - `waiting_for`: what the driver waits for; None if it does not wait.
+    - `waiting_for`: text that says what the driver waits for; None if it does not wait.
     - `owner`: name of the user who created the job; None if the server had no accounts then.
     - `team`: name of the team that the job belongs to; None for a job of its owner alone.
     - `sharing`: who may read the job besides its owner and administrators.

@@ -184,7 +184,7 @@ class TaskInfo:
     - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
     - `filters`: the names of the filters, if the task or one of its subtasks has several filters; otherwise empty
     - `categories`: the subtasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
-    - `confined_by`: what confines the process that runs the task's own code; "" if the task has no code of its own
+    - `confined_by`: the sandbox of the process that runs the task's own code; "" if the task has no code
     - `template`: the Jinja template of the prompts; "" if the prompts come from a function or a column of the data, or
       if subtasks have several templates
     - `options`: the options of a multiple-choice task, if all samples have the same options; otherwise empty

@@ -115,7 +115,7 @@ class BenchmarkTest:
         name: Name of the benchmark or group.
         is_average: Whether it is the average of a group.
         origin: Kind of the rival: source model or published recipe.
-        rival: Trial number of the rival, the baseline that is best on these data themselves.
+        rival: Trial number of the rival, the best baseline on the data of this comparison.
         label: Name of the rival.
         differences: Value of each merge minus that of the rival, by trial number. Larger is better. All intervals of
             one kind of rival, over all benchmarks and averages, together contain the true differences with a

@@ -641,9 +641,9 @@ class Store:
     def _rungs(
         self, connection: sa.Connection, study_id: str, trials: Sequence[int]
     ) -> dict[int, tuple[RungRecord, ...]]:
-        """Read the finished rungs of the trials with the given `numbers`, by trial number.
+        """Read the finished rungs of the trials with the numbers in `trials`, by trial number.
 
-        If there are many numbers, rungs of trials with other numbers between the first and the last may be included.
+        If `trials` has many numbers, rungs of other trials between the first and the last may be included.
         """
         table = schema.rungs
         where = table.c.study == study_id

@@ -186,7 +186,7 @@ class MergeLosses:
     def report(self, merge: Merge) -> Report:
         """Measure the mean loss and metric of a merge on each merged expert's tasks, with the samples for reports.
 
-        The results are by the experts' aliases. No coefficient is chosen by these samples.
+        The losses and metrics have a value for each expert's alias. No coefficient is chosen by these samples.
         """
         self._hold(merge)
         aliases = [source.model for source in merge.sources]

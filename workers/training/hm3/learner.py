@@ -139,7 +139,7 @@ class BaseLearner:
         `outcomes_BK` [episodes, objectives] are the outcomes of each episode by objective, less the price of the path's
         length. The scalarisation of these numbers by the episode's preference vector is the outcome that the policy
         learns to raise. Raises TrainingFailed if an outcome, a loss or a number in the networks is NaN or infinite; the
-        learner cannot be used further then.
+        learner must not be used after that.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
         self._check(batch.outcomes, "an outcome")
