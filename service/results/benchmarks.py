@@ -174,7 +174,7 @@ def benchmark_table(
             not scored yet.
         reference: Number of the trial that differences are relative to; None for no differences.
         failures: Trials that could not be scored, as (trial number, benchmark, reason).
-        attacks: What the attacks on recipes found; the samples with these templates are in `samples` too.
+        attacks: Results of the attacks on recipes; samples with the attacked templates are in `samples` too.
         judgments: Judgments of completions. `samples` has the lengths of completions in the place of values that a
             judge gives.
     """

@@ -55,7 +55,7 @@ class _Running:
 
 
 class NotConfinedError(RuntimeError):
-    """A child process ended before it was confined and its program began; the message has the reason."""
+    """Raised if a child process ended before it was confined and its program began; the message has the reason."""
 
 
 def serve() -> None:
