@@ -1,8 +1,9 @@
 """Baselines: recipes that a search is compared with, the source models and merges recommended in the literature.
 
-Uniform average: Wortsman et al., "Model soups" (2022). Task arithmetic: Ilharco et al. (2022), with lambda 1/n, the
-recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0, so that a gain over the best baseline cannot come from a better lambda
-alone. TIES: Yadav et al. (2023), k = 0.2 and lambda = 1.
+- Uniform average: Wortsman et al., "Model soups" (2022).
+- Task arithmetic: Ilharco et al. (2022). Lambda is 1/n, the recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0, so that a
+  gain over the best baseline cannot come from a better lambda alone.
+- TIES: Yadav et al. (2023), with k = 0.2 and lambda = 1.
 """
 
 from __future__ import annotations
@@ -104,9 +105,12 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
     """Yield the name and merge of each baseline without mixup in the paper "Mixup Model Merge (M3)".
 
-    They are task arithmetic and TIES with the coefficients of its table 3, which include those of table 4, and DARE
-    with density 0.8 in combination with the average, task arithmetic and TIES. TIES is the variant of the paper's code,
-    which trims whole models.
+    They are:
+
+    - task arithmetic and TIES with the coefficients of the paper's table 3, which include those of table 4
+    - DARE with density 0.8, in combination with the average, task arithmetic and TIES
+
+    TIES is the variant of the paper's code, which trims whole models.
     """
     scales, shares = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), (0.5, 0.7, 0.9)  # table 3
     for scale in scales:

@@ -28,7 +28,7 @@ class Direction:
 
 
 def direction_of(recipe: Recipe) -> Direction | None:
-    """Read the experts' shares and the scale from a recipe that merges all tensors equally. None if it has none.
+    """Read the experts' shares and the scale from a recipe that merges all tensors equally; None if it has no shares.
 
     Direction (the shares) and scale are read from the merge of the head. The shares are the weights, for a method that
     divides weights by their sum. For a method with a lambda for each model, the shares are the lambdas divided by their

@@ -1,7 +1,7 @@
 """Merges of the tensors of several models, each with a method and coefficients, and the canonical form of a merge.
 
-Merges that give the same tensors have the same canonical form, as far as the declarations in `methods` show it. This
-module does not depend on recipes. Other packages import `Merge` and `Source` from `recipe`.
+Merges that give the same tensors have the same canonical form if the declarations in `methods` show that they are
+equal. This module does not depend on recipes. Other packages import `Merge` and `Source` from `recipe`.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class Merge:
         return self.base or Source(recipe_base, self.sources[0].layer)
 
     def at_layer(self, layer: int | None) -> Self:
-        """A copy of the merge in which the tensors of all sources are those of layer `layer`.
+        """A copy of the merge in which all sources are in layer `layer`.
 
-        With `layer` None, the merge is of the sources' tensors outside layers.
+        With `layer` None, the sources' tensors are those outside layers.
         """
         return replace(self, sources=tuple(Source(source.model, layer) for source in self.sources))
 

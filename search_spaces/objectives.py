@@ -1,10 +1,11 @@
 """Objectives and their costs, and the comparison of trials in several objectives.
 
-All comparisons use costs: 0 is best, 1 is worst, smaller is better. So the hypervolume of all studies has the same
-reference point, 1.1 in every objective. Values are in the metric's own unit and direction.
+All comparisons use costs: 0 is best, 1 is worst, smaller is better. Therefore the hypervolume of all studies has the
+same reference point, 1.1 in every objective. Values are in the metric's own unit and direction.
 
-Non-dominated ranks and crowding distances: Deb et al., "NSGA-II" (2002), sections III-A and III-B. The library moocore
-computes ranks, fronts and hypervolumes. Functions import it when they need it, because loading takes 0.1 s or more.
+Non-dominated ranks and crowding distances are those of Deb et al., "NSGA-II" (2002), sections III-A and III-B. The
+library moocore computes ranks, fronts and hypervolumes. Functions import it when they need it, because loading takes
+0.1 s or more.
 """
 
 from __future__ import annotations

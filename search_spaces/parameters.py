@@ -137,7 +137,7 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """Rules of a search space: how to draw random configurations, and which one is stored if several give one merge.
+    """Rules of a search space for drawing random configurations, and for storing one of several equal configurations.
 
     If several configurations give the same merge, only one of them is stored; it is called the repaired configuration.
     Implementations are immutable and picklable.

@@ -5,19 +5,19 @@ A package imports only packages listed below it, and the modules at the end of t
 - `cli`: commands and what they print
 - `server`: the process of the serve command
 - `api`: the HTTP API
-- `client`: the HTTP API from Python
+- `client`: Python client of the HTTP API
 - `retention`: removes data of ended jobs by age and size
 - `jobs`: the kinds of job, their requests and drivers
 - `merges`: merges without a search
 - `studies`: studies before and after their search: checks, exports, chains
 - `tune`: the search, on Ray Tune
 - `results`: statistics, result files and the report
-- `cluster`: Ray, and one driver for every job on it
-- `auth`: who sends a request: tokens, and their check
+- `cluster`: connections to Ray, and the thread that keeps a driver running for every job
+- `auth`: identification of the users who send requests, by API tokens
 - `schemas`: the shapes of result files and of the API's documents
 - `store`: jobs and their results in SQL
 - `resolved_study`: the stored models, tasks, rungs and objectives of an accepted study file
-- `engine_machines`: the machines on which engines run, as an installation states them
+- `engine_machines`: the machines on which engines run, as an installation declares them
 - `worker_process`: a separate process for heavy or risky calls
 - `disk`: locks on directories, and room on disks
 - `types`: records and enums

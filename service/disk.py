@@ -136,7 +136,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def existing(directory: Path) -> Path:
-    """`directory` itself or, if it does not exist, its closest existing parent."""
+    """Closest existing directory: `directory` itself or, if it does not exist, the closest parent that does."""
     place = directory.absolute()
     while not place.exists():
         place = place.parent

@@ -46,7 +46,7 @@ _planned: ContextVar[tuple[EngineMachines, ...]] = ContextVar("planned machines"
 
 @contextmanager
 def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
-    """Make `machines` the stated machines within the context: studies are judged by them on any machine."""
+    """Context in which `stated_machines` returns `machines`, so that studies are checked for them on any machine."""
     token = _planned.set(tuple(machines))
     try:
         yield
@@ -55,7 +55,7 @@ def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
 
 
 def stated_machines() -> tuple[EngineMachines, ...]:
-    """Groups of machines that a plan is for (`planned_for`), or that MERGESEARCH_ENGINE_NODES declares; else none.
+    """Groups of machines for engines, from `planned_for` or else from MERGESEARCH_ENGINE_NODES; empty without both.
 
     Raises:
         Conflict: The variable cannot be read.

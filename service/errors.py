@@ -70,7 +70,7 @@ class StudyFailed(ServiceError, RuntimeError):
 
 
 class StudyUnusable(ServiceError, RuntimeError):
-    """Raised if an engine cannot run a study's models or tasks, although they passed the checks before its start."""
+    """Raised if an engine cannot run a study's models or tasks, although they passed the checks before it started."""
 
 
 class RequestRefused(ServiceError, ValueError):

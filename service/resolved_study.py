@@ -33,7 +33,7 @@ class ChainedSource:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """What a study file resolved to when the study was created: models, tasks, rungs and objectives.
+    """Models, tasks, rungs and objectives that a study file meant when the study was created.
 
     A study that is resumed must resolve to the same models, tasks, rungs and objectives. This record is stored as JSON
     in the field `accepted` of the study's job.

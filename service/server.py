@@ -155,9 +155,9 @@ def serve(
 
 
 def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
-    """Say who may use a server that listens on `host`.
+    """Text about who may use a server that listens on `host`.
 
-    Raises Conflict if everybody who reaches it could use it, and its address is not a loopback one.
+    Raises Conflict if the server has accounts but no user yet, and other machines can reach its address.
     """
     from service.store.accounts import AccountStore
 
@@ -174,7 +174,7 @@ def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only programs of this machine can reach `host`. Raises Conflict if it is no address."""
+    """Whether only programs of this machine can reach the address `host`. Raises Conflict if it is no address."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -218,7 +218,7 @@ def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _urls(urls: Sequence[str]) -> tuple[str, ...]:
-    """Return the values `urls` of the command's option `option` unchanged, after checking them.
+    """Check the values `urls` of the command's option --allow-url, and return them unchanged.
 
     Raises Conflict if a value is not the URL of an object store.
     """
@@ -229,7 +229,7 @@ def _urls(urls: Sequence[str]) -> tuple[str, ...]:
 
 
 def _judges(urls: Sequence[str]) -> tuple[str, ...]:
-    """Return the values `urls` of the command's option --allow-judge, after checking them.
+    """Check the values `urls` of the command's option --allow-judge, and return them.
 
     Raises Conflict if a value is not the URL of an endpoint.
     """

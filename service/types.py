@@ -198,7 +198,7 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether merges keep all elements that tie at the threshold, even if these exceed the density.
+        """Whether merges keep all elements whose magnitude equals the threshold, even if these exceed the density.
 
         `Recipe.keeps_equal` is the same property of a parsed recipe. The recipe is parsed only if its text may have
         this setting (`may_keep_equal`).
@@ -216,7 +216,7 @@ class StoredRecipe:
 
 @dataclass(frozen=True, slots=True)
 class RecipeDigest:
-    """Only the digest of a trial's recipe, in place of a recipe that was not read from the database."""
+    """Digest of a trial's recipe, in place of a recipe that was not read from the database."""
 
     digest: str
 
@@ -253,7 +253,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class TrialRecord(TrialResult):
-    """Trial of a study with its recipe and its configuration (None for a baseline)."""
+    """Trial of a study with its recipe and its configuration, which is None for a baseline."""
 
     recipe: Recipe | StoredRecipe
     configuration: Mapping[str, Any] | None = None
@@ -280,7 +280,7 @@ class TrialRecord(TrialResult):
 
 
 class Scope(StrEnum):
-    """Scope of a token: to read, to submit and change jobs too, or to manage accounts too."""
+    """Scope of a token: to read, to submit and change jobs as well, or to manage accounts as well."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -292,7 +292,7 @@ class Scope(StrEnum):
 
 
 class Role(StrEnum):
-    """Role of a user in a team: reads its jobs (`viewer`), submits jobs too (`member`), or manages it (`admin`)."""
+    """Role of a user in a team: reads its jobs (`viewer`), also submits jobs (`member`), also manages it (`admin`)."""
 
     VIEWER = "viewer"
     MEMBER = "member"
@@ -300,7 +300,7 @@ class Role(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Who may read a job besides its owner and administrators: nobody, its team, or every user of the server."""
+    """Permission to read a job, besides its owner and administrators: nobody, its team, or every user of the server."""
 
     PRIVATE = "private"
     TEAM = "team"
@@ -349,7 +349,7 @@ class UserRecord:
 
     @property
     def account(self) -> Account:
-        """Rights of the user. A disabled user has them too, so check `is_disabled` before."""
+        """Rights of the user; a disabled user has them too, so check `is_disabled` first."""
         return Account(self.name, self.is_admin, self.roles)
 
 
@@ -364,7 +364,7 @@ class TeamRecord:
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """What is stored of an API token besides the hash by which it is recognized.
+    """Record of an API token, without the hash by which the server recognizes the token.
 
     `prefix` is the token's beginning, by which users recognize it. Times are in seconds since the epoch; None is never.
     """
@@ -385,7 +385,7 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """An entry of the audit log: who did what to which object, from where, and the object before and after.
+    """An entry of the audit log: a user's change of an object, its origin, and the object before and after.
 
     `user` is None if the server had no accounts. `origin` is the address that the request came from, or names the user
     and the machine of a command. `token` is the prefix of the token that was used. `before` and `after` are JSON
@@ -438,7 +438,7 @@ class JobRecord:
     - `request_digest`: hash of the body of the request that created the job; None if no request did.
     - `progressed_at`: time at which the driver last made progress.
     - `patience_s`: seconds without progress after which the driver counts as hung; None if not known.
-    - `waiting_for`: what the driver waits for; None if it does not wait.
+    - `waiting_for`: text that says what the driver waits for; None if it does not wait.
     - `owner`: name of the user who created the job; None if the server had no accounts then.
     - `team`: name of the team that the job belongs to; None for a job of its owner alone.
     - `sharing`: who may read the job besides its owner and administrators.
@@ -513,9 +513,9 @@ class ExportRecord:
 class Comparison:
     """Values of one trial on the holdout data, compared with those of the best trial.
 
-    `trial` is the number of its trial. `mean` is the mean over the accuracy objectives; None if there is none.
-    `differences` are this trial's values minus those of the best finalist, paired by sample; the keys are the
-    objectives, and "mean".
+    `label` is the trial's name, `trial` its number. `values` has the estimate of each objective. `mean` is the mean
+    over the accuracy objectives; None if there is none. `differences` are this trial's values minus those of the best
+    finalist, paired by sample, by objective, and the difference of the means under "mean".
     """
 
     label: str

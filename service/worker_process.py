@@ -54,10 +54,10 @@ class LimitExceeded(RuntimeError):
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Limits of the processor time and memory of a call in a worker process; None is no limit.
+    """Limits of the processor time and memory of one call in a worker process; None means no limit.
 
-    `cpu_s` is the sum over all threads, in seconds. `memory_bytes` is the number of bytes that the process may
-    allocate, including files that are mapped for writing.
+    `cpu_s` is the processor time in seconds, summed over all threads. `memory_bytes` is the number of bytes that the
+    process may allocate, including files that are mapped for writing.
     """
 
     cpu_s: int | None = None
@@ -193,7 +193,10 @@ def _children(process: BaseProcess) -> list[psutil.Process]:
 
 
 def lift_limits() -> None:
-    """Remove the limits of processor time and memory for the rest of the call that the current process runs."""
+    """Remove the limits of processor time and memory from the current process until its current call ends.
+
+    A WorkerProcess sets these limits again at the beginning of each call.
+    """
     _limit(resource.RLIMIT_CPU, None)
     _limit(resource.RLIMIT_DATA, None)
 

@@ -3,11 +3,11 @@
 - `types`: plain data between the service and scoring replicas; imports nothing heavy
 - `errors`: error classes, each for one reaction of the caller
 - `cache`: small results about files, kept between runs
-- `file_access`: which files a study may name when it is sent over HTTP
+- `file_access`: the files that a study may name when it is sent over HTTP
 - `directories`: files and directories that appear under their names only when they are complete
 - `object_store`: objects in S3, Google Cloud Storage and compatible stores, by URL
 - `models`: opens, checks and fingerprints checkpoints on disk, on the hub and in object stores
-- `merging`: from a recipe to merged tensors
+- `merging`: computes merged tensors from a recipe
 - `alignments`: HM3's maps between layers of a path: learned, stored, applied, exported
 - `evaluation`: tasks, prompts and scores, with lm-eval
 - `engines`: vLLM, which computes with merged weights, and transformers, which checks vLLM

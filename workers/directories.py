@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
-    """Context manager that locks `place`, a file or directory. Other processes of this machine wait for their turn.
+    """Context manager that locks `place`, a file or directory, so that other processes of this machine wait.
 
-    The log says once for which process this one waits. The wait ends when that process ends, too. With `limit_s`,
-    TimeoutError is raised after so many seconds, with the process and the lock file.
+    The log says once for which process this one waits. The wait also ends when that process ends. With `limit_s`,
+    TimeoutError is raised after this number of seconds; it names the process and the lock file.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     lock = place.with_name(f".{place.name}.lock")
@@ -147,7 +147,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_file(file: Path, content: str | bytes) -> None:
-    """Write a file atomically: other processes, or a restarted machine, find the old content or all of the new."""
+    """Write a file atomically: other processes, and a restarted machine, find either the old content or the new one."""
     with replacing(file) as new:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
 

@@ -88,7 +88,7 @@ class EngineUnavailable(WorkerError, RuntimeError):
 
 
 class CrashKind(StrEnum):
-    """How an inference engine crashed.
+    """Ways in which an inference engine crashes.
 
     ERROR: the engine raised an error, or a fatal signal (SIGSEGV, SIGABRT) ended its process. HANG: the engine made no
     progress. EXIT: the process ended for an unknown cause, for example because it was killed from outside, or by the

@@ -55,9 +55,9 @@ class FileAccess:
     def refusal(self, path: str | Path) -> str | None:
         """Reason why the file or directory `path` may not be read; None if it may be read.
 
-        The file may be read if it is a directory of `readable` or `trusted`, or is below one. The file `database.url`,
-        which may hold the password of the server's database, is refused in any directory. For a URL, the result is that
-        of `url_refusal`.
+        It may be read if it is a directory of `readable` or `trusted`, or is below one, and is not in a directory of
+        `closed` (see the class). The file `database.url`, which may hold the password of the server's database, is
+        refused in any directory. For a URL, the result is that of `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))
@@ -105,7 +105,7 @@ class FileAccess:
         )
 
     def judge_refusal(self, url: str) -> str | None:
-        """The reason why no request may be sent to the judge at `url`; None if the URL is one of `judges`."""
+        """Reason why no request may be sent to the judge at `url`; None if the URL is one of `judges`."""
         if url.rstrip("/") in [allowed.rstrip("/") for allowed in self.judges]:
             return None
         return (
@@ -114,9 +114,10 @@ class FileAccess:
         )
 
     def distrust(self, directory: str | Path) -> str | None:
-        """Why Python functions that task files in `directory` name must not run. None if they may run.
+        """Reason why Python functions that task files in `directory` name must not run; None if they may run.
 
-        They may be run if the directory is below one of the directories `trusted`.
+        They may run if the directory is one of the directories `trusted` or below one, and is not below one of
+        `closed`.
         """
         if _is_below(directory, self.trusted) and not _is_below(directory, self.closed):
             return None

@@ -66,8 +66,8 @@ def is_object_url(text: str) -> bool:
 def object_url_problem(url: str) -> str | None:
     """Reason why `url` cannot be used as the URL of an object store; None if it can.
 
-    The URL cannot be used if it is not the URL of an object store, or contains credentials, white space, a quote, a
-    control character or "::", after which a part of it could be taken for another URL.
+    The URL cannot be used if it is not the URL of an object store, or if it contains credentials, white space, a quote
+    or a control character. It must not contain "::" either, because the part after it could be taken for another URL.
     """
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]

@@ -45,7 +45,7 @@ CHUNKS_IN_FLIGHT_PER_REPLICA = 3
 
 
 class Placement(StrEnum):
-    """Where the weights of the source models are kept: mapped files, host memory or GPU memory.
+    """Place where the weights of the source models are kept: mapped files, host memory or GPU memory.
 
     - `MAPPED`: in the models' files, which are mapped into memory, so that all processes of a machine share the pages
     - `HOST`: a copy in host memory, which the processes of a machine share if its shared memory has room; the copy is
@@ -59,7 +59,7 @@ class Placement(StrEnum):
 
 
 class Split(StrEnum):
-    """Which data samples come from: search data, holdout data for the final comparison, or benchmarks.
+    """Data from which samples come: search data, holdout data for the final comparison, or benchmarks.
 
     Only finalists and baselines are scored on holdout data and benchmarks. The database stores at most 8 characters.
     """
@@ -184,7 +184,7 @@ class TaskInfo:
     - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
     - `filters`: the names of the filters, if the task or one of its subtasks has several filters; otherwise empty
     - `categories`: the subtasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
-    - `confined_by`: what confines the process that runs the task's own code; "" if the task has no code of its own
+    - `confined_by`: the sandbox of the process that runs the task's own code; "" if the task has no code
     - `template`: the Jinja template of the prompts; "" if the prompts come from a function or a column of the data, or
       if subtasks have several templates
     - `options`: the options of a multiple-choice task, if all samples have the same options; otherwise empty
@@ -204,7 +204,7 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class Span:
-    """Adjacent samples of a task in its scoring order, to be scored for `objective`.
+    """Range of adjacent samples of a task in its scoring order, to be scored for `objective`.
 
     The samples are at the positions `start` to `stop` - 1 of the task's permutation, which is the order in which its
     samples are scored.
@@ -221,7 +221,7 @@ class ScoreRequest:
     """Request of a study to score a recipe on samples, which are given as spans (ranges of positions).
 
     `crashes` is the number of engines that have crashed on this request so far, if the caller counts crashes. In that
-    case the next crash is raised as EngineCrashed. After the first crash, a replica that has scored nothing else yet
+    case the next crash is raised as EngineCrashed. After the first crash, a replica that has not scored anything yet
     first scores one sample with the base model, which shows whether the engine works at all. If `crashes` is None, the
     scorer itself sends the request again after a crash.
     """
@@ -267,9 +267,9 @@ class Evidence:
     - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
     - `weights_checksum`: the checksum of the engine's parameters after the swap, which wrote the merge into the engine
     - `replica`, `swap_count`: the name of the engine's replica, and the number of the swap
-    - `engine`: description of the engine: program, dtype, size and placement of the source weights, the part of the
-      merge that was not computed on the engine's device, the tensors that each of several ranks merged whole, and what
-      confines the code of tasks if some tasks have code of their own
+    - `engine`: a description of the engine: its program and dtype, the size and placement of the source weights, the
+      part of the merge that was not computed on the engine's device, the tensors that each of several ranks merged
+      whole, and, if tasks have their own code, the sandbox of this code
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
       the samples count as checked once the engine has passed another canary
     """
@@ -333,7 +333,8 @@ class SampleDifference:
     - `top2_gap`: the size of the difference, as a difference of log-probabilities. For "tokens", it is the largest
       amount by which a token of the engine's completion is less likely, for transformers, than the likeliest token in
       its place. For "text", it is the gap between the two tokens that are likeliest for transformers, where the texts
-      begin to differ. For the other two, it is the difference between the engine's and transformers' log-probabilities.
+      begin to differ. For "log-probabilities" and "value", it is the difference between the engine's and transformers'
+      log-probabilities.
     - `is_beyond`: whether the difference is too large to be explained by rounding
     """
 
@@ -357,8 +358,8 @@ class VerificationReport:
     - `num_beyond`: the number of differences that rounding does not explain
     - `num_logprobs`: the number of compared log-probabilities, which are those of options and of the tokens of prompts
       and completions
-    - `num_unstable`: the number of log-probabilities that differ by more than `tolerance` because of rounding errors,
-      which move the log-probability of that token far; `max_logprob_difference` is without them
+    - `num_unstable`: the number of log-probabilities that differ by more than `tolerance` because small rounding errors
+      change them much; `max_logprob_difference` does not include them
     - `max_logprob_difference`: the largest difference between two compared log-probabilities
     - `num_tokens`: the number of compared completion tokens
     - `num_without_tokens`: the number of samples that are stored without tokens; the texts of these samples were
@@ -422,9 +423,11 @@ class Scorer(Protocol):
     def score(self, request: ScoreRequest) -> ScoreResult:
         """Score samples (one chunk) with the merge of a recipe.
 
-        Raises TrialFailed if the recipe's merge cannot be scored, EngineUnavailable if no replica works, EngineFault if
-        a replica's engine failed a check, and EngineCrashed if an engine crashed and the caller counts crashes
-        (`crashes` of the request is not None).
+        Raises:
+            TrialFailed: The recipe's merge cannot be scored.
+            EngineUnavailable: No replica works.
+            EngineFault: A replica's engine failed a check.
+            EngineCrashed: An engine crashed, and the caller counts crashes (`crashes` of the request is not None).
         """
         ...
 
@@ -448,7 +451,7 @@ class Scorer(Protocol):
         ...
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """Run a canary in each engine that scored since its last check: fixed prompts, compared with transformers.
+        """Run a canary (comparison with transformers on fixed prompts) in each engine that scored since its last check.
 
         Raises EngineFault if an engine does not reproduce the log-probabilities of transformers.
         """

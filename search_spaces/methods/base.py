@@ -52,7 +52,7 @@ class Range:
 
 @dataclass(frozen=True)
 class PairShare:
-    """The search range of the weights of a pair of models: t, the weight of the second model, is in [low, high].
+    """The search range [low, high] of t, the weight of the second of two models.
 
     The weight of the first model is 1 - t.
     """
@@ -95,7 +95,7 @@ class Coefficient:
     decimals: int = COEFFICIENT_DECIMALS
 
     def searched_in(self, low: float, high: float) -> Self:
-        """A copy of the coefficient. A search varies it in [low, high], as one number that all experts share."""
+        """A copy of the coefficient that a search varies in [low, high], as one number for all experts."""
         return replace(self, searched=Range(low, high))
 
     @property
@@ -158,7 +158,7 @@ class MergeMethod:
 
     @property
     def source_choice(self) -> SourceChoice:
-        """What a search chooses as sources of this method: experts, a pair, an ordered pair, or one model."""
+        """The kind of sources that a search chooses for this method: experts, a pair, an ordered pair, or one model."""
         if self.max_sources is None:
             return "experts"
         if self.max_sources == 1:

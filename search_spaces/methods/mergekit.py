@@ -109,11 +109,15 @@ def generalized(
 ) -> Counterpart:
     """Declare the mergekit counterpart of a merge method that mergekit implements as a variant of task arithmetic.
 
-    `method` is mergekit's name of the variant, and `settings` its flags. All variants have the parameters weight,
-    density, lambda, normalize and rescale; `others` are parameters of this variant alone. `coefficients` converts
-    mergekit's parameters to coefficients. `exact_at` has the values of coefficients at which the two methods agree, if
-    they do not always agree. `normalize` and `rescale` are the defaults of these two parameters. For variants without a
-    sparse mask, the parameters `density` and `rescale` have no effect.
+    All variants have the parameters weight, density, lambda, normalize and rescale. For variants without a sparse mask,
+    the parameters `density` and `rescale` have no effect.
+
+    - `method`: mergekit's name of the variant
+    - `coefficients`: converts mergekit's parameters to coefficients
+    - `others`: parameters of this variant alone
+    - `normalize` and `rescale`: the defaults of these two parameters
+    - `exact_at`: the values of coefficients at which the two methods agree, if they do not always agree
+    - `settings`: mergekit's flags of the variant
     """
     parameters = (
         Parameter("weight", "expert"),
@@ -165,7 +169,7 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """For each task vector of a merge: whether its sparse mask keeps at least one element.
+    """Whether the sparse mask of each task vector of a merge keeps at least one element.
 
     `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
     mask keeps no element of a task vector whose `density` is 0. If there are no names there is no mask, and all

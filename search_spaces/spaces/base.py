@@ -181,12 +181,12 @@ class AlignedSpace(LayeredSpace, Protocol):
 
 
 class Coefficients(Protocol):
-    """Merge coefficients that gradient descent can optimise. Their values are those of numeric parameters.
+    """Merge coefficients that gradient descent can optimise, as the values of numeric parameters.
 
-    Losses are differentiable with respect to the coefficients. Every coefficient is the value of one parameter. A
-    tensor has one coefficient for each source, or a single coefficient for all sources. So the derivative of a loss
-    with respect to a parameter is the sum of the derivatives with respect to all coefficients that have the parameter's
-    value.
+    Losses are differentiable with respect to the coefficients. Every coefficient is the value of one parameter, and
+    several coefficients may have the value of the same parameter. A tensor has one coefficient for each source, or a
+    single coefficient for all sources. The derivative of a loss with respect to a parameter is the sum of the
+    derivatives with respect to all coefficients that have the parameter's value.
     """
 
     @property
@@ -196,9 +196,9 @@ class Coefficients(Protocol):
 
     @property
     def method(self) -> str:
-        """The name of the merge method. If tensors are merged by several methods, the name of one of them.
+        """The name of the merge method, or of one of the methods if tensors are merged by several.
 
-        If tensors are merged by several methods, recipes leave out their searched coefficients at the same value.
+        All these methods leave a searched coefficient out of recipes at the same value.
         """
         ...
 
@@ -226,7 +226,7 @@ class Coefficients(Protocol):
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The parameter that scales the residual stream after a layer: maps the layer's index to the parameter's name.
+        """Name of the parameter that scales the residual stream after a layer, by the layer's index.
 
         The scale is `LayerRecipe.scale`. Layers whose scale is not searched are missing.
         """
@@ -294,7 +294,7 @@ class SpaceSection(Section, ABC):
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:
-        """Contradictions between options of the section, as far as they can be found without the models."""
+        """Contradictions between options of the section that can be found without the models."""
 
     @abstractmethod
     def build(self, models: SearchedModels) -> SearchSpace:

@@ -156,8 +156,9 @@ class DisSpace:
     def __init__(self, models: SearchedModels, section: DisSection) -> None:
         """Build the space with the options `section` over the models of a study.
 
-        Raises InvalidStudy if there are no experts, if the section names a model that the study does not have, if the
-        size of blocks does not divide the number of layers, or if fewer layers are allowed than the sources have.
+        Raises:
+            InvalidStudy: There are no experts, the section names a model that the study does not have, the size of
+                blocks does not divide the number of layers, or fewer layers are allowed than the sources have.
         """
         chosen = models.experts if section.models is None else section.models
         self.max_layers = (

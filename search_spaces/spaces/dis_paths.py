@@ -1,11 +1,11 @@
 """Layer paths of the search space DIS as configurations: their encoding, random paths, and the limit of layers.
 
-A block has n = D * M * R candidates: D adjacent layers of each of M models, each R times. Candidates are numbered by
-layer, then by model; the R copies of a candidate have the same number. A block's path is the sequence of the candidates
-that the block uses. A configuration describes this path with a bit for each copy and an order of all candidates. There
-are P = n! / R!^(M D) orders. If P is at most MAX_ORDERS, the order is given by one whole number, its place in the
-lexicographic list of all orders. Otherwise the order is given by a sort key for each copy. The r-th copy of a candidate
-in the order has the r-th bit.
+A block may use D adjacent layers of each of M models, each layer up to R times. These D * M layers are the block's
+candidates, numbered by layer, then by model. Each candidate has R copies, so there are n = D * M * R copies. A block's
+path is the sequence of the candidates that the block uses. A configuration describes this path with a bit for each copy
+and an order of all copies. The copies of a candidate are equal, so there are P = n! / R!^(M D) orders. If P is at most
+MAX_ORDERS, the order is given by one whole number, its place in the lexicographic list of all orders. Otherwise the
+order is given by a sort key for each copy. The r-th copy of a candidate in the order has the r-th bit.
 
 Many configurations describe the same path. `DisPaths` stores one of these configurations: the path uses the first
 copies of each candidate, and the order is the first order that gives the path with these bits.
@@ -96,7 +96,7 @@ class DisPaths:
 
     @property
     def num_copies(self) -> int:
-        """The number of copies of all candidates of a block. A candidate that may be used twice has two copies.
+        """The number of copies of all candidates of a block: each candidate has `repeats` copies.
 
         A candidate is a layer that the block may use.
         """

@@ -174,9 +174,10 @@ class Hm3Space:
     def __init__(self, models: SearchedModels, section: Hm3Section) -> None:
         """Build the space with the options `section` over the models of a study.
 
-        Raises InvalidStudy if there are no experts, if fewer than two models have layers to exchange, if the section
-        names a model that the study does not have, if no path has the required length, if an objective has no expert to
-        merge, or if too many pairs of layers need an alignment.
+        Raises:
+            InvalidStudy: There are no experts, fewer than two models have layers to exchange, the section names a model
+                that the study does not have, no path has the required length, an objective has no expert to merge, or
+                too many pairs of layers need an alignment.
         """
         chosen = models.experts if section.models is None else section.models
         default = math.ceil(models.num_layers * DEPTH_FACTOR) if models.max_layers is None else models.max_layers
@@ -324,7 +325,7 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models from which paths take layers. Maps a model's name to an alias and a preference vector's index.
+        """The models from which paths take layers, by name: each as an alias and the index of a preference vector.
 
         The index is None for a model of the study. The alias MERGED stands for a merge of several models by a
         preference vector; there is one such model for each vector.
@@ -337,7 +338,7 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """The recipe digest of each model from which paths take layers. The keys are the names of these models.
+        """The recipe digest of each model from which paths take layers, by the model's name.
 
         Models that are merged with equal weights have equal digests.
         """
@@ -385,7 +386,7 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """Yield one merge of the experts for each preference vector. Paths may take layers from these merged models.
+    """Yield one merge of the experts for each preference vector, for models whose layers paths may take.
 
     The weight of an objective is the weight of its expert; every objective must have an expert. Without preference
     vectors there is one merge, in which all experts have equal weights.

@@ -176,7 +176,7 @@ class LayerPaths:
         return tuple(found)
 
     def preference(self, configuration: Configuration) -> int:
-        """The index of a preference vector, from a configuration. It gives the weights of the path's merged layers."""
+        """The index of the preference vector that gives the weights of a path's merged layers, from a configuration."""
         return int(configuration.get(PREFERENCE, 0))
 
     def scales(self, configuration: Configuration) -> tuple[float, ...]:
@@ -241,9 +241,9 @@ class LayerPaths:
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """The configuration of a random path: one model's own sequence of layers with random changes.
 
-        Up to all of the model's layers are changed, where few changes are likelier than many. A change takes a layer
-        from another model, repeats a layer, or leaves a layer out. If layers have scales, half of the scales on average
-        are 1.
+        The number of changes is between 0 and the model's number of layers, and small numbers are likelier. A change
+        takes a layer from another model, repeats a layer, or leaves a layer out. If layers have scales, half of the
+        scales on average are 1.
         """
         own = int(rng.integers(len(self.models)))
         num_changes = int(math.exp(rng.uniform(0.0, math.log(self.num_layers + 2)))) - 1
@@ -257,8 +257,8 @@ class LayerPaths:
         """A configuration whose path is the path of `configuration` with one to `most` random changes.
 
         One change is the likeliest number. The changes are of the same kinds as in `sample`. If layers have scales, one
-        scale is also drawn anew. The result may describe the same path as `configuration`, because one change may undo
-        another.
+        scale is also replaced by a random one. The result may describe the same path as `configuration`, because one
+        change may undo another.
         """
         num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))
         path = self.path(configuration)
@@ -297,10 +297,9 @@ class LayerPaths:
         return layers[: self.longest]
 
     def _configuration_of(self, layers: Sequence[tuple[int, int, float]], *, preference: int) -> dict[str, Any]:
-        """The configuration of a path. Replaces layers that may not follow their previous layer by others.
+        """The configuration of a path, given as tuples (model, layer, scale).
 
-        `layers` are tuples (model, layer, scale). A layer that may not follow the previous layer is replaced by the
-        nearest layer that may follow it.
+        A layer that may not follow the previous layer is replaced by the nearest layer that may follow it.
         """
         drawn: dict[str, Any] = {LENGTH: len(layers), PREFERENCE: preference}
         for at, (model, layer, scale) in enumerate(layers):

@@ -27,7 +27,7 @@ def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
 
 
 def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
-    """The merge of each component, if it is the same in all `layers`. Returns None if the layers differ.
+    """The merge of each component, if it is the same in all `layers`; None if the layers differ.
 
     `layers` are adjacent layers of a merge, and `start` is the number of the first one. Layers also count as different
     if one of them has a scale, an alignment, or sources from a layer with another number than its own.
@@ -86,10 +86,11 @@ def _step(layer: LayerRecipe, scale_of: ScaleOf) -> tuple[str, int, float] | Non
 
 
 def with_own_aliases(recipe: Recipe, *, base: str, fingerprints: Mapping[str, str]) -> Recipe | None:
-    """A copy of the recipe that uses a search space's aliases. Models are matched by their fingerprints.
+    """A copy of a recipe with the aliases of a search space, which has the same models under other names.
 
-    `fingerprints` maps the space's aliases to content fingerprints, and `base` is the space's base model. Returns None
-    if the recipe has another base or uses a model that the space does not have.
+    Models are matched by their fingerprints. `fingerprints` maps the space's aliases to content fingerprints, and
+    `base` is the space's base model. Returns None if the recipe has another base or uses a model that the space does
+    not have.
     """
     mine = {fingerprint: alias for alias, fingerprint in reversed(list(fingerprints.items()))}
     names = {alias: mine.get(fingerprint) for alias, fingerprint in recipe.models.items()}

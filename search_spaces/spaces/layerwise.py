@@ -244,7 +244,7 @@ class LayerwiseSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The parameter that scales the residual stream after a layer: maps layer numbers to parameter names.
+        """Name of the parameter that scales the residual stream after a layer, by the layer's number.
 
         The last layer has no scale. Without the option `layer_scales` the mapping is empty.
         """

@@ -23,9 +23,9 @@ DEFAULT_DENSITY = 0.2
 
 @dataclass(frozen=True)
 class ComponentGroup:
-    """One component group, such as attention, in one layer group. All its tensors share their coefficients.
+    """A component group, such as attention, in one layer group; all its tensors share their coefficients.
 
-    It is the smallest unit with coefficients of its own. `conditions` are the conditions under which the group uses a
+    It is the smallest unit that has separate coefficients. `conditions` are the conditions under which the group uses a
     certain method; empty if there is only one method. `is_selected` has, for each expert, the conditions under which
     that expert is merged.
     """
@@ -51,7 +51,7 @@ class SearchedMethod(Protocol):
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
 
     def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
-        """The parameter values that decode to `merge`. Returns None if the method cannot merge `operands` to it.
+        """The parameter values that decode to `merge`, or None if the method cannot merge `operands` to it.
 
         `cell` is the component group that is merged, `operands` are the aliases of the merged models. `merge` is in
         canonical form.
@@ -228,7 +228,7 @@ DIRECTED = DirectedTaskArithmetic()
 
 
 def _searched(cell: ComponentGroup, method: str, coefficient: str) -> Float:
-    """Make the parameter of one coefficient. The coefficient belongs to a method in the component group `cell`.
+    """Make the parameter for a coefficient of a method in the component group `cell`.
 
     The parameter is one number for all merged models, in the range that the method declares.
     """

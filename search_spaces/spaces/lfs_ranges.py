@@ -88,7 +88,7 @@ class RangedMethod:
         - `model` is the first operand, and the method has a coefficient (its `first_at_zero`) with which it returns the
           first operand at the value 0.
         - `model` is the only operand, and the method returns a single source unchanged. A method that needs several
-          sources counts as such, because a single operand is copied then.
+          sources does so too, because `decode` makes a passthrough merge of a single operand.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)
@@ -123,10 +123,9 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """Values of the coefficients that count sources, by the coefficient's name. A search does not vary them.
+        """Values of the coefficients that count sources, by the coefficient's name, such as how many must agree.
 
-        An example is the number of sources that must agree. A value is at most `num_operands`, the number of merged
-        models.
+        A search does not vary them. A value is at most `num_operands`, the number of merged models.
         """
         return {
             c.name: min(c.searched.value, num_operands)

@@ -1,16 +1,18 @@
 """M3: one merge method for the whole model, with a direction and a scale of the task vectors.
 
-"Mixup Model Merge (M3): A Geometric Exploration of Task-Vector Space for Decoupled Model Merging".
+The paper is "Mixup Model Merge (M3): A Geometric Exploration of Task-Vector Space for Decoupled Model Merging".
 
 The merge is base + s * sum of share_k * task vector k (equation 2). The direction is each expert's share of the task
-vectors; shares sum to 1. s is the scale. Directions are drawn from Beta(alpha, alpha) for two experts (equation 3) and
-from its generalisation, the symmetric Dirichlet distribution, for more. Or they are a p-series over an order of the
-experts: share_k is proportional to k^-p (equation 4).
+vectors; shares sum to 1. s is the scale. There are two kinds of directions:
 
-The parameters are quantiles in [0, 1], which the inverse distribution functions convert to shares. So uniform draws
-give the paper's distributions, random search in this space is the paper's search, and any other searcher can search the
-same space. The Dirichlet distribution is drawn share by share: an expert that is followed by k other experts gets a
-Beta(alpha, k * alpha) share of the rest that earlier experts leave.
+- drawn from Beta(alpha, alpha) for two experts (equation 3) and from its generalisation, the symmetric Dirichlet
+  distribution, for more
+- a p-series over an order of the experts: share_k is proportional to k^-p (equation 4)
+
+The parameters are quantiles in [0, 1], which the inverse distribution functions convert to shares. Therefore uniform
+draws give the paper's distributions, random search in this space is the paper's search, and any other searcher can
+search the same space. The Dirichlet distribution is drawn share by share: an expert that is followed by k other experts
+gets a Beta(alpha, k * alpha) share of the rest that earlier experts leave.
 
 Constants are those of section 4.1, of section 4.4 (DARE's drop rate of 0.2) and of Table 3 (the share k that TIES
 keeps). A method without a scale, namely the average, has only shares. Random masks always have the same seed.
@@ -128,8 +130,9 @@ class M3Space:
     def __init__(self, models: SearchedModels, section: M3Section) -> None:
         """Build the space with the options `section` over the models of a study.
 
-        Raises InvalidStudy if there are no experts, if the only expert would be averaged, if there are too many experts
-        for all orders of a p-series, or if `orders` has an order that does not have each expert once.
+        Raises:
+            InvalidStudy: There are no experts, the only expert would be averaged, there are too many experts for all
+                orders of a p-series, or `orders` has an order that does not have each expert once.
         """
         if problems := tuple(_problems(models, section)):
             raise InvalidStudy(problems)
@@ -262,7 +265,7 @@ class M3Space:
                 yield {**chosen, **direction, **({"scale": scale} if is_searched else {})}
 
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
-        """Read the experts' coefficients from a canonical merge. Returns None if the merge is not by `method`.
+        """Read the experts' coefficients from a canonical merge; None if the merge is not by `method`.
 
         An expert that the merge leaves out has the coefficient 0. A merge by task arithmetic has only the products of
         the scale and the experts' shares, so the scale in the result is None. A merge by another method states shares
@@ -378,7 +381,7 @@ def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, 
 
 
 def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[float, float]) -> float:
-    """Reconstruct the scale of a recipe. Its coefficients are the scale times the experts' shares, rounded.
+    """Reconstruct the scale of a recipe from its coefficients, which are the scale times the experts' shares, rounded.
 
     `numbers` are these rounded coefficients, in the order of `shares`. The scales with this property are an interval;
     the result is its middle. `scales` are the lowest and the highest possible scale.

@@ -2,14 +2,13 @@
 
 This is the parameter level of HM3 ("HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models", equation
 1b): the parameters of step t are a merge of layer l_t of all models with the same base. A searched path fixes the
-layers. Here it fixes where coefficients begin, too:
+layers. It also fixes the defaults of the coefficients, which give the path itself:
 
 - An expert's layer begins as task arithmetic with a coefficient of 1 for this expert and 0 for all others. A layer of
   the base begins with 0 for all experts.
 - A merged layer begins with its own coefficients: one for each expert, or the strength if its method has no weights.
 
-So the coefficients' defaults give the path itself. Components of a layer (attention, MLP, norms) have coefficients of
-their own, and so have the embedding and the head.
+Each component of a layer (attention, MLP, norms), the embedding and the head have separate coefficients.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _Piece:
 
     @property
     def has_weights(self) -> bool:
-        """Whether each source has a coefficient of its own."""
+        """Whether each source has a separate coefficient."""
         return isinstance(self.merge.coefficients[self.coefficient], tuple)
 
     def with_values(self, configuration: Configuration) -> Merge:
@@ -133,7 +132,7 @@ class PathCoefficients:
 
 
 def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, float, float]:
-    """Make the `_Piece` of one merge. Also returns the lowest and the highest value of its coefficients.
+    """Make the `_Piece` of one merge, and return it with the lowest and the highest value of its coefficients.
 
     `name` is the part of the model in the names of the parameters. The merge is in canonical form, and its sources are
     of one layer.

@@ -127,7 +127,10 @@ class SfsSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """The parameter that scales a layer's output, by the layer's index. The last layer has no such parameter."""
+        """Name of the parameter that scales a layer's output, by the layer's index.
+
+        The last layer has no such parameter.
+        """
         return dict(enumerate(self._outputs))
 
     def _layer(self, layer: int, configuration: Configuration) -> LayerRecipe:

@@ -276,10 +276,10 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 
 
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
-    """Find numbers of rungs that contradict each other, or the scheduler. Objectives may state their own rungs.
+    """Find numbers of rungs that differ between objectives, or that the scheduler does not support.
 
     All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
-    `racing`. `objectives` are the entries of the study file by position.
+    `racing`. Objectives may state their own rungs. `objectives` are the entries of the study file by position.
     """
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
@@ -461,7 +461,7 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 
 
 def _lack_of_baselines(constraint: Constraint, search: Search, experts: Sequence[str]) -> str:
-    """Why the bound of a constraint cannot be computed: a source model that it refers to is not scored.
+    """Reason why the bound of a constraint cannot be computed, because a source model that it refers to is not scored.
 
     Bounds such as "base - 0.01" need the baseline score of a source model. Returns "" if the bound is a number, or if
     all source models on which it depends are scored.

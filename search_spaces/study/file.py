@@ -189,9 +189,10 @@ def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None)
 def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
     """A copy of the study to which benchmarks are added.
 
-    A benchmark of a name that the study has already must have the same task and metric; the trials on which it is
-    scored are added to those of the study's. Names in `contamination.allowed` are added too, and a stated
-    `contamination.max_share` replaces the study's. Raises InvalidStudy if a task or metric differs.
+    A benchmark whose name the study already has must have the same task, metric, attack and judge. The trials on which
+    it is scored are added to the trials of the study's benchmark. Names in `contamination.allowed` are added too, and a
+    stated `contamination.max_share` replaces the study's. Raises InvalidStudy if a task, metric, attack or judge
+    differs.
     """
     known = {spec.name: spec for spec in study.benchmarks}
     problems = []
@@ -218,9 +219,9 @@ def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
     """Fields that differ between two studies and may not change when a study is resumed, as dotted paths.
 
     If there are none, a driver of the study `given` may resume `stored`. `limits` and `contamination` may differ,
-    `search.max_trials` may be larger, and there may be more benchmarks. A benchmark keeps its task and metric; it is
-    named by its name, such as "benchmarks.mmlu". In a space that changes the number of layers, `limits.max_layers` is
-    part of the space and may not differ.
+    `search.max_trials` may be larger, and there may be more benchmarks. A benchmark keeps its task, metric, attack and
+    judge. The path of a benchmark has its name, as in "benchmarks.mmlu". In a space that changes the number of layers,
+    `limits.max_layers` is part of the space and may not differ.
     """
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()

@@ -42,7 +42,7 @@ class InlineTask(Section):
     def description(self) -> dict[str, Any]:
         """The task as a JSON object, without keys that have no value.
 
-        So a task in a stored study, which lacks newer keys, keeps its description.
+        A task in a stored study lacks keys that were added later. Its description stays the same in later versions.
         """
         return self.model_dump(mode="json", exclude_none=True)
 

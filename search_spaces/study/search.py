@@ -250,7 +250,7 @@ class GivenRecipe(Section):
 
     @property
     def label(self) -> str:
-        """The merge's name in tables: `name`, or one that follows from `file`."""
+        """The merge's name in tables: `name`, or a name made from `file`."""
         if self.name is not None or self.file is None:
             return self.name or "recipe"
         path = PurePath(self.file)
@@ -308,7 +308,7 @@ class Search(Section):
         return 0 if self.recipes else self.max_trials
 
     def num_scored(self, num_samples: int) -> int:
-        """How many of an objective's `num_samples` samples are used to score trials. Gradients use the others.
+        """Number of an objective's `num_samples` samples that trials are scored on. Gradients use the other samples.
 
         The scored samples are the first ones in an order that the study's seed determines. A result of 0 or
         `num_samples` means that `fit_share` leaves one of the two parts without a sample.

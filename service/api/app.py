@@ -146,7 +146,10 @@ def create_app(
 
 @cache
 def _router() -> APIRouter:
-    """Router of all routes except the documentation's; it is created once per process, because that takes 0.2 s."""
+    """Router of all API routes, without those of the documentation.
+
+    It is created once per process, because that takes 0.2 s.
+    """
     router = APIRouter()
     for part in (*jobs.routers(), finetunes.router, results.router, exports.router, account_routes.router):
         router.include_router(part, prefix="/v1", responses=refusals(401, 403, 429))

@@ -1,4 +1,4 @@
-"""HTTP responses with a study's results, or with status 304 if the client has them already (If-None-Match)."""
+"""HTTP responses with a study's results; their status is 304 if the client has the results already (If-None-Match)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def answer(
 ) -> Response:
     """Respond with the result of `function` for a study, or with status 304 if the client has this result already.
 
-    The client has the result if the request's header If-None-Match names the study's present version. The result is
+    The client has the result if the request's header If-None-Match names the study's current version. The result is
     cached, by study and `function`, until the study changes. `headers` are further headers of the response. Raises
     NotFound if the study does not exist.
     """

@@ -104,10 +104,11 @@ Submitter = Annotated[Principal, needs(Scope.SUBMIT)]
 
 
 def given(kind: JobKind, right: Right = Right.READ) -> Any:
-    """FastAPI dependency that returns the stored job whose id is in the request's path.
+    """Make the FastAPI dependency that returns the stored job whose id is in the request's path.
 
     The server refuses the request with status 404 if the job does not exist, is not of this `kind`, or may not be read
-    by the sender, and with 403 if the sender may read it but has not the `right`, or the token lacks the scope.
+    by the sender. It refuses the request with status 403 if the sender may read the job but lacks the `right`, or if
+    the token lacks the scope.
     """
     scope = Scope.READ if right is Right.READ else Scope.SUBMIT
     # A default instead of an annotation: FastAPI cannot evaluate annotations that name local variables.
@@ -137,7 +138,11 @@ def _against(
 
 
 def _found(services: Services, sender: Principal, job_id: str, kind: JobKind, right: Right) -> JobRecord:
-    """Read a job on which the sender has the `right`. A job that the sender may not read is one that does not exist."""
+    """Read a job, and check that the sender has the `right` on it.
+
+    Raises Refusal: with status 404 if the job does not exist, is of another kind, or may not be read by the sender;
+    with status 403 if the sender may read the job but lacks the right.
+    """
     try:
         record = services.store.job(job_id)
     except NotFound:

@@ -80,7 +80,7 @@ class EventHub:
         self._notifications.stop()
 
     def _announced(self, job_id: str) -> None:
-        """Wake the reader of a job's events after a new event, if HTTP clients follow the job.
+        """Wake the reader of a job's events because the job has a new event, if HTTP clients follow the job.
 
         The thread that receives the database's announcements calls this method; it is not the event loop's thread.
         """
@@ -96,7 +96,7 @@ class EventHub:
         return max(self._poll_s, ANNOUNCED_POLL_S) if self._notifications.is_listening else self._poll_s
 
     def job(self, job_id: str) -> JobRecord | None:
-        """The job as it was last read for its streams; None if it was not read yet, or has no stream."""
+        """Return the job as it was last read for its streams; None if it was not read yet, or has no stream."""
         feed = self._feeds.get(job_id)
         return None if feed is None else feed.job
 

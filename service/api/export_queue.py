@@ -46,7 +46,7 @@ BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
 def export_id(study_id: str, trial: int, dtype: str) -> str:
-    """Id of the export of a study's trial in a dtype: 32 hexadecimal digits of a hash of study, trial and dtype."""
+    """Id of an export: 32 hexadecimal digits of the hash of its study, trial and dtype."""
     return hashlib.sha256(f"{study_id}/{trial}/{dtype}".encode()).hexdigest()[:32]
 
 
@@ -134,7 +134,7 @@ class Exports:
             return None
 
     def reading(self, owner: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the `chunks` of a download, whose files are not deleted before the last chunk was yielded.
+        """Yield the `chunks` of a download, and prevent the deletion of its files until the last chunk was yielded.
 
         `owner` is the id of the export or fine-tuning that the files belong to.
         """

@@ -45,8 +45,8 @@ Samples: TypeAlias = Iterator[tuple[Labels, float]]
 class Stored:
     """Data that one scrape of the metrics reads from the database.
 
-    `counts` are the numbers of jobs by kind and state. `shown` are the jobs that have not ended, or ended less than
-    SHOWN_AFTER_END_S ago. `setbacks` are the numbers of events of the kinds in SETBACKS, as job id -> kind -> number.
+    `counts` has the number of jobs by kind and state. `shown` has the jobs that have not ended, or ended less than
+    SHOWN_AFTER_END_S ago. `setbacks` has the number of events of the kinds in SETBACKS, as job id -> kind -> number.
     `num_engine_faults` is the number of engines that have failed a check, over all jobs.
     """
 
@@ -91,7 +91,7 @@ class Metric:
 
 
 def prometheus_text(scrape: Scrape) -> str:
-    """The samples of all METRICS in Prometheus' text format, version 0.0.4."""
+    """Text of all METRICS with their current values, in Prometheus' text format, version 0.0.4."""
     lines: list[str] = []
     for metric in METRICS:
         lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.type}"]

@@ -51,10 +51,11 @@ NO_ACCOUNTS = (
 
 
 class Right(StrEnum):
-    """Right on the object that a path names.
+    """Rights on the object that a request's path names.
 
     The first three are rights on a job: to read it, to have its models exported, or to change and delete it. MANAGE is
-    the right to change the members of a team, and OWN that of a token's user and of administrators.
+    the right to change the members of a team. OWN is the right on a token, which the token's user and administrators
+    have.
     """
 
     READ = "read"
@@ -112,9 +113,9 @@ class Guard:
         return Principal(found.account.user, address, found.account, found.token)
 
     async def renewed(self, sender: Principal, secret: str | None) -> Principal | None:
-        """The sender with its present rights, for a response that lasts; None if its token is not valid any more.
+        """Read the sender's current rights again, for a response that lasts; None if its token is not valid any more.
 
-        While the database does not answer, these are the last known rights.
+        While the database does not answer, the result has the last known rights.
         """
         try:
             if not await self.authenticator.needs_token():
@@ -163,7 +164,10 @@ def _declared(rule: Rule, check: Callable[..., Any]) -> Any:
 
 
 def sender_with(scope: Scope) -> Any:
-    """FastAPI dependency that finds the sender and refuses a token of a smaller scope (403). It declares no rule."""
+    """Make a FastAPI dependency that finds the sender, and refuses tokens that lack the `scope` (403).
+
+    It does not declare the route's `Rule`; another dependency of the route must declare it.
+    """
 
     def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:
         _check_scope(sender, scope)
@@ -173,7 +177,7 @@ def sender_with(scope: Scope) -> Any:
 
 
 def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
-    """FastAPI dependency of a route whose path names no job; returns the sender."""
+    """Make the FastAPI dependency of a route whose path names no job; it checks and returns the sender."""
 
     def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:
         _check_scope(sender, scope)
@@ -185,16 +189,16 @@ def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
 
 
 def open_to_all() -> Any:
-    """FastAPI dependency of a route that everybody may use without a token."""
+    """Make the FastAPI dependency of a route that everybody may use without a token."""
 
     async def nothing() -> None:
-        """Check nothing."""
+        """Accept every sender."""
 
     return _declared(Rule(None), nothing)
 
 
 def reads_metrics() -> Any:
-    """FastAPI dependency of the metrics: administrators may read them, or everybody if the operator says so."""
+    """Make the FastAPI dependency of the metrics, which only administrators may read unless the operator opens them."""
 
     async def checked(
         request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
@@ -207,7 +211,7 @@ def reads_metrics() -> Any:
 
 
 def declares(rule: Rule, check: Callable[..., Any]) -> Any:
-    """FastAPI dependency `check`, which checks the right on a job and so declares `rule`."""
+    """Make a FastAPI dependency of the function `check`, which must check the rights that `rule` states."""
     return _declared(rule, check)
 
 
@@ -219,7 +223,11 @@ Renewal = Annotated[Callable[[], Awaitable[Principal | None]], Depends(_renewal)
 
 
 def check_right(sender: Principal, job: JobRecord, right: Right, *, noun: str) -> bool:
-    """Whether the sender may read the job; raises Refusal (403) if so, but the sender lacks `right`."""
+    """Check that the sender has a right on a job; return False if the sender may not even read the job.
+
+    Raises Refusal (403) if the sender may read the job but lacks `right`. `noun` is the word for the job in the
+    message.
+    """
     account = sender.account
     if account is None:
         return True

@@ -1,8 +1,8 @@
-"""Parses and checks the jobs that requests describe, in separate processes with limits of time and memory.
+"""Checks of submitted jobs in separate processes, the validators, with limits of time and memory.
 
-The checks import torch and lm-eval and read models, so they run in separate processes, the validators, within limits of
-time, processor time and memory: no request's body can stop the server, and no client can stop the requests of another
-client. If jobs run on other machines, the checks run on the head of their cluster (`NodeCalls.place`).
+The checks import torch and lm-eval and read models. They run outside the server's process, with limits of elapsed time,
+processor time and memory. Therefore no request's body can stop the server, and no client can stop the requests of
+another client. If jobs run on other machines, the checks run on the head of their cluster (`NodeCalls.place`).
 """
 
 from __future__ import annotations
@@ -184,10 +184,10 @@ class PreflightProcess:
             return await self._limited(validator.call, _engine_dtype, document)
 
     def _context_of(self, reader: Account | None) -> RequestContext:
-        """Context of the checks of a job that `reader` submits.
+        """Context for checking a job that `reader` submits.
 
-        A user may refer to other jobs by their ids only, which is checked: the paths of their files in the data
-        directory are closed.
+        A user may refer to other jobs only by their ids, whose rights are checked. Therefore the job may not name paths
+        in the data directory, where the files of other jobs are.
         """
         context = self._context
         if reader is None:
@@ -272,9 +272,11 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
     """Check the body of a request that describes a job.
 
     The body `content` is JSON if `is_json`, else YAML. The function `accept` does the checks of the job's kind, and
-    `noun` is the word for such a job in messages. `context` says which files the job may read. There are no limits of
-    memory and processor time while weights are read and merges of other studies are written: the sender does not choose
-    the amount of this work, and reading large weights maps all of their files. Raises InvalidStudy with every problem.
+    `noun` is the word for such a job in messages. `context` says which files the job may read.
+
+    The limits of memory and processor time are lifted (`lift_limits`) before weights are read, and before merges of
+    other studies are written. The sender does not choose the amount of this work, and reading large weights maps all of
+    their files. Raises InvalidStudy with every problem.
     """
     try:
         return accept(parse_document(content, BODY, is_json=is_json), replace(context, lift_limits=lift_limits))

@@ -52,7 +52,7 @@ def export_path(record: ExportRecord) -> str:
 
 
 def job_document(job: JobRecord, kind: JobKind, view: View, *, cluster: Cluster) -> dict[str, Any]:
-    """JSON document that describes a job: the fields that all jobs have, the fields of its kind, and links.
+    """Build the JSON document that describes a job: the fields of all jobs, the fields of its kind, and links.
 
     `view` has the fields and links that are specific to the job's kind. `cluster` says why the job waits, and in which
     Ray Job its driver runs.
@@ -134,7 +134,7 @@ def event_document(event: EventRecord) -> EventDocument:
 
 
 def export_document(record: ExportRecord, num_bytes: int | None) -> ExportDocument:
-    """JSON document that describes an export; `num_bytes` is the size of its files, None if there are none.
+    """Build the JSON document that describes an export; `num_bytes` is the size of its files, None if there are none.
 
     The document has the model's size and a download link only if the export is COMPLETE and its files still exist.
     """

@@ -73,7 +73,7 @@ class TooManyRequests(Exception):
 
 
 class Unavailable(Exception):
-    """Raised if something that a request needs is temporarily unavailable. The response has status 503."""
+    """Raised if a part of the service that a request needs is temporarily unavailable. The response has status 503."""
 
 
 class Json(JSONResponse):

@@ -1,4 +1,4 @@
-"""Background migration of stored samples from the form of earlier versions, one database row per sample."""
+"""Background conversion of samples that earlier versions stored, one database row per sample, to the current form."""
 
 from __future__ import annotations
 

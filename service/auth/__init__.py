@@ -1,5 +1,5 @@
-"""Who sends a request: tokens, and their check.
+"""Identification of the users who send requests, by API tokens.
 
 - `tokens`: creates tokens, and their hashes
-- `authenticator`: finds the user of a token, from a cache that forgets within a second
+- `authenticator`: finds the user of a token; its cache is valid for half a second
 """

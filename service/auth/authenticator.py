@@ -1,7 +1,7 @@
-"""Finds the user of a token, and says whether requests need one.
+"""Authentication of requests: finds the user of a token, and decides whether requests need a token.
 
-Answers of the database are remembered for half a second, so that a token that was revoked by any server is refused
-within a second, and most checks read no database.
+Answers of the database are cached for half a second. Therefore a token that any server has revoked is refused within a
+second, and most checks do not read the database.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_THREADS = 4
 
 @dataclass(frozen=True)
 class Authenticated:
-    """A valid token, and the rights of its user."""
+    """The record of a valid token, and the rights of its user."""
 
     token: TokenRecord
     account: Account
@@ -53,9 +53,9 @@ class _Answer:
 
 
 class Authenticator:
-    """Checks tokens of requests, for one server. Its coroutines run in one event loop.
+    """Checks the tokens of requests to one server. All calls of its coroutines must be in one event loop.
 
-    `is_on` is False for a server that has no accounts whatever the database has. `clock` is a monotonic clock in
+    If `is_on` is False, the server has no accounts, even if the database has users. `clock` is a monotonic clock in
     seconds, which tests replace.
     """
 
@@ -74,10 +74,10 @@ class Authenticator:
         self._looked_at = -REMEMBERED_S
 
     async def needs_token(self) -> bool:
-        """Whether requests need a token: the server has accounts, and there is a user.
+        """Whether requests need a token, which they do if the server has accounts and the database has a user.
 
-        As users are never deleted, the answer never changes back. While the database does not answer, it is the last
-        one.
+        Users are never deleted, so the result stays True once it is True. While the database does not answer, the last
+        known result is returned.
         """
         if self._is_on and not self._has_users and self._clock() - self._looked_at >= REMEMBERED_S:
             try:
@@ -113,11 +113,11 @@ class Authenticator:
         return found
 
     def forget(self) -> None:
-        """Forget all answers, because this server has just changed accounts."""
+        """Empty the cache of tokens; called when this server has changed accounts."""
         self._answers.clear()
 
     async def record_uses(self) -> None:
-        """Store the last uses of tokens every 10 s, and once more when cancelled."""
+        """Store the times at which tokens were last used, every 10 s and once more when cancelled. Never returns."""
         try:
             while True:
                 await asyncio.sleep(USES_S)
@@ -126,7 +126,7 @@ class Authenticator:
             self.store_uses()
 
     def store_uses(self) -> None:
-        """Store the uses since the last call."""
+        """Store the times at which tokens were used since the last call."""
         used_at, self._used_at = self._used_at, {}
         if used_at:
             try:

@@ -22,7 +22,7 @@ PREFIX = len(MARK) + 6
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token that was just made. `secret` is the whole token, which is shown once and never stored."""
+    """A new token. `secret` is the whole token, which is shown to the user once and never stored."""
 
     secret: str
 
@@ -44,9 +44,10 @@ def new_token() -> NewToken:
 
 
 def given_token(text: str) -> NewToken:
-    """Read a token that an operator made, such as one of a deployment's secrets.
+    """Read a token that an operator has made, for example one from the secrets of a deployment.
 
-    Raises ValueError if it is not `mst_` and 43 to 128 letters, digits, `-` and `_`. The message has no part of it.
+    Raises ValueError if the text is not `mst_` followed by 43 to 128 letters, digits, `-` and `_`. The message has no
+    part of the text.
     """
     if not GIVEN.fullmatch(text):
         raise ValueError(f"not a token; a token is {MARK} and 43 to 128 random letters, digits, - and _")
@@ -54,5 +55,8 @@ def given_token(text: str) -> NewToken:
 
 
 def digest_of(secret: str) -> str:
-    """The sha256 of a token, which is stored. A token has 256 random bits, so that a slow hash would add nothing."""
+    """Hash (sha256) of a token, which is stored in place of the token.
+
+    A fast hash is safe, because a token has 256 random bits.
+    """
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()

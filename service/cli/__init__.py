@@ -1,12 +1,12 @@
 """The `mergesearch` command.
 
 - `main`: options, exit codes, error messages
-- `verbs`: what each verb (subcommand) does
+- `verbs`: the function of each verb (subcommand)
 - `finetune`: the verb that trains experts
 - `finetune_tables`: fine-tunings of a server as tables
 - `accounts`: the verbs of users, teams and tokens
 - `remote`: the verbs that send requests to a server
-- `job_views`: how a server's jobs of each kind are shown
+- `job_views`: displays of a server's jobs, one for each kind of job
 - `terminal`: output as JSON or tables
 - `tables`: results as tables
 - `tasks`: the verbs of shipped tasks and their data

@@ -1,6 +1,6 @@
-"""The commands `users`, `teams` and `tokens`, which work on a server's database directly, and `login`.
+"""Commands `users`, `teams` and `tokens`, which change the server's database directly, and the command `login`.
 
-Every user who can open the database may use them: they make the first administrator, and replace lost tokens.
+Every system user who can open the database may use them. They create the first administrator, and replace lost tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def add_user(options: argparse.Namespace) -> int:
 
 
 def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: str, actor: Actor) -> None:
-    """Let the user have the token of the deployment, and revoke the token that it had before."""
+    """Store the token of a deployment as a token of the user, and revoke the deployment's earlier token."""
     found = accounts.find_token(token.digest)
     for other in accounts.tokens(user.name):
         is_this = found is not None and other.id == found[0].id
@@ -264,7 +264,10 @@ def _print(
     *,
     one: bool,
 ) -> int:
-    """Print records as a table, or with --json as a list, or as the object that the only one of them is."""
+    """Print records as a table or, with the option --json, as JSON.
+
+    The JSON is a list of the records or, with `one`, the only record.
+    """
     if options.json:
         print_json(documents[0] if one else documents)
         return 0

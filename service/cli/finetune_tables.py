@@ -19,7 +19,7 @@ __all__ = ["analysis_tables", "finetune_table", "finetunes_table"]
 
 
 def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
-    """Table of fine-tunings, one row each in the given order, with prefixes of ids that are unique in the table."""
+    """Table of fine-tunings, one row for each in the given order, with prefixes of ids that are unique in the table."""
     table = titled("Fine-tunings")
     for name in ("fine-tuning", "name", "state"):
         table.add_column(name, overflow="fold")

@@ -240,7 +240,8 @@ def _because(reason: Any) -> str:
 def _download_bar() -> Iterator[Callable[[int, int | None], None]]:
     """Context that shows the progress bar of a download on standard error, if standard error is a terminal.
 
-    Yields the callback for received bytes, whose arguments are the bytes so far and the total (None: unknown).
+    Yields the callback for received bytes. Its arguments are the bytes received so far and their total number, which is
+    None if it is unknown.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn

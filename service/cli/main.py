@@ -582,7 +582,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _keep(text: str) -> tuple[str, Limit]:
-    """Parse a limit on what is kept, such as "responses=30d". Raises ArgumentTypeError for an invalid text."""
+    """Parse a limit on kept data, such as "responses=30d". Raises ArgumentTypeError for an invalid text."""
     try:
         return parse_keep(text)
     except ValueError as error:

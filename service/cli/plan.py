@@ -1,4 +1,4 @@
-"""`mergesearch plan`: what a study needs and takes on machines of a profile, as tables or JSON."""
+"""The command `mergesearch plan`: cost of a study on the machines of a profile, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def plan_text(document: PlanDocument) -> str:
-    """The plan of a study as text: placement with memory, seconds of each phase, hours, and values of the chart."""
+    """Text of a study's plan: placement with memory, seconds of each phase, hours, and values of the chart."""
     import yaml
 
     placed, profile = document["placement"], document["profile"]

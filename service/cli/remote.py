@@ -35,7 +35,7 @@ INTERRUPTED = 130
 
 
 def server_url(server: str | None) -> str:
-    """Address of the server of a command: `server`, else that of MERGESEARCH_SERVER, else the default one."""
+    """Address of the server that a command uses: `server`, else that of MERGESEARCH_SERVER, else the default one."""
     return server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
 
 

@@ -191,7 +191,7 @@ def attacks_table(document: BenchmarksDocument) -> Table:
 
 
 def judged_table(document: BenchmarksDocument) -> Table:
-    """Table of benchmarks with a judge: win rates, how consistent the judge was, and lengths of completions."""
+    """Table of benchmarks with a judge: win rates, the judge's consistency, and lengths of completions."""
     table = titled("Judged completions")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
@@ -225,7 +225,7 @@ def finding_line(document: FindingDocument) -> Text:
 
 
 def search_line(document: SearchDocument) -> Text:
-    """Lines about a study's search: which searcher proposed the trials, why it was used, and what the search cost."""
+    """Text about a study's search: which searcher proposed the trials, why it was used, and what the search cost."""
     return Text("search:        " + f"\n{'':<15}".join(search_sentences(document)))
 
 

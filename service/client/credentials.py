@@ -22,7 +22,7 @@ def tokens_file() -> Path:
 
 
 def token_for(url: str) -> str | None:
-    """The token for the server at `url`: that of MERGESEARCH_TOKEN, else the stored one; None if there is neither.
+    """Token for the server at `url`, from the variable MERGESEARCH_TOKEN, else the stored one; None without both.
 
     Raises Conflict if the file of stored tokens cannot be read, or if other users of this machine may read it.
     """

@@ -1,4 +1,4 @@
-"""Parser of a job's server-sent events (WHATWG HTML, section 9.2) without network access of its own.
+"""Parser of a job's server-sent events (WHATWG HTML, section 9.2), which does no network access itself.
 
 After a lost connection, the caller asks for the events after the last one received.
 """

@@ -73,7 +73,7 @@ def finetunes(*, state: str | None = None, name: str | None = None) -> Flow[list
 
 
 def finetune(finetune: str | FinetuneDocument) -> Flow[FinetuneDocument]:
-    """Return the present state of a fine-tuning.
+    """Return the current state of a fine-tuning.
 
     Args:
         finetune: Id of the fine-tuning, or an earlier document of the fine-tuning.
@@ -102,7 +102,7 @@ def curves(finetune: str | FinetuneDocument) -> Flow[CurvesDocument]:
 def analysis(
     finetune: str | FinetuneDocument, *, against: Sequence[str | FinetuneDocument] = ()
 ) -> Flow[AnalysisDocument]:
-    """Return the analysis of a fine-tuning's experts, which is made if the specification has the key `analysis`.
+    """Return the analysis of a fine-tuning's experts, which exists if the specification has the key `analysis`.
 
     Args:
         finetune: Id of the fine-tuning, or the server's document of the fine-tuning.

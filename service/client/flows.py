@@ -1,7 +1,7 @@
-"""Client methods about studies, as generators that yield HTTP requests and return results.
+"""Client methods about studies, as flows: generators that yield HTTP requests and return results.
 
-A flow sends nothing itself. It yields requests, and pauses in seconds; it receives the responses, and returns a typed
-document. So a client can run a flow either blocking or with asyncio.
+A flow sends nothing itself. It yields requests, or pauses in seconds, and receives the responses. At the end it returns
+a typed document. Therefore the blocking client and the asyncio client run the same flows.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def studies(*, state: str | None = None, name: str | None = None) -> Flow[list[S
 
 
 def study(study: str) -> Flow[StudyDocument]:
-    """Return the present state of a study.
+    """Return the current state of a study.
 
     Args:
         study: Id of the study.

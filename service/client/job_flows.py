@@ -93,7 +93,7 @@ def jobs(kind: str, *, state: str | None = None, name: str | None = None) -> Flo
 
 
 def job(job: Reference) -> Flow[JobDocument]:
-    """Return the present state of a job.
+    """Return the current state of a job.
 
     Args:
         job: Id of a study, or the server's document of a job of any kind.

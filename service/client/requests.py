@@ -179,7 +179,7 @@ def submitted(
 ) -> Flow[dict[str, Any]]:
     """Submit a job to the collection at `path`, and return the server's document of the job.
 
-    `document` is the content of the file that describes the job, and `query` has the query of the request. The
+    `document` is the content of the file that describes the job, and `query` has the parameters of the URL's query. The
     idempotency key, by default a random one, makes it safe to repeat the request after a lost connection.
 
     Raises:

@@ -40,7 +40,9 @@ def address(url: str) -> str:
 
 
 def authorization(url: str, token: str | None) -> dict[str, str]:
-    """Headers that send a token to the server at `url`: `token`, or by default the user's one for this server.
+    """HTTP headers that send a token to the server at `url`.
+
+    The token is `token` or, if this is None, the user's token for this server.
 
     Raises:
         Conflict: The token cannot be sent, or the file of stored tokens cannot be used.

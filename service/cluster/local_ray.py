@@ -52,8 +52,8 @@ class HostRecord:
     """Record of a running Ray cluster of this machine, as stored in the server's data directory.
 
     `process` is the id of the cluster's main process, and `started_at` its start time in seconds since the epoch.
-    Drivers connect to `address`. `dashboard_url` is the address for browsers and for the submission of jobs.
-    `session_dir` is Ray's directory for the files of this cluster.
+    `address` is the address to which drivers connect. `dashboard_url` is the address for browsers and for the
+    submission of jobs. `session_dir` is Ray's directory for the files of this cluster.
     """
 
     process: int

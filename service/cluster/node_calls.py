@@ -1,9 +1,9 @@
 """Remote function calls on chosen nodes of a Ray cluster, each as a Ray Job.
 
-A server on another machine may not have access to files that nodes have access to, such as models, and its machine has
-another amount of memory. The server stores a call among the artifacts, by the sha256 of its content, because both
-servers and nodes have access to the artifacts. The Ray Job receives this sha256, stores the result in the same way, and
-writes the sha256 of the result to its log.
+Nodes may have access to files, such as models, that a server on another machine cannot read. Their machines may also
+have another amount of memory. Therefore the server runs some functions there. It stores the call among the artifacts,
+which servers and nodes have access to, by the sha256 of its content. The Ray Job receives this sha256, stores the
+result in the same way, and writes the sha256 of the result to its log.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TOLD = re.compile(r"^result of the call: ([0-9a-f]{64})$", re.MULTILINE)
 class Node:
     """A node of a Ray cluster: its id, its machine's address, and the GPUs, CPUs and bytes of memory that Ray may use.
 
-    Drivers run on the head (`is_head`).
+    `is_head` says whether the node is the cluster's head, on which drivers run.
     """
 
     id: str
@@ -73,7 +73,7 @@ class Node:
 
 
 def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
-    """The nodes of the Ray cluster with the dashboard at `dashboard_url` that are alive.
+    """Find the living nodes of the Ray cluster whose dashboard is at `dashboard_url`.
 
     Raises ConnectionError if the dashboard does not answer.
     """

@@ -1,4 +1,4 @@
-"""Reconciler: keeps a driver, submitted and watched as a Ray Job, running for every unfinished job.
+"""Reconciler: keeps a driver running for every unfinished job. A driver runs as a Ray Job.
 
 A thread of the server restarts Ray if the server runs its own, submits a driver for every job that needs one, and
 replaces lost drivers. It relies only on SQL (results and heartbeats) and on the states of Ray Jobs that the cluster
@@ -84,7 +84,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """Next action of the reconciler for an unfinished job, and the reason `because`.
+    """Next action of the reconciler for an unfinished job, with its reason `because`.
 
     `again` means that the last driver is submitted again under the same number, because the cluster never received it.
     `until` is the time at which the next driver is submitted, in seconds since the epoch; None if it need not wait.
@@ -429,7 +429,7 @@ class RayCluster:
                 self._asked_to_stop.add(name)
 
     def _look_at(self, job: JobRecord, *, now: float, may_start: bool, acts: bool) -> bool:
-        """Choose and take the next action for an unfinished job: wait, start or stop a driver, or fail the job.
+        """Choose and take the next action for an unfinished job: wait, start a driver, stop a driver, or fail the job.
 
         The action is taken only if `acts` is True, as it is for the leader. A driver is submitted only if `may_start`
         is True. `now` is in seconds since the epoch. Returns whether the job has a driver, or will have one soon.

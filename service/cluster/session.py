@@ -48,7 +48,7 @@ class RaySession:
 
 @contextmanager
 def ray_session() -> Iterator[RaySession]:
-    """Context with a connection to the cluster that RAY_ADDRESS names, or to a Ray that is started here.
+    """Context with a connection to the Ray cluster that RAY_ADDRESS names, or else to a Ray that is started here.
 
     Raises ConnectionError if Ray cannot be reached or started.
     """

@@ -1,7 +1,7 @@
 """Jobs (studies and fine-tunings): their kinds, and the drivers that work on them as Ray Jobs.
 
 - `base`: the declaration of a kind of job, and the data that its drivers receive
-- `registry`: the kinds
+- `registry`: the list of all kinds of job
 - `driver`: takes over a stored job and runs the function that its kind declares
 - `heartbeat`: regular reports that a driver is alive and makes progress
 - `resources`: connections to Ray, scoring replicas and Ray Train, for drivers

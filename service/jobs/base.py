@@ -45,8 +45,8 @@ class RequestContext:
       `data_dir`
     - `machines`: the cluster's machines that can run engines, if any are known
     - `reader`: the rights of the sender, with which the job may refer to other jobs; None is every right
-    - `lift_limits`: removes the limits of memory and processor time from the checks that follow; called before large
-      files are read or written
+    - `lift_limits`: function that removes the checking process's limits of memory and processor time. Checks call it
+      before they read weights or write merges of other studies
     """
 
     access: FileAccess | None = None
@@ -72,7 +72,10 @@ class Accepted:
     artifact_bytes: int = 0
 
     def stored_facts(self) -> dict[str, Any]:
-        """Findings of the checks as JSON to store with the job: `facts` and, unless it is 0, `artifact_bytes`."""
+        """Findings of the checks in the form that is stored with the job, as JSON.
+
+        They are `facts` and, unless it is 0, `artifact_bytes`.
+        """
         return {**self.facts, **({"artifact_bytes": self.artifact_bytes} if self.artifact_bytes else {})}
 
 
@@ -82,7 +85,10 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 
 @dataclass(frozen=True)
 class View:
-    """Fields and links that a kind of job adds to the server's document of a job, both by name."""
+    """Fields and links that a kind of job adds to the JSON document of a job, each by name.
+
+    The server sends this document to clients.
+    """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
@@ -108,7 +114,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The work of one driver on a job, with everything that the driver needs for it.
+    """One driver's work on a job: the job, and the objects that the driver needs.
 
     `writer` stores the results of this attempt. `work_dir` is the job's directory for files. `heartbeat` reports that
     the driver is alive. `resources` are the functions with which the driver uses the cluster. `note` shows a message in
@@ -125,7 +131,7 @@ class Attempt:
 
     @property
     def job(self) -> JobRecord:
-        """Present record of the job of this attempt, read from the store."""
+        """Read the job of this attempt from the store."""
         return self.store.job(self.writer.job_id)
 
     def progressed(self, text: str) -> None:

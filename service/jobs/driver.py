@@ -121,9 +121,9 @@ def drive(
 
 
 def _check_clock(store: Store) -> None:
-    """Log a warning if this machine's clock differs from the database's clock.
+    """Log a warning if the clock of this machine differs from the clock of the database.
 
-    The times of events and heartbeats are by the database's clock, the times of log messages by this machine's clock.
+    The times of events and heartbeats are from the database's clock, and the times of log messages from this machine's.
     """
     before = time.time()
     skew_s = store.now() - time.time()

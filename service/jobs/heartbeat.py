@@ -91,15 +91,15 @@ class Heartbeat:
         self._send(self.wall_clock_s)
 
     def discount(self) -> None:
-        """Store a heartbeat whose working time excludes the time since the driver last stored scored samples.
+        """Store a heartbeat whose working time ends when the driver last stored scored samples.
 
-        A driver calls this method if it has only waited since that chunk. If this driver has scored no chunk, the
-        stored working time is the time that earlier attempts worked.
+        A driver calls this method if it has only waited since then, so that the waiting does not count as work. If this
+        driver has stored no scored samples, the stored working time is the time that earlier attempts worked.
         """
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 
     def check(self) -> None:
-        """Raise StaleAttempt if a heartbeat was refused because another driver works on the job now."""
+        """Raise StaleAttempt if the store refused a heartbeat because another driver works on the job now."""
         if self._stale is not None:
             raise StaleAttempt(*self._stale.args)
 

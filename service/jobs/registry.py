@@ -1,4 +1,7 @@
-"""Registry of the kinds of job. A new kind is a package like `search` and `finetune`, and a name in `KINDS`."""
+"""Registry of the kinds of job, such as study and fine-tuning.
+
+A new kind needs a package like `search` and `finetune`, and a name in `KINDS`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merges without a search: a recipe or a mergekit configuration becomes a checkpoint.
+"""Merges without a search: conversion of a recipe or a mergekit configuration to a checkpoint.
 
 - `merge`: one merge: its checks, its plan, the checkpoint
 - `series`: all merges of a file, which may be sources of each other

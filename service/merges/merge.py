@@ -1,4 +1,4 @@
-"""`mergesearch merge`: writes the one merge that a file describes, without a search.
+"""The command `mergesearch merge` for a file with one merge: checks the merge, and writes the merged model.
 
 The file's keys decide whether the file is a recipe or a mergekit configuration. Everything is checked before anything
 is written, and the headers of the models' files are checked before weights are read.
@@ -127,7 +127,7 @@ class MergePlan:
         )
 
     def _download(self) -> tuple[str, ...]:
-        """Tuple with one line about weights that must be downloaded from the hub; empty if there are none."""
+        """Line about weights that must be downloaded from the hub, as a tuple; empty if there are none."""
         num_bytes = self.disk_bytes.download
         if not num_bytes:
             return ()
@@ -401,9 +401,9 @@ def _opened(
 
     `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, by alias.
     `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an adapter
-    changes, by the adapter's alias, if it is not the base. `unmerged` are models that the configuration names but does
-    not merge. Problems that are found are added to `problems`. The result is None if there are problems, or if the base
-    is missing.
+    changes, by the adapter's alias, if this model is not the base. `unmerged` has models that the configuration names
+    but does not merge. Problems that are found are added to `problems`. The result is None if there are problems, or if
+    the base is missing.
     """
     if base not in places:
         return None

@@ -1,4 +1,4 @@
-"""Several merges in one file, as in mergekit-multi: a merge with a name can be a source of another merge.
+"""Merges of a file with several merges, as in mergekit-multi: a named merge can be a source of another merge.
 
 Each named merge is written to a separate directory and kept, so that the final merge can be repeated from its recipe.
 """

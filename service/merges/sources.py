@@ -1,4 +1,4 @@
-"""Models, vocabulary, chat template and dtype that a mergekit configuration names, and where the models are."""
+"""Models, vocabulary, chat template and dtype that a mergekit configuration names, and the locations of the models."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> 
 def vocabulary_kept(
     configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
 ) -> str:
-    """Choose the merged model's vocabulary: "base" (the base's tokens), "union" (all tokens), or a model's alias.
+    """Choose the vocabulary of the merged model: "base" (the base's tokens), "union" (all tokens), or a model's alias.
 
     The vocabulary is the configured one. If none is configured and adapters have embedding rows for new tokens, it is
     the union. `warn` is called about rows that are left out, and about tokens without a row.
@@ -163,9 +163,15 @@ def stored_dtype(sources: ResolvedFamily) -> str:
 def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily | None) -> str | None:
     """Chat template that `choice`, the value of a configuration's key `chat_template`, selects.
 
-    "auto" is the most common template of the models in `sources`. Other values are the name of a published format, a
-    file, relative to the folder of `file` or to the current directory, or the template itself. Raises InvalidRecipe if
-    `choice` is none of these. Returns None if `choice` is None, that is if the key is absent: no template is chosen.
+    `choice` is one of these:
+
+    - "auto": the most common template of the models in `sources`
+    - the name of a published format
+    - a file, relative to the folder of `file` or to the current directory
+    - the template itself
+
+    Raises InvalidRecipe if it is none of them. Returns None, which selects no template, if `choice` is None because the
+    key is absent.
     """
     if choice is None or "{" in choice or "\n" in choice:
         return choice

@@ -115,7 +115,7 @@ class BenchmarkTest:
         name: Name of the benchmark or group.
         is_average: Whether it is the average of a group.
         origin: Kind of the rival: source model or published recipe.
-        rival: Trial number of the rival, the baseline that is best on these data themselves.
+        rival: Trial number of the rival, the best baseline on the data of this comparison.
         label: Name of the rival.
         differences: Value of each merge minus that of the rival, by trial number. Larger is better. All intervals of
             one kind of rival, over all benchmarks and averages, together contain the true differences with a
@@ -174,7 +174,7 @@ def benchmark_table(
             not scored yet.
         reference: Number of the trial that differences are relative to; None for no differences.
         failures: Trials that could not be scored, as (trial number, benchmark, reason).
-        attacks: What the attacks on recipes found; the samples with these templates are in `samples` too.
+        attacks: Results of the attacks on recipes; samples with the attacked templates are in `samples` too.
         judgments: Judgments of completions. `samples` has the lengths of completions in the place of values that a
             judge gives.
     """

@@ -56,7 +56,8 @@ class ChunkTimes:
     def engine_figures(self, *, num_replicas: int, canaries: Canaries) -> EngineFigures:
         """Return counts and times of the study's engines.
 
-        `num_replicas` engines work at the same time. `canaries` are the results of the last canary of each engine.
+        `num_replicas` engines work at the same time. `canaries` are the results of each engine's last canary, a
+        comparison with transformers.
         """
         span = self._span_s()
         return EngineFigures(

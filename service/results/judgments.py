@@ -1,9 +1,9 @@
-"""Win rates from the judgments of a benchmark's judge.
+"""Win rates from the judgments of a benchmark's judge, which is a language model.
 
 A completion is judged twice, as the first answer and as the second one, because judges prefer a position (Zheng et al.,
 2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena"). The value of a sample is the mean of both preferences,
-and the win rate is the mean over samples. Answers of the judge without a verdict count as ties. It is the plain win
-rate of AlpacaEval, not the length-controlled one: mean lengths are shown beside it.
+and the win rate is the mean over samples. Answers of the judge without a verdict count as ties. The win rate is the
+plain one of AlpacaEval, not the length-controlled one. The mean lengths of completions are shown in addition.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class RunReader:
         self._stage: _HeldOut | None = None
 
     def read(self) -> RunRecord:
-        """Read the present record of the study. Raises NotFound if there is no such study."""
+        """Read the current record of the study. Raises NotFound if there is no such study."""
         with self._store.snapshot() as snapshot:
             return self._read(snapshot)
 
@@ -341,7 +341,7 @@ def _results(trial: TrialResult) -> dict[str, Any]:
 
 
 def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Return an identifier of the data (task and split) of each entry of the study file, by the entry's name.
+    """Return an identifier of each study-file entry's data (task and split), by the entry's name.
 
     Entries with equal identifiers are scored on the same documents.
     """

@@ -78,7 +78,7 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """How many samples all gradients and policy updates of the searcher cost against the study's sample limit."""
+        """Samples that all gradients and policy updates of the searcher count as, against the study's sample limit."""
         return sum(self.charges.values())
 
 

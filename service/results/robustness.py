@@ -1,7 +1,8 @@
 """Performance drop rate of a model under adversarial prompts, with a paired bootstrap interval.
 
-Zhu et al., 2023, "PromptRobust"; M3 (appendix E, equation 7). The interval is the percentile interval of Efron and
-Tibshirani, 1993, "An Introduction to the Bootstrap", chapter 13, which stays below the largest possible drop, 1.
+The rate is that of Zhu et al., 2023, "PromptRobust", which M3 uses (appendix E, equation 7). The interval is the
+percentile interval of Efron and Tibshirani, 1993, "An Introduction to the Bootstrap", chapter 13, which stays below the
+largest possible drop, 1.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def performance_drop(clean: ArrayLike, attacked: ArrayLike, *, seed: int = 0) ->
 
     A smaller rate is a more robust model: 0 is no drop, 1 the loss of everything; it is negative if the model is better
     with the attacked prompts. Documents are drawn with replacement, the same ones for both means. Resamples whose clean
-    mean is not positive have no rate and are left out. The interval does not include that the attacked template is the
-    worst of those that were scored on these documents.
+    mean is not positive have no rate and are left out. The interval does not account for the choice of the attacked
+    template, the worst of those that were scored on these documents.
 
     Args:
         clean: Values with the original prompts [num_samples]; larger is better.

@@ -125,7 +125,7 @@ def best_of_front(
 ) -> tuple[Trial, ...]:
     """Select at most `most` trials of the Pareto front, in the order that `best_trial` describes.
 
-    With `origin`, it is the front of the trials of this origin. The other trials are still the references of
+    With `origin`, only trials of this origin are on the front. The other trials are still the references of
     constraints.
     """
     front = front_of(candidates(trials, objectives, origin=origin))
@@ -184,8 +184,8 @@ def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) 
 def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[float, int]]:
     """Make the sort key that ranks trials with equal constraint violations; smaller is better.
 
-    The key has two parts: the mean cost of the accuracy objectives (without accuracy objectives, of all objectives that
-    are scored on samples, and without those of all objectives), and the trial number. The mean cost is rounded, so that
+    The key is (mean cost, trial number). The mean is over the accuracy objectives. Without accuracy objectives it is
+    over the objectives that are scored on samples, and without these over all objectives. The mean is rounded, so that
     means that differ only by rounding errors are equal.
     """
     names = accuracy_objectives(objectives)

@@ -241,7 +241,7 @@ class TriedDocument(TypedDict):
 class MergeLossDocument(TypedDict):
     """Losses and metrics of merges by one method, at the best coefficient that was tried.
 
-    If there are `values`, the coefficient was chosen on other samples than are reported.
+    If there are `values`, the coefficient was chosen on other samples than those of the reported numbers.
     """
 
     method: str
@@ -398,7 +398,7 @@ class UsersDocument(TypedDict):
 
 
 class TeamDocument(TypedDict):
-    """Team of users, which share jobs."""
+    """Team of users who share jobs."""
 
     name: str
     created_at: Time

@@ -42,7 +42,7 @@ class LayerDocument(TypedDict):
 
 
 class TokenDocument(TypedDict):
-    """Where the merged model's embedding of a token comes from: a model, and the token in that model."""
+    """Source of the merged model's embedding of a token: a model, and the token in that model."""
 
     model: NotRequired[str]
     token: NotRequired[str]

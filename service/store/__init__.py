@@ -2,10 +2,10 @@
 
 - `sql`: the store of all jobs in one database: creates and reads jobs, and makes writers of their results
 - `attempt_writer`: writes the results of one driver; refuses once another driver has taken over the job
-- `samples`: samples, packed in chunks, and those of engines that failed a check
+- `samples`: stored samples, packed in chunks, and samples of engines that failed a check
 - `records`: rows as dataclasses
-- `steps`: computations of searchers besides scores, and their JSON
-- `documents`: results of a study's closing stages, and their JSON
+- `steps`: computations of searchers other than scoring, such as gradients, and their JSON
+- `documents`: JSON documents of a study, such as benchmark facts and the report of a verification
 - `artifacts`: directories of files that drivers create, each with a row in SQL
 - `accounts`: users, teams, tokens and the audit log
 - `blobs`: files stored by content, in a directory or an object store

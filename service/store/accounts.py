@@ -1,7 +1,7 @@
 """Users, teams, tokens and the audit log of a server, in its database.
 
-Every change and its entry in the audit log are stored in one transaction. A change by which no administrator would be
-left is refused.
+A change and its entry in the audit log are stored in one transaction. A change that would leave the server without an
+administrator is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ACCOUNTS_LOCK = 0x6D656163
 
 @dataclass(frozen=True)
 class Actor:
-    """Who makes a change, for the audit log: the user, the place that the request came from, and the token's prefix."""
+    """The originator of a change, for the audit log: the user, where the request came from, and the token's prefix."""
 
     user: str | None
     origin: str
@@ -53,7 +53,7 @@ class Actor:
 
 
 def name_problem(name: str) -> str | None:
-    """Message that `name` cannot be the name of a user, a team or a token; None if it can."""
+    """Reason why `name` cannot be the name of a user, a team or a token; None if it can."""
     if re.fullmatch(NAME_PATTERN[1:-1], name):
         return None
     return (
@@ -66,7 +66,8 @@ def name_problem(name: str) -> str | None:
 class AccountStore:
     """Store of users, teams, tokens and the audit log in the database of `store`. Thread-safe.
 
-    The calls that change something take the Actor for the audit log. Names must be free of `name_problem`.
+    Methods that change something receive the Actor for the audit log. Callers must check names with `name_problem`
+    first.
     """
 
     def __init__(self, store: Store) -> None:
@@ -76,22 +77,22 @@ class AccountStore:
     # -- users -----------------------------------------------------------------------------------------------------
 
     def has_users(self) -> bool:
-        """Whether there is any user, and so whether requests need a token."""
+        """Whether the database has a user. If it has, requests need a token."""
         with self._reads.connect() as connection:
             return _has_rows(connection, schema.users)
 
     def users(self) -> tuple[UserRecord, ...]:
-        """All users with their roles, ordered by name."""
+        """Read all users with their roles, ordered by name."""
         with self._reads.connect() as connection:
             return _users(connection, sa.true())
 
     def user(self, name: str) -> UserRecord:
-        """Read a user. Raises NotFound if there is none of this name."""
+        """Read the user with the given name. Raises NotFound if there is none."""
         with self._reads.connect() as connection:
             return _user(connection, name)
 
     def add_user(self, name: str, *, is_admin: bool, actor: Actor) -> UserRecord:
-        """Store a new user and return it. Jobs without an owner become those of the first administrator.
+        """Store a new user and return it. A new administrator becomes the owner of all jobs that have no owner.
 
         Raises Conflict if the name is taken, or if the first user is not an administrator.
         """
@@ -144,12 +145,12 @@ class AccountStore:
     # -- teams -----------------------------------------------------------------------------------------------------
 
     def teams(self) -> tuple[TeamRecord, ...]:
-        """All teams with their members, ordered by name."""
+        """Read all teams with their members, ordered by name."""
         with self._reads.connect() as connection:
             return _teams(connection, sa.true())
 
     def team(self, name: str) -> TeamRecord:
-        """Read a team. Raises NotFound if there is none of this name."""
+        """Read the team with the given name. Raises NotFound if there is none."""
         with self._reads.connect() as connection:
             return _team(connection, name)
 
@@ -198,7 +199,7 @@ class AccountStore:
     # -- tokens ----------------------------------------------------------------------------------------------------
 
     def tokens(self, user: str | None = None) -> tuple[TokenRecord, ...]:
-        """Tokens of one user, or of all users if `user` is None, oldest first."""
+        """Read the tokens of one user, or of all users if `user` is None, oldest first."""
         table = schema.tokens
         where = sa.true() if user is None else table.c.user == user
         with self._reads.connect() as connection:
@@ -257,7 +258,7 @@ class AccountStore:
         return after
 
     def find_token(self, digest: str) -> tuple[TokenRecord, Account, float] | None:
-        """Find a valid token by its sha256: its record, its user's rights, and the time by the database's clock.
+        """Find a valid token by its sha256; return its record, its user's rights, and the time by the database's clock.
 
         Returns None if there is no such token, it is revoked or expired, or its user is disabled.
         """
@@ -288,7 +289,7 @@ class AccountStore:
         return (token, account, now) if token.is_valid(now=now) else None
 
     def record_uses(self, used_at: Mapping[str, float]) -> None:
-        """Store when tokens were last used, by id; an earlier time than the stored one changes nothing."""
+        """Store the times at which tokens were last used, by token id; a time before the stored one changes nothing."""
         table = schema.tokens
         with transaction(self._engine) as connection:
             for token_id, time in sorted(used_at.items()):
@@ -347,7 +348,8 @@ class AccountStore:
     ) -> tuple[AuditRecord, ...]:
         """Read entries of the audit log with ids above `after`, in the order of ids, at most `limit` (None: all).
 
-        Only the entries of one user, or about one target such as "job ID", are read if it is given.
+        With `user`, only this user's entries are read. With `target`, such as "job ID", only entries about this target
+        are read.
         """
         table = schema.audit
         where = table.c.id > after
@@ -366,7 +368,7 @@ def _check_name(name: str) -> None:
 
 
 def _lock(connection: sa.Connection) -> None:
-    """Let changes of accounts wait for each other until this transaction ends.
+    """Make other transactions that change accounts wait until this transaction ends.
 
     On SQLite nothing needs to be done, because the transaction has held the write lock since its beginning.
     """

@@ -72,18 +72,18 @@ class ArtifactStore:
         return self._record(job_id, name, digest, manifest, facts)
 
     def keep(self, job_id: str, name: str, digest: str) -> ArtifactRecord:
-        """Make the stored artifact with the given digest an artifact of the job `job_id` too; return its record.
+        """Make a stored artifact an artifact of the job `job_id` too, and return its record.
 
-        The artifact may belong to any job. Its files then stay when that job is deleted. Raises Conflict if the files
-        have been deleted already.
+        `digest` is the artifact's digest, and `name` its name in this job. The artifact may belong to any job. Its
+        files then stay when that job is deleted. Raises Conflict if the files have been deleted already.
         """
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
     def kept_names(self, models: Iterable[str]) -> dict[str, str]:
-        """Find which of `models` are artifacts of this store; return them as name -> digest.
+        """Find which of `models` are artifacts of this store, and return their digests by name.
 
-        A job that keeps the artifact as a source model gives it this name. `models` are directories, hub ids and URLs.
-        The result is for `keep` and `Store.create_job`.
+        `models` are directories, hub ids and URLs. The name is the one that the artifact gets in a job that keeps it as
+        a source model (`keep`, `Store.create_job`).
         """
         found = (blob_at(model.rstrip("/")) for model in models)
         return {
@@ -122,7 +122,7 @@ class ArtifactStore:
         return found[0]
 
     def of(self, job_id: str) -> tuple[ArtifactRecord, ...]:
-        """Records of all artifacts of a job, ordered by name."""
+        """Read the records of all artifacts of a job, ordered by name."""
         return self._records(schema.artifacts.c.study == job_id)
 
     def _records(self, where: sa.ColumnElement[bool]) -> tuple[ArtifactRecord, ...]:
@@ -178,7 +178,7 @@ class ArtifactStore:
         return out
 
     def remove(self, job_id: str, name: str) -> None:
-        """Delete the record of an artifact, if it exists. The files stay until `collect` deletes unused files."""
+        """Delete the record of an artifact, if it exists; the files stay until `collect` deletes unused files."""
         table = schema.artifacts
         with transaction(self._engine) as connection:
             connection.execute(sa.delete(table).where(table.c.study == job_id, table.c.name == name))

@@ -1,4 +1,4 @@
-"""Database writes of a driver to its job. Every transaction checks that the driver still owns the job."""
+"""Database writes of a driver about its job. Every transaction checks that no other driver has taken over the job."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class JobWriter:
         patience_s: float | None = None,
         waiting_for: str | None = None,
     ) -> str | None:
-        """Store that the driver is alive, with its progress.
+        """Store that the driver is alive, and how far it is.
 
         Returns the reason why the job's search was asked to end early; None if it was not.
 
@@ -133,9 +133,9 @@ class JobWriter:
             self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any], *, reopened: str | None = None) -> None:
-        """Replace the stored study file by `document`, for example one with other limits or more benchmarks.
+        """Replace the stored study file by `document`, for example by one with other limits or more benchmarks.
 
-        With `reopened`, which is the reason, the job becomes STOPPED in the same transaction, so that it continues.
+        If `reopened`, a reason, is given, the job becomes STOPPED in the same transaction, so that it continues.
         """
         with self._transaction() as connection:
             self._update_job(connection, document=dict(document))
@@ -185,10 +185,10 @@ class JobWriter:
     ) -> None:
         """Store a chunk of scored samples with its evidence, and add its size and timings to the trial.
 
-        Samples that are stored already are ignored; a chunk that has no other samples is not stored at all. `again` are
-        the samples, as (objective, position), that replace void samples: the void samples are deleted first. The
-        trial's `samples_scored` grows by the new samples of search data. It does not count samples that replace void
-        samples, or samples of holdout data.
+        Samples that are stored already are ignored; a chunk that has no other samples is not stored at all. `again` has
+        the samples, as (objective, position), that replace void samples (samples of an engine that failed a check). The
+        void samples are deleted first. The trial's `samples_scored` grows by the number of new samples of search data.
+        It does not count samples that replace void samples, or samples of other data.
         """
         evidence = result.evidence
         table = schema.trials
@@ -307,7 +307,7 @@ class JobWriter:
             connection.execute(insert(connection, schema.search_steps).values(row).on_conflict_do_nothing())
 
     def add_prompt_templates(self, benchmark: str, templates: Mapping[str, str]) -> None:
-        """Store adversarial prompt templates of a benchmark, by sample name; skip names that are stored already."""
+        """Store adversarial prompt templates of a benchmark, by sample name; stored templates are not replaced."""
         rows = [
             {"study": self.job_id, "name": name, "benchmark": benchmark, "template": template}
             for name, template in templates.items()
@@ -316,7 +316,7 @@ class JobWriter:
             connection.execute(insert(connection, schema.prompt_templates).on_conflict_do_nothing(), rows)
 
     def add_judgments(self, judgments: Iterable[JudgmentRecord]) -> None:
-        """Store judgments of completions. Those that are stored already stay unchanged."""
+        """Store judgments of completions; judgments that are stored already are not changed."""
         rows = [{"study": self.job_id, **asdict(judgment)} for judgment in judgments]
         with self._transaction() as connection:
             connection.execute(insert(connection, schema.judgments).on_conflict_do_nothing(), rows)
@@ -419,8 +419,8 @@ def lock_job(connection: sa.Connection, job_id: str) -> int | None:
 def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Mapping[str, Any]) -> None:
     """Insert an event of a job, whose row must be locked or changed in this transaction.
 
-    Transactions that add events of the same job therefore end one after another, in the order of the events' ids. So a
-    reader that continues after the last id that it has read misses no event.
+    Transactions that add events of the same job therefore end one after another, in the order of the events' ids.
+    Therefore a reader that continues after the last id that it has read misses no event.
     """
     time_s = clock(connection)
     connection.execute(

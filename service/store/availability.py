@@ -1,7 +1,7 @@
-"""Monitoring of whether the database answers, and calls that wait until it does.
+"""Availability of the database: a monitor of its connections, and calls that wait until it answers.
 
 While the database does not answer, a server answers requests with an error, and a driver waits. Waiting is an option of
-SQLAlchemy's engine (`waiting`), so all objects that share a waiting store's engine wait, too.
+SQLAlchemy's engine (`waiting`). Therefore all objects that share the engine of a waiting store wait, too.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Availability:
     def watch(self, engine: sa.Engine) -> sa.Engine:
         """Monitor every connection of `engine`, and return the engine with this monitor in its options.
 
-        The function `availability_of` reads the object from these options. Connections to SQLite are not
-        observed, because a file always answers.
+        The function `availability_of` reads the monitor from these options. Connections to SQLite are not monitored,
+        because a file always answers.
         """
         if engine.dialect.name == "postgresql":
             event.listen(engine, "handle_error", self._on_error)
@@ -75,7 +75,7 @@ class Availability:
         return engine.execution_options(**{AVAILABILITY: self})
 
     def problem(self) -> str | None:
-        """Message that the database does not answer, since when and why; None if it answered when last used."""
+        """Message that the database does not answer, with time and reason; None if it answered when last used."""
         with self._lock:
             if self._since is None:
                 return None
@@ -83,7 +83,7 @@ class Availability:
             return f"database: {self._place} does not answer since {since}: {self._reason}"
 
     def take_ended(self) -> Outage | None:
-        """Return the last outage that has ended, once; None if no outage has ended since the last call."""
+        """Return the last outage that has ended, only once; None if no outage has ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, None
             return ended
@@ -121,10 +121,9 @@ def availability_of(engine: sa.Engine) -> Availability:
 
 
 def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
-    """Return a copy of `engine` whose store calls wait, or do not wait, for a database that does not answer.
+    """Return a copy of `engine` that says whether store calls wait while the database does not answer.
 
-    If `waits` is True, a call waits while the database does not answer, and is then repeated. Otherwise it raises the
-    error.
+    If `waits` is True, a call waits, and is repeated once the database answers. Otherwise it raises the error.
     """
     return engine.execution_options(**{WAITING: waits})
 
@@ -162,12 +161,12 @@ def _code(error: BaseException | None) -> str:
 
 
 def repeated(cls: Class) -> Class:
-    """Class decorator: public methods are repeated while the database does not answer, if the object waits.
+    """Class decorator that repeats public methods while the database does not answer, if the object waits.
 
-    The object waits if `is_waiting` is True for its `_engine`. A method is called again, with growing pauses, as long
-    as its transaction fails for one of two reasons: the database does not answer, or it rolled the transaction back
-    because of another transaction. Each public method must therefore be one transaction. It may call other public
-    methods, each of which is repeated separately.
+    The object waits if `is_waiting` is True for its `_engine`. A method is called again, with growing pauses, if the
+    database does not answer, or if it rolled the method's transaction back because of another transaction. Each public
+    method must therefore be one transaction. A method may call other public methods; each of these is repeated
+    separately.
     """
     for name, method in list(vars(cls).items()):
         if isfunction(method) and not name.startswith("_"):

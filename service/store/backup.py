@@ -156,7 +156,7 @@ def _check_place(out: Path) -> None:
 
 
 def _transfer(source: BlobStore, target: BlobStore, digest: str, scratch: Path) -> None:
-    """Copy a file from one store of files to another, unless `target` has it, and compare the copy's digest."""
+    """Copy a file from one store of files to another, unless `target` has it, and check the copy's digest."""
     if target.stored(digest) is not None:
         return
     file = scratch / "file"
@@ -238,7 +238,7 @@ def restore(
 
 
 def _detach(connection: sa.Connection) -> None:
-    """Remove what belongs to the server and the drivers of the original: their heartbeats, exports and drains."""
+    """Remove data that belong to the original's server and drivers: heartbeats, exports and drains."""
     finished = [state.value for state in JobState if state.is_finished]
     without_driver = sa.update(schema.studies).where(schema.studies.c.state.not_in(finished))
     connection.execute(without_driver.values(heartbeat_at=None, progressed_at=None, waiting_for=None))

@@ -41,7 +41,7 @@ GRACE_S = 24 * 3600.0
 
 
 class BlobStore(Protocol):
-    """Interface of content-addressed stores of files: each file is named by the sha256 of its content.
+    """Interface of content-addressed stores of files, in which a file is named by the sha256 of its content.
 
     Every process may use a store. `place` names the store in messages.
     """
@@ -242,9 +242,9 @@ class DirectoryBlobs:
 class ObjectBlobs:
     """Content-addressed files in an object store; URL/blobs/ab/cdef... is the file with the digest abcdef....
 
-    An object store has no locks. Unused files are therefore deleted only `GRACE_S` (24 h) after they were written. If a
-    process stores a file that exists already and was written more than half of `GRACE_S` ago, the file is written
-    again, so that it is not deleted before the process has stored its digest in the database.
+    An object store has no locks. Unused files are therefore deleted only `GRACE_S` (24 h) after they were written. A
+    process may store a file that exists already. If the file is older than half of `GRACE_S`, it is written again, so
+    that it is not deleted before the process has stored its digest in the database.
     """
 
     def __init__(self, objects: ObjectStore) -> None:

@@ -96,8 +96,9 @@ def reading(engine: sa.Engine) -> sa.Engine:
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Context with a write transaction, which is committed at the end.
 
-    On PostgreSQL the transaction also stores a token that only it has. If the connection is lost during the commit, the
-    stored tokens show whether the transaction was committed. An error therefore means that nothing was stored.
+    On PostgreSQL the transaction also stores a token, a text that no other transaction stores. If the connection is
+    lost during the commit, the stored tokens show whether the transaction was committed. An error therefore means that
+    nothing was stored.
     """
     with engine.connect() as connection, connection.begin() as begun:
         yield connection
@@ -134,7 +135,7 @@ NEXT_TOKEN = sa.text(_STORE_TOKEN.format(is_outdated="token = :before"))
 
 
 def _store_token(connection: sa.Connection) -> str | None:
-    """Store a new token in the open transaction, by which a lost commit can be verified later.
+    """Store a new token in the open transaction, by which an interrupted commit can be verified later.
 
     With the first token of a connection, old tokens of closed connections are deleted. On SQLite, and if the
     transaction has written nothing, no token is stored and the result is None.
@@ -167,7 +168,7 @@ def _is_committed(engine: sa.Engine, token: str) -> bool:
 
 
 def clock(connection: sa.Connection) -> Any:
-    """Expression for the present time in seconds since the epoch, by the database's clock.
+    """Expression for the current time in seconds since the epoch, by the database's clock.
 
     On SQLite, which only one machine uses, the result is a number. On PostgreSQL, which all machines share, it is an
     SQL expression for the time of the database's clock.

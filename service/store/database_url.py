@@ -1,4 +1,4 @@
-"""Database URLs: which are accepted, how messages show them without passwords, and where processes find them.
+"""Database URLs: their parsing, their display without passwords, and the places where processes find them.
 
 A server that is not given a database, and every driver, look in the same places: the variable MERGESEARCH_DATABASE,
 then the file `URL_FILE` in the data directory, then an SQLite file in the data directory. A server writes `URL_FILE`
@@ -86,7 +86,7 @@ def _sqlite(url: sa.URL) -> sa.URL:
 
 
 def shown(url: sa.URL) -> str:
-    """The URL of a database as messages show it: without secrets, and with the scheme `sqlite` or `postgresql`."""
+    """Text of a database's URL for messages: without secrets, and with the scheme `sqlite` or `postgresql`."""
     hidden = {name: "hidden" for name in SECRETS if name in url.query}
     return url.set(drivername=url.get_backend_name()).update_query_dict(hidden).render_as_string()
 
@@ -148,7 +148,7 @@ def remembered(data_dir: Path) -> sa.URL:
 
 
 def remembered_place(data_dir: Path) -> str:
-    """Text, without secrets, that names the database of the last server with this data directory.
+    """Text that names the database of the last server with this data directory, without secrets.
 
     It is known even if the server took the database's URL from MERGESEARCH_DATABASE.
     """

@@ -89,7 +89,7 @@ class BenchmarkFacts:
     reference_length: float = 0.0
 
     def change_since(self, stored: BenchmarkFacts) -> str:
-        """Describe how this task differs from the task of the stored samples; "" if they are the same task."""
+        """Describe how this benchmark's task differs from the stored one, `stored`; "" if they are the same task."""
         if self.task_digest == stored.task_digest:
             return ""
         then, now = (
@@ -102,7 +102,7 @@ class BenchmarkFacts:
 
     @property
     def objective(self) -> Objective:
-        """The benchmark as an objective: name, metric, direction and range."""
+        """The benchmark as an objective: its name, metric, direction and range."""
         return Objective(self.name, self.metric, self.direction, self.range)
 
 
@@ -113,7 +113,8 @@ class AttackResult:
     Attributes:
         benchmark: Name of the benchmark.
         recipe: Digest of the recipe.
-        template: The template on which the recipe is worst; the original one if no attacked one is worse.
+        template: The prompt template with which the recipe's metric is worst. It is the original template if no changed
+            template is worse.
         samples: Name under which the samples with this template are stored.
         num_queries: Number of templates that were scored on all samples, without the original one.
         is_cut: Whether `max_queries` ended the attack.
@@ -129,7 +130,7 @@ class AttackResult:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many items of a holdout task or benchmark also occur in the search data of any objective.
+    """Number of items of a holdout task or benchmark that are also in the search data of an objective.
 
     Attributes:
         section: "holdout" or "benchmarks".
@@ -193,7 +194,7 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """Trained policies of another study: the new study's i-th policy starts from the i-th of them.
+    """Trained policies of another study from which a study's policies start: policy i from entry i of `policies`.
 
     `study` and `name` are the id and name of the study that trained them.
     """
@@ -221,7 +222,7 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RemovedResponses:
-    """A removal of a study's model responses and tokens: when it was, and how many samples and bytes it removed."""
+    """Removal of a study's model responses and tokens: its time, and the numbers of removed samples and bytes."""
 
     removed_at: float
     num_samples: int
@@ -276,7 +277,7 @@ def read_alignment_cost(document: Mapping[str, Any] | None) -> AlignmentCost:
 
 
 def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
-    """The stored `Canaries` of a study, from their JSON document.
+    """Read the stored `Canaries` of a study from their JSON document.
 
     If `document` is None, nothing is stored, and the result has the default of each field.
     """
@@ -284,7 +285,7 @@ def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
 
 
 def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
-    """The stored `PolicyStart` of a study, from its JSON document.
+    """Read the stored `PolicyStart` of a study from its JSON document.
 
     Returns None if `document` is None, which means that nothing is stored.
     """
@@ -292,7 +293,7 @@ def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
 
 
 def read_verification(document: Mapping[str, Any] | None) -> Verification:
-    """The stored `Verification` of a study, from its JSON document.
+    """Read the stored `Verification` of a study from its JSON document.
 
     If `document` is None, nothing is stored, and the result has no reports. Reports of earlier versions, which compared
     only the values of samples, are read too.
@@ -303,7 +304,7 @@ def read_verification(document: Mapping[str, Any] | None) -> Verification:
 
 
 def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedResponses | None:
-    """The stored `RemovedResponses` of a study, from its JSON document.
+    """Read the stored `RemovedResponses` of a study from its JSON document.
 
     Returns None if `document` is None, which means that the responses were not removed.
     """
@@ -311,7 +312,7 @@ def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedRespons
 
 
 def read_warm_start(document: Mapping[str, Any] | None) -> WarmStart | None:
-    """The stored `WarmStart` of a study, from its JSON document.
+    """Read the stored `WarmStart` of a study from its JSON document.
 
     Returns None if `document` is None, which means that nothing is stored.
     """

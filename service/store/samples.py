@@ -1,7 +1,7 @@
 """Storage of samples in SQL: one row for adjacent samples of one objective that were scored together.
 
     sample_chunks      values and flags, packed: float64 and one bit for each sample, compressed by zlib
-    sample_documents   lists of documents; recipes that are scored on the same data share them
+    sample_documents   lists of document names; recipes that are scored on the same data share them
     sample_texts       responses and tokens, which are most of the bytes, as JSON compressed by zlib
 
 Earlier versions stored a row for each sample, in the table `samples`. This module can read these rows. The server moves
@@ -64,8 +64,8 @@ SIZES = ("sample_bytes", "text_bytes")
 class SampleChunk:
     """Values [num_samples] of adjacent samples of one objective and recipe.
 
-    The first value is that of the sample at position `start`. A position is a sample's index in the order in which the
-    objective's samples are scored.
+    The first value is that of the sample at position `start`. The position of a sample is its index in the order in
+    which the objective's samples are scored.
     """
 
     recipe_digest: str
@@ -168,7 +168,7 @@ def read_chunks(
 
 
 def with_room(known: Values | None, stop: int) -> Values:
-    """Lengthen an array of sample values, indexed by position, to at least `stop` positions.
+    """Lengthen an array of sample values, indexed by position, to at least `stop` values.
 
     The array begins with the values `known`; None means that no value is known. Positions without a value contain NaN.
     """
@@ -228,10 +228,10 @@ def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str,
 
 
 def holdings() -> sa.Subquery:
-    """Subquery that counts stored samples, in rows (study, evidence, num_samples).
+    """Subquery that counts the stored samples of each piece of evidence, in rows (study, evidence, num_samples).
 
-    The evidence of a chunk says which weights the engine held when it scored the chunk's samples. `evidence` is the id
-    of a row in the table `evidence`. The same study and evidence may have several rows, whose numbers add up.
+    Evidence says which weights the engine held when it scored a chunk of samples. `evidence` is the id of a row in the
+    table `evidence`. Several rows may have the same study and evidence; their numbers add up.
     """
     chunks, old = schema.sample_chunks, schema.samples
     return sa.union_all(
@@ -241,7 +241,7 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """Select `columns` of those rows of `held` (made by `holdings`) that count void samples.
+    """Select `columns` from the rows of `held` that count void samples; `held` is a result of `holdings`.
 
     A sample is void if its engine failed a check after the last canary that it passed. `columns` may also be columns of
     the tables `evidence` and `engine_faults`, to which the rows are joined.
@@ -256,7 +256,7 @@ def _void(query: sa.Select[Any], of: sa.ColumnElement[int]) -> sa.Select[Any]:
 
 
 def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample, ...]:
-    """Read a study's samples from engines that failed a check, by recipe, split, objective and position."""
+    """Read a study's void samples, whose engine failed a later check, by recipe, split, objective and position."""
     chunks, old, replica = schema.sample_chunks, schema.samples, schema.evidence.c.replica
     found = []
     query = _void(sa.select(chunks, replica).select_from(chunks), chunks.c.evidence).where(chunks.c.study == study)
@@ -418,7 +418,7 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 
 
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
-    """Move a recipe's samples from the table of earlier program versions to the present tables.
+    """Move a recipe's samples from the table of earlier program versions to the current tables.
 
     Returns the number of samples that were moved.
     """

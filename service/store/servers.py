@@ -162,7 +162,7 @@ class Notifications:
 
 
 def _single(store: Store) -> sa.Engine | None:
-    """Make an SQLAlchemy engine with one permanent connection, separate from those of `store`; None on SQLite."""
+    """Make an SQLAlchemy engine that opens a separate connection, which may stay open for long; None on SQLite."""
     if store.engine.dialect.name == "sqlite":
         return None
     settings = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}

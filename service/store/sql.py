@@ -116,7 +116,7 @@ class _Connections(Protocol):
 
 @dataclass(frozen=True)
 class _OneConnection:
-    """Provider of one connection for all reads of a store, so that they see the same state of the database.
+    """Provider of one connection for all reads of a store, so that all reads see the same state of the database.
 
     The transaction of this connection stays open.
     """
@@ -200,11 +200,11 @@ class Store:
         return other
 
     def problem(self) -> str | None:
-        """Message that the database does not answer, and since when; None if it answered last time."""
+        """Message for users that the database does not answer, and since when; None if it answered last time."""
         return availability_of(self._engine).problem()
 
     def now(self) -> float:
-        """Present time in seconds since the epoch, by the database's clock, which all stored times use."""
+        """Current time in seconds since the epoch, by the database's clock, which all stored times use."""
         with self._reads.connect() as connection:
             return _now(connection)
 
@@ -215,7 +215,7 @@ class Store:
 
     @contextmanager
     def snapshot(self) -> Iterator[Self]:
-        """Context with a copy of this store whose reads all see the same, present state of the database.
+        """Context with a copy of this store that reads the database in its current state, without later changes.
 
         The copy must not be used to write.
         """
@@ -246,8 +246,7 @@ class Store:
         hash of the request, by which a later request with the same key is compared. `keeps` has the digests of other
         jobs' artifacts, by name; they become artifacts of the new job too, so that their files stay when the other jobs
         are deleted. `owner` is the name of the user who creates the job, if the server has accounts; `team` and
-        `sharing` say who else may read it. Raises Conflict, and stores nothing, if no job has one of the artifacts any
-        more.
+        `sharing` say who else may read it. Raises Conflict, and stores nothing, if no job has one of these artifacts.
         """
         job_id = uuid.uuid4().hex
         row = {
@@ -342,7 +341,7 @@ class Store:
             return _is_drained(connection)
 
     def set_drained(self, *, drained: bool) -> None:
-        """Start or end draining. While they drain, the servers of this database accept no jobs and start no drivers.
+        """Start or end draining, during which the servers of this database accept no jobs and start no drivers.
 
         Once the drain has begun, no further driver begins, and `JobRecord.has_driver` is True for every job that a
         driver works on.
@@ -418,7 +417,7 @@ class Store:
             )
 
     def record_refusal(self, job_id: str, reason: str) -> None:
-        """Store that the Ray cluster refused the last submitted driver of a job, with the reason."""
+        """Store the reason why the Ray cluster refused the last submitted driver of a job."""
         with transaction(self._engine) as connection:
             lock_job(connection, job_id)
             insert_event(connection, job_id, EventKind.JOB_REFUSED, {"reason": reason})
@@ -572,7 +571,7 @@ class Store:
         """Number of a job's latest drivers in a row that ended, or failed to start, without a result.
 
         A result is a finished rung or trial, a stored chunk or step, or another event in RESULT_EVENTS. A request to
-        resume the job counts as a result. Drivers that ended to wait for something are counted by the method
+        resume the job counts as a result. Drivers that ended because something was missing are counted by the method
         `consecutive_waits` instead.
         """
         setbacks = self._setbacks(job_id)
@@ -709,9 +708,9 @@ class Store:
     def _rungs(
         self, connection: sa.Connection, study_id: str, trials: Sequence[int]
     ) -> dict[int, tuple[RungRecord, ...]]:
-        """Read the finished rungs of the trials with the given `numbers`, by trial number.
+        """Read the finished rungs of the trials with the numbers in `trials`, by trial number.
 
-        If there are many numbers, rungs of trials with other numbers between the first and the last may be included.
+        If `trials` has many numbers, rungs of other trials between the first and the last may be included.
         """
         table = schema.rungs
         where = table.c.study == study_id
@@ -774,7 +773,7 @@ class Store:
             return read_samples(connection, study_id, recipe_digest, split)
 
     def move_old_samples(self) -> int:
-        """Convert one recipe's samples of an earlier version to the present tables.
+        """Convert one recipe's samples of an earlier version to the form of the current tables.
 
         Returns the number of moved samples; 0 if none is left. Earlier versions stored a row for each sample, which
         takes ten times the space. The study stays readable meanwhile, and its driver may write.
@@ -832,7 +831,7 @@ class Store:
             return connection.execute(query).first() is not None
 
     def state_since(self, job_id: str) -> float:
-        """Time at which the job got its present state, in seconds since the epoch."""
+        """Time at which the job got its current state, in seconds since the epoch."""
         events = schema.events
         is_state = (events.c.study == job_id) & (events.c.kind == EventKind.STATE.value)
         query = sa.select(events.c.time).where(is_state).order_by(events.c.id.desc()).limit(1)
@@ -841,9 +840,10 @@ class Store:
         return self.job(job_id).created_at if time is None else float(time)
 
     def evidence(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EvidenceRecord, ...]:
-        """Read the evidence of the weights that a study's engines held: one record per scored chunk of samples.
+        """Read the evidence of a study's scored chunks, which says which weights the engine held.
 
-        Only records with an id above `after` are returned, and at most `limit` (None: all).
+        There is one record for each chunk of samples. Only records with an id above `after` are returned, and at most
+        `limit` (None: all).
         """
         table = schema.evidence
         where = (table.c.study == study_id) & (table.c.id > after)
@@ -860,7 +860,7 @@ class Store:
             return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
     def prompt_templates(self, study_id: str) -> dict[str, tuple[str, str]]:
-        """Prompt templates that attacks on a study's benchmarks scored, as sample name -> (benchmark, template)."""
+        """Read the prompt templates that attacks on a study's benchmarks scored: sample name -> (benchmark, text)."""
         table = schema.prompt_templates
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.name))
@@ -869,9 +869,9 @@ class Store:
     def judgments(
         self, study_id: str, *, benchmark: str | None = None, recipe_digest: str | None = None
     ) -> tuple[JudgmentRecord, ...]:
-        """Judgments of a study's completions, ordered by benchmark, recipe, position and order of the answers.
+        """Read the judgments of a study's completions, ordered by benchmark, recipe, position and order of the answers.
 
-        Only those of one benchmark or recipe are read, if its name or digest is given.
+        If a benchmark's name or a recipe's digest is given, only its judgments are read.
         """
         table = schema.judgments
         query = sa.select(*(column for column in table.c if column.name != "study")).where(table.c.study == study_id)
@@ -884,14 +884,14 @@ class Store:
             return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
-        """How many samples all steps of a study's searcher (such as gradients) cost against the sample limit."""
+        """Number of samples that a study's steps (computations such as gradients) count as against the sample limit."""
         table = schema.search_steps
         with self._reads.connect() as connection:
             charged = sa.select(sa.func.coalesce(sa.func.sum(table.c.charged), 0)).where(table.c.study == study_id)
             return int(connection.execute(charged).scalar_one())
 
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
-        """Read the records, with ids above `after`, of engines' first failed checks, in the order of ids."""
+        """Read the records of engines' first failed checks, with ids above `after`, ordered by id."""
         table = schema.engine_faults
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.id > after).order_by(table.c.id))
@@ -908,7 +908,7 @@ class Store:
             return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """Number of a study's samples that no passed canary check of their engine has confirmed yet.
+        """Number of a study's samples that are not confirmed by a later canary, a check that their engine passed.
 
         The number of canaries that an engine has passed is in the stored evidence of all studies, and in `passed` by
         replica; the larger of the two numbers is used.
@@ -979,7 +979,7 @@ def _now(connection: sa.Connection) -> float:
 
 
 def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
-    """Condition for the jobs that a user may read (`Account.may_read`); with None, every job."""
+    """SQL condition for the jobs that the user `reader` may read (`Account.may_read`); for None, all jobs."""
     table = schema.studies.c
     if reader is None or reader.is_admin:
         return sa.true()

@@ -1,4 +1,4 @@
-"""Stored steps of a searcher: gradients, losses, policy updates and decisions, computed before a proposal.
+"""Stored steps of a searcher: computations before a proposal, such as gradients, losses and policy updates.
 
 A step consists of the searcher's request and the result of the computation. Each step counts as a number of samples,
 which may be 0. A step is stored in the database before the searcher receives its result, and it is never computed
@@ -59,7 +59,7 @@ class _Request:
 
     @property
     def num_charged(self) -> int:
-        """How many samples the step costs against the study's limit of samples.
+        """Number of samples that the step counts as against the study's limit of samples.
 
         The number is 0 for most kinds of steps.
         """
@@ -68,11 +68,11 @@ class _Request:
 
 @dataclass(frozen=True, kw_only=True)
 class _Measurement(_Request):
-    """Base class of requests for losses: of one merge, on reference answers of chosen samples.
+    """Base class of requests for the losses of one merge, computed on reference answers of chosen samples.
 
     The merge is the one at `point` in the search space. `point` has the values of all parameters of the search space,
-    in the order of the space. `positions` has the positions of the samples, by objective. `completions` names the
-    objectives for which the reference answers are correct completions by the source models.
+    in the order of the space. `positions` has the positions of the samples, by objective. For the objectives in
+    `completions`, the reference answers are correct completions by the source models.
     """
 
     point: tuple[float, ...]
@@ -89,7 +89,7 @@ class _Measurement(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class LossesRequest(_Measurement):
-    """Request for one forward pass: the mean loss of each objective for the merge at `point`."""
+    """Request for the mean loss of each objective for the merge at `point`, computed by forward passes."""
 
     kind: Literal["losses"] = "losses"
     charge: ClassVar[int] = 1
@@ -113,7 +113,7 @@ class GradientRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsRequest(_Request):
-    """Request for the source models' own correct completions, on which losses are then computed.
+    """Request for correct completions by the source models, which later serve as reference answers for losses.
 
     `completions` names the objectives.
     """
@@ -124,7 +124,7 @@ class CompletionsRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class NoteRequest(_Request):
-    """Request to store a note, which is a decision of the searcher. Nothing is computed.
+    """Request to store a note, which is a decision of the searcher; nothing is computed.
 
     `label` describes the decision to users. `decision` is the decision in the form in which the searcher reads it again
     from the stored step.
@@ -184,7 +184,7 @@ class GradientResult(LossesResult):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsResult:
-    """Completions that source models answered correctly, by objective.
+    """Samples that source models answered correctly, by objective.
 
     Each sample is given as a pair: the sample's position, and the number of the trial of a source model that answered
     the sample correctly. The pairs are sorted by position.

@@ -61,7 +61,7 @@ Raises NotFound if there is no such study, and Conflict if a study cannot be nam
 
 @dataclass(frozen=True)
 class _Places:
-    """Where exported sources are stored: in an object store or in a local directory.
+    """Storage of exported sources: an object store, or a local directory.
 
     Exported sources are merges of other studies, written as checkpoints. If `artifacts_in` is an object store, exported
     sources are stored with the artifacts. Otherwise they are stored below `directory`.

@@ -1,8 +1,8 @@
 """Warm starts: studies whose searcher uses the results of an earlier study from its first proposal on.
 
 When the new study first runs, the observations that the earlier study has at that time are stored as an artifact of the
-new study, and their origin as one of its documents. So the new study can be resumed even if the earlier study has
-changed or was deleted. The observations are not trials of the new study, and are not among its results.
+new study, and their origin as one of its documents. Therefore the new study can be resumed even if the earlier study
+has changed or was deleted. The observations are not trials of the new study, and are not among its results.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
     """The properties of an objective that two studies must share for its values to be comparable.
 
     They are metric, direction, range, cost of the recipe, and task. `tasks` has the digest of each task by the
-    objective's name. Constraints are left out, because they are evaluated anew.
+    objective's name. Constraints are left out, because the new study evaluates its own constraints.
     """
     o = objective
     return o.metric, o.direction, o.bounds, o.cost_of_recipe, tasks.get(o.name)

@@ -1,8 +1,8 @@
 """Prompt attacks on benchmarks: searches for the prompt template with which a merge scores worst.
 
-Each attack is for one recipe on one benchmark (`workers.evaluation.attacks.search`). The samples that are scored with
-an attacked template, one that the search has changed, are stored under a name of their own. A driver that is started
-again repeats the search with the stored values, so nothing is scored again.
+Each attack is for one recipe on one benchmark (`workers.evaluation.attacks.search`). Samples that are scored with a
+changed template are stored under a separate name. A driver that is started again repeats the search with the stored
+values, so nothing is scored again.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Coordinator:
 
     @property
     def trials(self) -> tuple[TrialRecord, ...]:
-        """The trials of the study in their present state, in the order of their numbers."""
+        """The trials of the study in their current state, in the order of their numbers."""
         return tuple(self._trials.values())
 
     @property

@@ -70,7 +70,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The largest crash count of any chunk in `evaluation`: how often engines crashed while scoring that chunk."""
+        """The largest number of times that engines crashed with one of the chunks in `evaluation`."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

@@ -82,7 +82,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """By constraint, the trial number of the source model to which the constraint's bound is relative.
+        """Trial number, by constraint, of the source model to which the constraint's bound is relative.
 
         If the bound is relative to the best expert, this is the trial of the expert with the best value. The mapping
         may be read only once all source models are scored. Constraints with a number as bound are not in it.

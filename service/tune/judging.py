@@ -28,7 +28,7 @@ Key = tuple[str, int]  # digest of a recipe, position of the benchmark in the pl
 
 @dataclass
 class _Pending:
-    """The judgment requests for one recipe on a benchmark: how many are unanswered, and if they are cancelled."""
+    """The judgment requests for one recipe on a benchmark: how many are unanswered, and whether they are cancelled."""
 
     num_left: int
     is_cancelled: threading.Event = field(default_factory=threading.Event)
@@ -82,9 +82,11 @@ class Judging:
     def begin(self, digest: str, index: int) -> bool:
         """Request the missing judgments of a recipe's stored completions on a benchmark.
 
-        Returns whether judgments are pending; `take` returns the recipe and the benchmark once none is. Raises
-        JudgeFailed if completions are no longer stored or the judgments have too few verdicts, and InvalidTask if the
-        task cannot be built.
+        Returns whether judgments are pending. Once none is pending, `take` returns the recipe and the benchmark.
+
+        Raises:
+            JudgeFailed: Completions are no longer stored, or the judgments have too few verdicts.
+            InvalidTask: The task cannot be built.
         """
         benchmark, key = self._plan.benchmarks[index], (digest, index)
         if benchmark.judge is None or key in self._pending:

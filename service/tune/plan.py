@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def most_refined_samples(self) -> int:
-        """How many of `max_samples` samples the search reserves for the refinement; 0 without a refinement."""
+        """Samples of `max_samples` that the search leaves for the refinement, at most; 0 without a refinement."""
         return 0 if self.refinement is None else self.refinement.most_samples(sum(self.rung_samples[-1].values()))
 
     @property
@@ -168,11 +168,11 @@ class Plan:
 
 
 def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, has_begun: bool) -> tuple[Baseline, ...]:
-    """The baselines of a study: those among its stored `trials`, then the `known` ones that are not stored yet.
+    """The baselines of a study: the baselines among its stored `trials`, then the `known` ones that are not stored yet.
 
     The stored baselines are in the order of their trial numbers. `known` are the baselines that a new study would have.
     A study whose search has begun (`has_begun`) has only the stored ones, because the numbers of all other trials
-    depend on the number of baselines. So a program version with other baselines does not change such a study.
+    depend on the number of baselines. Therefore a program version with other baselines does not change such a study.
     """
     stored = sorted((t for t in trials if t.origin.is_given), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)

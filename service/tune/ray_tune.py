@@ -187,12 +187,15 @@ class _EvaluationSource(_NotPickled, Searcher):
 class _ChunkScheduler(_NotPickled, FIFOScheduler):
     """A scheduler for Tune that passes the result of every chunk to the coordinator, and keeps idle actors alive.
 
-    An evaluation stops when the coordinator has all its samples. The scheduler also keeps Tune from starting and
-    killing a process for almost every evaluation. Without it, Tune ends an idle actor unless a trial waits for one.
-    Tune also gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor; the
-    next trial needs another one, so that missing actors would never come while chunks are quick. Therefore the
-    scheduler keeps idle actors for new trials (`_IdleActors`). It lets chunks wait until all actors run, or until no
-    further actor is expected soon, because on a busy cluster an actor may never start.
+    An evaluation stops when the coordinator has all its samples. The scheduler also changes how Tune handles trial
+    actors:
+
+    - Tune ends an idle actor unless a trial waits for one, and would so start and kill a process for almost every
+      evaluation. The scheduler keeps idle actors for new trials.
+    - Tune gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor. While
+      chunks are quick, all actors would therefore never run. The scheduler prevents this (`_IdleActors`).
+    - Chunks wait until all actors run, or until no further actor is expected soon, because on a busy cluster an actor
+      may never start.
     """
 
     def __init__(
@@ -277,10 +280,10 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
 
 class _IdleActors:
-    """Assigns the idle actors of a Tune `controller` to trials, first to those without an actor of their own.
+    """Assigns the idle actors of a Tune `controller` to trials, first to trials without an actor.
 
-    A trial whose own actor is still starting gets an idle one only after some actor was idle for IDLE_S seconds, which
-    means that no new trial needs it, or that the starting actor lacks a CPU.
+    A trial whose own actor is still starting gets an idle actor only if one has been idle for IDLE_S seconds. In this
+    case no new trial needs the idle actor, or the starting actor lacks a CPU.
     """
 
     def __init__(self, controller: Any) -> None:
@@ -307,8 +310,8 @@ class _IdleActors:
 def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
     """Make Tune replace a trial actor that Ray's memory monitor ended, as after any other death of an actor.
 
-    Ray reports such an end to Tune as OutOfMemoryError, not as RayActorError, after which Tune's actor manager would
-    end the whole run of Tune (Ray 2.60). So the error is replaced by a RayActorError with the same text.
+    Ray reports such an end to Tune as OutOfMemoryError, not as RayActorError. After that error, Tune's actor manager
+    would end the whole run of Tune (Ray 2.60). Therefore it is replaced by a RayActorError with the same text.
     """
     task_failed = actor_manager._actor_task_failed
 

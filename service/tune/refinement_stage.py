@@ -5,8 +5,8 @@ Models", equations 1b and 2), for paths that the lower level has found. A path i
 which it is best compared with the other paths. The descent begins at the path's own coefficients, and its end is scored
 as a trial like any other.
 
-Everything is stored before it is used: first the choice of the paths, then every step of a descent, then the trial. So
-a study that is killed continues at the next step. The first stored choice ends the search for good.
+Everything is stored before it is used: first the choice of the paths, then every step of a descent, then the trial.
+Therefore a study that is killed continues at the next step. The first stored choice ends the search for good.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def has_begun(steps: Sequence[Step]) -> bool:
 
 @dataclass(frozen=True)
 class _Path:
-    """A layer path to refine, given by its trial's number, and the preference vector, the weight of each objective."""
+    """A layer path to refine: its trial's number, and the preference vector to refine it for (weights by objective)."""
 
     trial: int
     preference: Mapping[str, float]
@@ -90,9 +90,13 @@ def _refined_label(number: int, *, path: int) -> str:
 class RefinementStage:
     """Learns coefficients for the layer paths of a study's Pareto front by gradient descent, one path after another.
 
-    In a study without `Plan.refinement` the stage is finished at once. `stored` reads the study's steps. `admits` says
-    whether a number of samples is within the study's limit (None: not yet known), and `charge` counts the samples of a
-    step. `add` stores a new trial. `is_out_of_budget` returns the limit that is exhausted, or None.
+    In a study without `Plan.refinement` the stage is finished at once. The constructor takes these functions:
+
+    - `stored`: reads the study's steps
+    - `admits`: says whether the study's limit allows a number of samples; None means that this is not known yet
+    - `charge`: counts the samples of a step against the limit
+    - `add`: stores a new trial
+    - `is_out_of_budget`: returns the limit of the study that is exhausted, or None
     """
 
     def __init__(
@@ -215,7 +219,7 @@ class RefinementStage:
     def _may_start(self, descent: _Descent) -> bool:
         """Whether the study's limits allow the rest of a refinement: its remaining steps and the trial after them.
 
-        If they do not, the stage ends. The result is also False while it depends on running evaluations.
+        If they do not, the stage ends. The result is also False as long as the answer depends on running evaluations.
         """
         reason = self._is_out_of_budget()
         if reason is None:
@@ -263,10 +267,10 @@ class RefinementStage:
         return None
 
     def _chosen(self, plan: RefinementPlan) -> tuple[_Path, ...]:
-        """The paths to refine: the best on the Pareto front of the search, in order, each with a preference vector.
+        """Choose the paths to refine, the best of the search's Pareto front, and a preference vector for each.
 
-        The vector of a path is the one for which the path's weighted value is least below that of the best path; of
-        several, the first.
+        The outcome of a path is the sum of its values, weighted by a preference vector. A path gets the vector for
+        which its outcome is least below the best outcome of all these paths; of several such vectors, the first.
         """
         trials = tuple(self._trials.values())
         found = best_of_front(trials, self._plan.objectives, most=plan.options.paths, origin=Origin.SEARCH)
@@ -288,8 +292,8 @@ class RefinementStage:
 class _Descent:
     """Gradient descent on the coefficients of one layer path, computed from the study's stored steps.
 
-    First the losses at the path's own coefficients are computed, which are the units of later losses, so that
-    objectives with equal weights count alike. Then follow the gradients.
+    The first step computes the losses at the path's own coefficients. Later losses are divided by these losses, so that
+    objectives with equal weights have the same importance. All further steps are gradients.
     """
 
     def __init__(self, index: int, path: _Path, coefficients: Coefficients, plan: Plan) -> None:
@@ -304,7 +308,7 @@ class _Descent:
         self._seed = plan.seed
 
     def point(self, steps: Sequence[Step]) -> tuple[float, ...]:
-        """The coefficients that the descent has reached; it finds its own steps in `steps`, all steps of the study."""
+        """The coefficients that the descent has reached; `steps` are all steps of the study."""
         start = np.array([parameter.default_value for parameter in numbers_of(self.coefficients.parameters)])
         options = self._options
         reached = point_after(

@@ -1,13 +1,13 @@
-"""The limit of a study's samples, `limits.max_samples`: how many are used, and which trials and steps may still start.
+"""The limit of a study's samples (`limits.max_samples`): used samples, and trials and steps that may still start.
 
 Each sample that is scored in the search, also for a baseline, counts as one. A step of the searcher, such as a
 gradient, counts as a stated number of samples. Samples of the held-out stage and of the verification are not counted.
-The search leaves the samples that the refinement of its front may take.
+The search does not use the samples that the refinement of its front may take.
 
-No trial or step starts that could exceed the limit. Whether a trial starts depends on the samples that the trials
-before it have used when all of them have ended. So the decision is the same with any number of replicas and after any
-interruption. It is made earlier if the trial is within the limit even when each trial before it takes as many samples
-as it possibly can.
+No trial or step starts that could exceed the limit. A trial starts if the limit still allows it when all earlier trials
+have ended. Therefore the decision is the same with any number of replicas and after any interruption. The decision is
+made before these trials have ended if the limit allows the trial even when each of them takes as many samples as it
+can.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class SampleLimit:
     def admits_refinement(self, num_samples: int) -> bool | None:
         """Whether the limit allows the refinement of a layer path, which takes at most `num_samples` samples.
 
-        The result is that of `admits`, without the samples that the search leaves for the refinement.
+        The result is True, None or False as in `admits`. The samples that the search leaves for the refinement may be
+        used.
         """
         return self._admits(num_samples)
 

@@ -12,7 +12,7 @@ __all__ = ["Trials"]
 
 
 class Trials(Mapping[int, TrialRecord]):
-    """The trials of one study in their present state, in the ascending order of their numbers.
+    """The trials of one study in their current state, in the ascending order of their numbers.
 
     `stored` are the trials of earlier attempts. A change is stored in the database before this object shows it.
     """
@@ -38,7 +38,10 @@ class Trials(Mapping[int, TrialRecord]):
         return self._trials[self._first[digest]]
 
     def num_duplicates_in_a_row(self) -> int:
-        """How many of the newest trials, without a gap, are proposals that repeat the recipe of an earlier trial."""
+        """Number of proposals at the end of the list of trials that repeat the recipe of an earlier trial.
+
+        Only the newest trials are counted, up to the last trial that is no such proposal.
+        """
         count = 0
         for trial in reversed(self._trials.values()):
             if trial.origin is not Origin.SEARCH or self._first[trial.recipe.digest] == trial.number:

@@ -55,12 +55,12 @@ class Alignment:
         return of.shape[-1] if of.ndim else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The alignment's own tensors by name: "projection" or "scale", and "shift" if it has one."""
+        """Tensors of the alignment by name: "projection" or "scale", and "shift" if it has one."""
         named = {"projection": self.projection, "scale": self.scale, "shift": self.shift}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def to(self, *, device: torch.device | str = "cpu", dtype: torch.dtype) -> Self:
-        """A copy of the alignment on `device`, rounded to `dtype`."""
+        """Copy the alignment to `device`, rounded to `dtype`."""
         return type(self)(**{name: tensor.to(device, dtype) for name, tensor in self.tensors().items()})
 
     def __call__(self, stream: torch.Tensor, factor: float = 1.0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The tensors, configuration and model class with which a merge with alignments is exported as a checkpoint.
+"""Tensors, configuration and model class with which a merge with alignments is exported as a checkpoint.
 
 transformers cannot load this checkpoint without the model class, `modeling_aligned.py`.
 """
@@ -68,7 +68,7 @@ class AlignedParts:
 
 
 def aligned_parts(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> AlignedParts | None:
-    """The tensors and config.json entries that a recipe's alignments add to a checkpoint; None without alignments.
+    """Tensors and config.json entries that a recipe's alignments add to a checkpoint; None without alignments.
 
     The alignments are read from the bank's directory of alignments and rounded to `dtype`. Raises InvalidRecipe if an
     alignment does not fit the models, if its file is missing, or if merges of this model type cannot be exported with

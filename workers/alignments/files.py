@@ -94,7 +94,7 @@ def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
 
 
 def _downloaded(url: str, digest: str) -> Path:
-    """The path of an alignment's file in this machine's cache, downloaded first if necessary.
+    """Path of an alignment's file in this machine's cache, downloaded first if necessary.
 
     If the file is missing there, or damaged, it is downloaded from the artifacts of the object store at `url`.
     """

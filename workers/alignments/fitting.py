@@ -59,7 +59,7 @@ OUTLIER = 20.0
 
 @dataclass(frozen=True)
 class FittedAlignment:
-    """An alignment, with how well it matches the activations of held-out texts.
+    """An alignment, and numbers that say how well it fits the activations of held-out texts.
 
     - `before`, `moments`, `after`: the `discrepancy` on held-out rows of activations without an alignment, with an
       alignment of kind `moments`, and with this alignment, respectively; 0 is best
@@ -116,9 +116,13 @@ class MlpOptions:
 def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
     """Distance between the distributions of two sets of activations; 0 for equal means and covariances.
 
-    Rows are tokens, columns are the D channels. The distance is the sum of the mean squared errors of the channels'
-    means and of their variances, and of CORAL: |C_x - C_y|^2 / (4 D^2), with C_x and C_y the covariance matrices of the
-    rows x and y (Sun and Saenko, "Deep CORAL", 2016, equation 1). Each term is in units of the mean variance of y.
+    Rows are tokens, columns are the D channels. The distance is the sum of three terms, in units of the mean variance
+    of y:
+
+    - the mean squared difference of the channels' means
+    - the mean squared difference of the channels' variances
+    - CORAL: |C_x - C_y|^2 / (4 D^2), with C_x and C_y the covariance matrices of the rows x and y (Sun and Saenko,
+      "Deep CORAL", 2016, equation 1)
     """
     unit = y_ND.var(dim=0).mean().clamp(min=torch.finfo(torch.float32).tiny)
     means = ((x_ND.mean(dim=0) - y_ND.mean(dim=0)) ** 2).mean() / unit
@@ -267,8 +271,8 @@ def _statistics(x: Tensor, y: Tensor, rank: int) -> Tensor:
     """Summarise each of D channels by F numbers, computed from activations x and y. Returns [D, F].
 
     Rows of x and y are tokens. The numbers of a channel are its mean, the logarithm of its standard deviation, its
-    skewness, the logarithm of one plus its kurtosis, and its components in the `rank` directions of largest variance:
-    first those in x, then those in y. Each of them is standardised over the channels.
+    skewness, the logarithm of one plus its kurtosis, and its components in the `rank` directions of largest variance.
+    The numbers in x come first, then the numbers in y. Each number is standardised over the channels.
     """
     parts = [part for rows in (x, y) for part in (*_of_channels(rows), *_directions(rows, rank).T)]
     found = torch.stack(parts, dim=1)
@@ -282,7 +286,7 @@ def _of_channels(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _directions(rows: Tensor, rank: int) -> Tensor:
-    """The `rank` principal directions (largest variance) of `rows` [tokens, channels], as columns of [channels, rank].
+    """Principal directions (of largest variance) of `rows` [tokens, channels], as `rank` columns of [channels, rank].
 
     If there are fewer than `rank` tokens or channels, the last columns are 0.
     """

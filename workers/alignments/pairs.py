@@ -49,7 +49,7 @@ class AlignmentInputs:
     kind: Kind
 
     def key(self, pair: LayerPair) -> str:
-        """The cache key of the alignment between the layers `pair`. The cached value is the alignment's digest.
+        """Cache key of the alignment between the layers `pair`; the cached value is the alignment's digest.
 
         `pair` is (layer before the alignment, layer after it), each as (name of a model in `pool`, index). The key
         depends on the models' weights, the texts and the kind, but not on the names of the models.
@@ -76,7 +76,7 @@ def _directory() -> Path:
 
 
 def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, FittedAlignment] | None:
-    """The digest of the alignment between two layers, and the alignment, from the cache. None if it is missing.
+    """Find the alignment between two layers in the cache, and return its digest and the alignment, or None.
 
     The alignment was learned before from equal inputs. A damaged file counts as missing.
     """

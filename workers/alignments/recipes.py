@@ -1,4 +1,4 @@
-"""The alignments in a recipe: the layers before which they are applied, and their tensors."""
+"""Alignments in a recipe: the layers before which they are applied, and their tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlacedAlignment:
 
 
 def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
-    """The digest of the alignment before each layer of a recipe; None for a layer without an alignment before it.
+    """Digests of the alignments before the layers of a recipe; None for a layer without an alignment before it.
 
     A recipe stores the digest with the layer that precedes the alignment. Raises InvalidRecipe, with the layer's index,
     for an alignment after the last layer, and for one between two layers that follow each other in their own models.
@@ -54,10 +54,10 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 
 
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
-    """Whether `after` is merged like `layer`, from the next layer of each source model.
+    """Whether the merges of `after` use, in each source model, the layer after the one that `layer` uses.
 
-    It is True if `after` has the same merges as `layer`, except that each source and base is the next layer of its
-    model.
+    The result is True if `after` has the same merges as `layer`, except that each source and base is the next layer of
+    its model.
     """
 
     def next_to(source: Source) -> Source:
@@ -76,18 +76,20 @@ def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
 
 
 def unaligned(recipe: Recipe) -> Recipe:
-    """A copy of the recipe without its alignments."""
+    """Copy a recipe without its alignments."""
     if all(layer.alignment is None for layer in recipe.layers):
         return recipe
     return replace(recipe, layers=tuple(replace(layer, alignment=None) for layer in recipe.layers))
 
 
 def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[int, PlacedAlignment]:
-    """Read a recipe's alignments, rounded to `dtype`. The key of an alignment is the index of the layer after it.
+    """Read a recipe's alignments, rounded to `dtype`, by the index of the layer after each alignment.
 
-    The files are in the bank's directory of alignments (`Family.alignments_dir`). Raises InvalidRecipe if the recipe
-    has an alignment at a place where none is allowed, if an alignment's file is missing, damaged or of another size,
-    and if the recipe's layer scales cannot be folded into weights.
+    The files are in the bank's directory of alignments (`Family.alignments_dir`).
+
+    Raises:
+        InvalidRecipe: The recipe has an alignment at a place where none is allowed, an alignment's file is missing,
+            damaged or of another size, or the recipe's layer scales cannot be folded into weights.
     """
     before, config = alignments_before(recipe), bank.base.config
     factors = branch_factors(unaligned(recipe).layers, model_type=str(config.get("model_type")))

@@ -1,4 +1,4 @@
-"""The search samples from which alignments are learned, and their prompts.
+"""Search samples from which alignments are learned, and their prompts.
 
 They are the first tenth of the search samples, as in HM3.
 """
@@ -22,7 +22,7 @@ MIN_SAMPLES = 10
 
 
 def positions_of(num_samples: Mapping[str, int]) -> dict[str, range]:
-    """The search samples from which alignments are learned: the first tenth, as positions for each objective.
+    """Positions of the search samples from which alignments are learned: the first tenth of each objective's samples.
 
     `num_samples` is each objective's number of search samples.
     """
@@ -49,7 +49,7 @@ def lack_of_samples(num_samples: Mapping[str, int]) -> str | None:
 def prompts_of(
     family_dir: str, options: EngineOptions, tasks: Mapping[str, TaskSpec], positions: Mapping[str, Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The token ids of one prompt for each sample of every objective, for learning alignments.
+    """Token ids of one prompt for each sample of every objective, for learning alignments.
 
     `tasks` has the task of each objective, and `positions` the positions of its samples. `family_dir` is the directory
     with the tokenizer, `options` has the settings that prompts depend on, such as the chat template. For multiple

@@ -4,5 +4,5 @@
 - `transformers`: checks the scores of vLLM
 - `source_recipes`: recipes whose merge is a source model itself
 - `host_memory`: free host memory
-- `logits`: logits that are NaN or infinite
+- `logits`: detection of logits that are NaN or infinite
 """

@@ -1,34 +1,34 @@
 """Scoring of models with lm-eval's tasks, filters and metrics, on any backend (vLLM or plain transformers).
 
-- `tasks`: the task of a specification, built in this process or in a confined one
+- `tasks`: builds the task of a specification, in this process or in a confined one
 - `built_tasks`: a task that has been built: its subtasks, the order of its samples, its documents
-- `lm_eval_tasks`: tasks as lm-eval builds them, from a name, a YAML file or a JSONL file
+- `lm_eval_tasks`: builds tasks with lm-eval, from a name, a YAML file or a JSONL file
 - `inline_files`: the samples of a JSONL file
-- `data_sets`: where the data of tasks are loaded from
-- `task_index`: the tasks that have a name, indexed once
-- `task_loading`: what lm-eval may read and run while it builds a task
+- `data_sets`: the places from which the data of tasks are loaded
+- `task_index`: index of the tasks that have a name
+- `task_loading`: limits on what lm-eval may read and run while it builds a task
 - `prompts`: tokenization, and the requests that a backend answers
 - `metrics`: lm-eval's filters and metrics, applied to answers
 - `shipped_tasks`: the tasks of the task pack with their facts; the download of data
-- `sample_metrics`: metrics of single answers, beside lm-eval's: chrF, ROUGE-L, SARI and others
+- `sample_metrics`: metrics of single answers that lm-eval does not have: chrF, ROUGE-L, SARI and others
 - `metric_process`: metrics in a separate process, because metrics that set timers need a main thread
-- `confined_task`: tasks with Python functions of their own, each in a confined process
+- `confined_task`: tasks with their own Python functions, each in a confined process
 - `executed_task`: tasks whose completions are code, which is executed
-- `confinement`: what a confined process may use: its files and its limits
-- `bubblewrap`: confinement in namespaces, by the program bwrap
-- `landlock`: confinement by Landlock, which needs no namespaces
+- `confinement`: interface of the sandboxes: the files and limits of a confined process
+- `bubblewrap`: sandbox by namespaces, made by the program bwrap
+- `landlock`: sandbox by Landlock, which needs no namespaces
 - `available_confinement`: the choice between `bubblewrap` and `landlock` on this machine
-- `system_calls`: the filter of system calls that applies under both
+- `system_calls`: the filter of system calls that applies in both sandboxes
 - `task_server`: the main function of the processes that build tasks and compute metrics
-- `execution`: programs that a model wrote, each executed in a confined process of its own
+- `execution`: execution of programs that a model wrote, each in a separate confined process
 - `execution_server`: the main function of the process that starts the programs
 - `program_process`: the code that runs in the process of one program
 - `channel`: messages between two processes over a socket
 - `attacks`: attacks on prompt templates, which measure robustness
 - `right_answers`: the right answers of a task's documents
-- `references`: the right answers of a task's samples, as tokens to read
+- `references`: the right answers of a task's samples as tokens, on which losses are computed
 - `overlap`: items that two tasks have in common
-- `judging`: what a judge reads about a task's samples, and the verdicts in its answers
-- `lengths`: how many tokens a task's samples have
+- `judging`: the prompts of a judge, and the verdicts in its answers
+- `lengths`: the numbers of tokens of a task's samples
 - `lm_eval`: scoring of samples: a backend answers, metrics give the values
 """

@@ -1,4 +1,4 @@
-"""Choice of the sandbox for processes on this machine: bubblewrap where it works, else Landlock."""
+"""Choice of the sandbox for processes on this machine: bubblewrap if it works, else Landlock."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ except ConfinementUnavailable as error:
 
 @lru_cache(maxsize=1)
 def available_confinement() -> type[Confinement]:
-    """The first sandbox class of MEANS (bubblewrap, then Landlock) that works on this machine.
+    """Find the first sandbox class in MEANS (bubblewrap, then Landlock) that works on this machine.
 
-    Each is tried once per process. Raises ConfinementUnavailable, with the reason why each of them does not work.
+    Each sandbox is tried once per process. Raises ConfinementUnavailable, with the reason why each of them does not
+    work.
     """
     lacks = []
     for means in MEANS:
@@ -49,7 +50,7 @@ def available_confinement() -> type[Confinement]:
 
 
 def without_packages(code: str) -> list[str]:
-    """Command that runs `code` in a new Python with the `sys.path` of this process, without loading `site`."""
+    """Command line of a new Python that runs `code` with the `sys.path` of this process, without loading `site`."""
     places = [*map(os.path.abspath, sys.path), OWN_PACKAGES]
     return [sys.executable, "-P", "-s", "-S", "-c", f"import sys; sys.path[:] = {places!r}\n{code}"]
 

@@ -1,4 +1,4 @@
-"""Confinement by bubblewrap: a process runs in namespaces of its own, without other files, processes and networks.
+"""Sandbox by bubblewrap: a process runs in separate namespaces, without other files, processes and networks.
 
 The program `bwrap` must be installed (Debian: the package bubblewrap), version 0.8 or newer, and the system must let
 users create namespaces. Within the namespaces, the filter of system calls and the limits of `confinement` apply too.
@@ -59,12 +59,14 @@ def _version(program: str) -> str:
 
 @dataclass(frozen=True)
 class Bubblewrap(Confinement):
-    """Confinement of a process by the program bwrap, in namespaces of its own.
+    """Sandbox for one process by the program bwrap, in separate Linux namespaces.
 
     The namespaces are those of users, processes, network, mounts, IPC, host name and control groups. The process finds
-    its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap,
-    and `version` its name and version. `user` is the number of the user and group that the process takes in `apply`,
-    for which root must start it; it then has no namespace of users. With None it stays the user that it is.
+    its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap, and
+    `version` its name and version.
+
+    `user` is the number of the user and group to which the process switches in `apply`. Only a process that root
+    started can switch, and it has no namespace of users. With None, the process does not switch.
     """
 
     program: str = field(default_factory=bwrap)
@@ -76,8 +78,8 @@ class Bubblewrap(Confinement):
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Command line and environment of bwrap, which starts the process `command` with `environment`.
 
-        bwrap itself gets an empty environment, because programs may read that of the namespace's first process. Raises
-        ConfinementUnavailable if bwrap is not installed.
+        bwrap itself gets an empty environment, because programs may read the environment of the namespace's first
+        process. Raises ConfinementUnavailable if bwrap is not installed.
         """
         if not self.program:
             raise ConfinementUnavailable("there is no program bwrap (Debian: the package bubblewrap)")
@@ -131,7 +133,7 @@ def _bind(place: str) -> tuple[str, str, str]:
 
 
 def _outermost(places: Iterable[str]) -> list[str]:
-    """The paths in `places` that are not below another one of them."""
+    """Those of the paths in `places` that are not below another path in `places`."""
     found: list[str] = []
     for place in sorted(set(places)):
         if not any(place.startswith(above.rstrip(os.sep) + os.sep) for above in found):

@@ -33,9 +33,9 @@ class Subtask:
     `task` is lm-eval's object, or None if it is in a confined process. `categories` are the names of the groups within
     the whole task that it belongs to, such as `mmlu_stem`. `filter` is the name of the lm-eval filter whose results are
     used, and `filters` has the names of all filters of the task. `delimiter` is the text between a prompt and its
-    answer, `prefix` the text with which the task itself begins the answer. `template` is the Jinja template of its
-    prompts, or "" if they come from a function or a column of the data. `options` are the options of all samples, if
-    these have the same ones.
+    answer. `prefix` is the text with which the task itself begins the answer. `template` is the Jinja template of its
+    prompts, or "" if they come from a function or a column of the data. `options` are the answer options, if all
+    samples have the same ones.
     """
 
     name: str
@@ -98,7 +98,7 @@ class PromptSettings:
 
 
 class TaskCode(Protocol):
-    """Interface to the confined process of a task that has Python functions of its own or completions to execute."""
+    """Interface to the confined process of a task that has its own Python functions or executes completions."""
 
     @property
     def enforced(self) -> str:
@@ -154,7 +154,7 @@ class BuiltTask:
             self.code.close()
 
     def document(self, position: int) -> str:
-        """The name of the sample at `position` of the order.
+        """Name of the sample at `position` of the scoring order.
 
         It is the sample's index in the task's data, after the name of its subtask if there are several.
         """
@@ -183,7 +183,7 @@ class BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """All (group, index) pairs in a random order in which every prefix has the groups in proportion to their sizes.
+    """Random order of all (group, index) pairs in which every prefix has the groups in proportion to their sizes.
 
     `sizes` maps a group's name to its number of samples. In every prefix, groups of equal size differ by at most one
     sample. The order depends on names, sizes and seed only, not on the version of a random generator.
@@ -213,9 +213,10 @@ def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Doc
 
 
 def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
-    """Why losses cannot be computed on a task, judged by the first `num_documents` documents of each subtask.
+    """Reason why losses cannot be computed on a task; None if they can.
 
-    The reason is that one of these documents has no right answer to read. The result is None if all have one.
+    The first `num_documents` documents of each subtask are checked. The reason is that one of them has no right answer
+    on which a model's loss can be computed.
     """
     if task.code is not None:
         return task.code.lack_of_references(num_documents)
@@ -223,7 +224,7 @@ def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
 
 
 def lack_here(task: BuiltTask, num_documents: int) -> str | None:
-    """Why losses cannot be computed on a task whose lm-eval objects exist in this process; None if they can.
+    """Reason why losses cannot be computed on a task whose lm-eval objects exist in this process; None if they can.
 
     The first `num_documents` documents of each subtask are checked for right answers, as in `lack_of_references`.
     """

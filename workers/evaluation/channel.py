@@ -1,7 +1,7 @@
 """Messages between two processes over a connected socket, with limits of time and size.
 
-A message is its length, 8 bytes, and its bytes. A process that is not trusted can neither keep its partner waiting nor
-fill its memory: every call has a time limit, and a message has at most MAX_MESSAGE bytes.
+A message on the socket is the length, in 8 bytes, followed by the content. An untrusted process can neither keep its
+partner waiting nor fill its memory, because calls have time limits and a message has at most MAX_MESSAGE bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LENGTH = struct.Struct("!Q")
 class Channel:
     """One end of a connection that carries messages.
 
-    `limit_s` of the methods is a time limit in seconds, None for no limit.
+    In all methods, `limit_s` is a time limit in seconds; None is no limit.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -35,7 +35,7 @@ class Channel:
         self._connection.sendall(message)
 
     def receive(self, *, limit_s: float | None = None, meanwhile: Callable[[], None] = lambda: None) -> bytes:
-        """Wait for the next message; `meanwhile` is called about every second until it is complete.
+        """Wait for the next message, and return it; `meanwhile` is called about every second while waiting.
 
         Raises TimeoutError, EOFError if the other end is closed, and ValueError for a message that is too large.
         """

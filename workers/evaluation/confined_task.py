@@ -1,8 +1,8 @@
-"""A task with Python functions of its own, built and scored in a confined process.
+"""Evaluation tasks that have their own Python functions, each built and scored in a confined process (a sandbox).
 
-The process reads the task's files, the packages and the libraries of the system, and the data that this process has
-loaded for it. It writes below a temporary directory of its own only. `confinement` says what else it must not do. What
-it sends is JSON, and is checked here.
+The confined process reads the task's files, the packages and the libraries of the system, and the data that this
+process has loaded for it. It writes only below a separate temporary directory. `confinement` lists all restrictions. It
+sends JSON, which is checked here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PASSED_ON = ("LANG", "LC_ALL", "NLTK_DATA", "PATH", "TZ")
 
 @dataclass(frozen=True)
 class _Request:
-    """A request with those attributes of lm-eval's `Instance` that backends need."""
+    """A request to a backend, with the attributes of lm-eval's `Instance` that backends need."""
 
     request_type: str
     args: tuple[Any, ...]
@@ -203,7 +203,10 @@ class ConfinedTask(TaskProcess):
         )
 
     def _answer(self, question: Mapping[str, Any]) -> object:
-        """Answer a question of the process, which has no tokenizer: render chat messages, or execute programs."""
+        """Answer a question of the confined process, by rendering chat messages or executing programs.
+
+        The confined process can do neither, because it has no tokenizer and starts no processes.
+        """
         if "execute" in question:
             return self._execute([_text(program) for program in question["execute"]], question.get("cpu_s"))
         if "render" not in question:
@@ -214,7 +217,7 @@ class ConfinedTask(TaskProcess):
         return self._settings.render(messages, add_generation_prompt=bool(add_generation_prompt))
 
     def _execute(self, programs: Sequence[str], cpu_s: float | None) -> list[str | None]:
-        """Execute programs, each in a confined process of its own with `cpu_s` seconds of processor time."""
+        """Execute programs, each in a separate confined process with `cpu_s` seconds of processor time."""
         if len(programs) > MAX_PROGRAMS:
             raise ValueError(f"{len(programs):,} programs at once")
         if cpu_s is not None and not 0 < float(cpu_s) <= MAX_CPU_S:
@@ -249,9 +252,8 @@ class ConfinedTask(TaskProcess):
 def _streams(data: Any) -> dict[str | None, int]:
     """Write a data set as Arrow streams, and return their file descriptors by split.
 
-    `data` is what `datasets.load_dataset` returned.
-
-    The files have no names, and the descriptors can only read. Raises InvalidTask for data that are not all there.
+    `data` is what `datasets.load_dataset` returned. The files have no names, and can only be read through the
+    descriptors. Raises InvalidTask if `data` are not the data of all splits.
     """
     import pyarrow
     from datasets import Dataset, DatasetDict

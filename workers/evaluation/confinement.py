@@ -1,8 +1,7 @@
-"""Interface of the sandboxes for processes, with the files and resources that a confined process may use.
+"""Interface of the sandboxes that confine processes, and the files and resources that a confined process may use.
 
-There are two sandboxes, `bubblewrap` and `landlock`, which differ in how they limit files. Under both the same filter
-limits the system calls (`system_calls`), so that a program does the same under both. A restriction cannot be lifted
-again.
+There are two sandboxes, `bubblewrap` and `landlock`, which differ in how they limit files. In both, the same filter
+limits the system calls (`system_calls`), so that a program behaves the same. A process cannot remove a restriction.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ def ending(code: int) -> str:
 class Confinement(ABC):
     """Interface of a sandbox for one process (`Bubblewrap`, `Landlock`), with the files and resources it may use.
 
-    `readable` and `writable` are absolute paths of directories (with all that is below them) and files. Of directories
-    that are only `listable`, the names of what is below them can be read; with bubblewrap, only readable files have
-    one. `memory_bytes` limits the address space, `file_bytes` the size of a file, `cpu_s` the processor time (None is
-    no limit).
+    `readable` and `writable` are absolute paths of files and of directories with everything below them. `listable` are
+    directories of which the process can only list the names of the files; with bubblewrap, only readable files have
+    names there. `memory_bytes` limits the address space, `file_bytes` the size of a file, and `cpu_s` the processor
+    time (None is no limit).
     """
 
     readable: tuple[str, ...] = field(default_factory=system_paths)
@@ -77,7 +76,7 @@ class Confinement(ABC):
         return code
 
     def of_program(self, number: int) -> Self:
-        """The confinement for one program; a subclass may give each program another user.
+        """Sandbox for one program of several; a subclass may run each program as another user.
 
         `number` counts the programs that the calling process has started.
         """
@@ -116,5 +115,5 @@ class Confinement(ABC):
 
     @abstractmethod
     def _restrict_files(self) -> str:
-        """Restrict the calling process to its files, if not done already, and return the mechanism's name."""
+        """Restrict the calling process to its files, unless this is done already, and return the mechanism's name."""
         ...

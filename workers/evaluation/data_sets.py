@@ -1,4 +1,4 @@
-"""Where the data of tasks are loaded from: the user's directory, the hub or a mirror, or earlier downloads.
+"""Loading of the data of tasks: from the user's directory, the hub or a mirror, or earlier downloads.
 
 A task names its data as `owner/name`. They are searched, in this order, in
 
@@ -70,8 +70,8 @@ def place_of(path: str) -> Path | None:
 def load(load_dataset: Callable[..., Any], path: str, name: str | None, options: Mapping[str, Any]) -> Any:
     """Load a data set with `load_dataset` from the first place that has it, in the order of the module's docstring.
 
-    Raises InvalidTask if they are in none of these places, with the reason and how to get them; and what `load_dataset`
-    raises for data that are there and cannot be read.
+    Raises InvalidTask if no place has it; the message says why, and how to get the data. Raises the error of
+    `load_dataset` if a place has the data but they cannot be read.
     """
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 

@@ -27,10 +27,10 @@ __all__ = ["ExecutedTask"]
 
 
 class ExecutedTask:
-    """An inline task (JSONL file) that executes completions, one program for each (`built_tasks.TaskCode`).
+    """Inline task (JSONL file) that executes each completion as a program (implements `built_tasks.TaskCode`).
 
-    `built` is the task, `task` its lm-eval object, `rows` are its samples. Raises InvalidTask if this machine cannot
-    confine programs.
+    `built` is the task, `task` its lm-eval object, and `rows` are its samples. Raises InvalidTask if this machine
+    cannot confine programs.
     """
 
     def __init__(self, task: BuiltTask, rows: Sequence[InlineRow]) -> None:

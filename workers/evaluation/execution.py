@@ -1,7 +1,7 @@
-"""Execution of programs that a model wrote, each in a confined process of its own.
+"""Execution of programs that a model wrote, each in a separate confined process.
 
-A program passes if it runs to its end without an error. A program can fake its own success, as in the published
-harnesses, which also run tests and answers in one process; it cannot change the outcome of another program.
+A program passes if it runs to its end without an error. A program can fake its own success, because tests and answer
+run in one process, as in the published harnesses. It cannot change the outcome of another program.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ PROGRAM = f"from {serve.__module__} import serve; serve()"
 class Executor:
     """Client of a separate process that executes Python programs, several at a time, each confined.
 
-    A program reads the packages that are installed and the libraries of the system, and writes no file. `enforced` says
-    what confines it. A program has `cpu_s` seconds of processor time (default CPU_S). `confinement` is for tests; by
-    default it is what this machine offers. Only one thread may use the object at a time; Linux kills the process when
-    the thread that started it ends. Raises InvalidTask if this machine cannot confine a program.
+    A program can read the installed packages and the libraries of the system, and can write no file. `enforced` names
+    the mechanisms that confine it. A program has `cpu_s` seconds of processor time (default CPU_S). `confinement` is
+    for tests; by default it is the sandbox that this machine offers. Only one thread may use the object at a time;
+    Linux kills the process when the thread that started it ends. Raises InvalidTask if this machine cannot confine a
+    program.
     """
 
     def __init__(self, *, cpu_s: int | None = None, confinement: Callable[..., Confinement] | None = None) -> None:

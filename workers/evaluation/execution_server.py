@@ -1,7 +1,7 @@
-"""The main function of the process that executes programs, each in a confined child process.
+"""Main function of the process that executes programs, each in a confined child process.
 
-This process runs no program itself and imports no large package, so that forking takes a millisecond. Programs see
-neither it nor each other.
+This process runs no program itself and imports no large package, so that forking takes a millisecond. Programs can
+access neither this process nor each other.
 """
 
 from __future__ import annotations
@@ -55,17 +55,20 @@ class _Running:
 
 
 class NotConfinedError(RuntimeError):
-    """A child process ended before it was confined and its program began; the message has the reason."""
+    """Raised if a child process ended before it was confined and its program began; the message has the reason."""
 
 
 def serve() -> None:
     """Execute programs on request until the other end of the connection closes.
 
-    The only command line argument is the connection's file descriptor. The first message is an ExecutionStart. The
-    reply says what confines a program, or why none can be confined ("error"). Each further message is a list of
-    programs (text), which are started at once as far as there are processors, or None. The reply to None comes when all
-    programs have ended, and has for each since the last reply null if it ran to its end, or the reason why it did not.
-    If a program could not be confined, this process says why ("failed"), and ends.
+    The only command line argument is the connection's file descriptor. The first message is an ExecutionStart. Its
+    reply has the names of the mechanisms that confine programs ("enforced"), or the reason why none can be confined
+    ("error").
+
+    Each further message is a list of programs (texts) or None. Programs are started as soon as a processor is free. The
+    reply to None comes when all programs have ended. It has the key "reasons", with an entry for each program since the
+    last reply: null if it ran to its end, else the reason why it did not. If a program could not be confined, this
+    process replies with the reason ("failed"), and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -125,7 +128,7 @@ class _Programs:
         self._start_some()
 
     def reasons(self) -> list[str | None]:
-        """For each submitted program, why it did not run to its end; None if it did.
+        """Reasons why the submitted programs did not run to their end; None for a program that did.
 
         All programs must have ended. The record of the programs is emptied.
         """

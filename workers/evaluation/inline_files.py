@@ -25,7 +25,7 @@ INLINE_KEYS = frozenset(
 class InlineRow:
     """One sample of an inline task: the prompt, and the answer that the whole completion must equal.
 
-    `fields` is the JSON object of its line.
+    `fields` is the JSON object of the sample's line in the file.
     """
 
     prompt: str
@@ -95,8 +95,8 @@ def _rendered(template: jinja2.Template, row: InlineRow, completion: str, *, whe
 class RowTemplates:
     """Jinja templates that render the prompt and the answer from the fields of a JSONL line.
 
-    A null field is written as None, or refused if `refuse_null` is true. `where` begins error messages, and
-    `answer_name` is what they call the answer. Raises InvalidTask for an invalid template.
+    A null field is written as None, or refused if `refuse_null` is true. Error messages begin with `where`, and name
+    the answer `answer_name`. Raises InvalidTask for an invalid template.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What a judge reads about the samples of a task, and the verdicts in its answers.
+"""Prompts for a judge about the samples of a task, and the verdicts in the judge's answers.
 
-A judge is a model that compares a completion with the reference answer (`search_spaces.study.judge`). This module asks
-no judge: the driver of a study does (`service.tune.judging`).
+A judge is a model that compares a completion with the reference answer (`search_spaces.study.judge`). This module sends
+no requests to the judge; the driver of a study does (`service.tune.judging`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _item(task: BuiltTask, document: Document, subtask: int, index: int) -> Judg
 
 
 def judge_prompt(template: str, item: JudgedItem, completion: str, *, is_swapped: bool) -> str:
-    """The prompt with which a judge compares a completion with the reference answer of an item.
+    """Prompt that asks a judge to compare a completion with the reference answer of an item.
 
     The completion is the first answer, or the second one if `is_swapped`.
     """
@@ -73,9 +73,9 @@ def prompt_digest(prompt: str) -> str:
 
 
 def preference_of(answer: str, *, is_swapped: bool) -> float | None:
-    """How far a judge prefers the completion: 1 if it is better than the reference, 0 if worse, 0.5 for a tie.
+    """Read a judge's verdict: 1 if the completion is better than the reference answer, 0 if worse, 0.5 for a tie.
 
-    `is_swapped` says whether the completion was the second answer. The last verdict in the judge's answer counts; the
+    `is_swapped` says whether the completion was the second answer. The last verdict in the judge's answer counts. The
     result is None for an answer without a verdict.
     """
     verdicts = VERDICT.findall(answer)

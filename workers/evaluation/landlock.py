@@ -1,7 +1,7 @@
-"""Confinement by Landlock and seccomp, which need neither privileges nor namespaces.
+"""Sandbox by Landlock and seccomp, which need neither privileges nor namespaces.
 
-It works alike on one's own machine, as root, and in a container without capabilities. A process is confined where it
-is, so that one that is forked for a program is confined within a millisecond.
+It works in the same way for a normal user, as root, and in a container without capabilities. A process confines itself
+while it runs, so a process that is forked for a program is confined within a millisecond.
 
 Sources: the kernel's `userspace-api/landlock.rst`, and `include/uapi/linux/landlock.h`.
 """
@@ -31,7 +31,7 @@ WRITE = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAK
 
 
 class Landlock(Confinement):
-    """Confinement of a process by Landlock, which limits files, and seccomp, which filters system calls.
+    """Sandbox for one process by Landlock, which limits files, and seccomp, which filters system calls.
 
     The process can still find out whether a path exists, and the size of the file there.
     """

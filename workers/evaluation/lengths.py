@@ -20,7 +20,7 @@ LOOKED_AT = 50  # the first documents of each subtask
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens a model reads and generates for one sample of a task, on average.
+    """Mean numbers of tokens that a model reads and generates for one sample of a task.
 
     `read` is the mean number of tokens that a model reads: the prompt, or all options with their prompts. `answered` is
     the mean length of completions that are as long as the reference answers. `limit` is the mean length of completions

@@ -37,7 +37,7 @@ KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored samples, and for each objective a hash of the prompts with which they were scored.
+    """Scored samples, and a hash of the prompts of each objective.
 
     `samples` are in the order of the requested spans. `prompts` maps an objective's name to the sha256 (hex) of the
     tokens of all prompts that were scored.
@@ -51,8 +51,8 @@ class Scored:
 class _Request:
     """A tokenized request for a backend, with the lm-eval request (`instance`) from which it was made.
 
-    `is_truncated` says that the beginning of its prompt was cut to the model's maximum length. `instance` is never
-    modified.
+    `is_truncated` says whether the beginning of its prompt was cut to fit the model's maximum length. `instance` is
+    never modified.
     """
 
     instance: Any
@@ -143,9 +143,9 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that precedes an option of a task without a prompt: BOS, or end of text without a BOS token.
+        """Id of the token that precedes an option of a task without a prompt.
 
-        It is BOS, or end of text if the tokenizer has no BOS.
+        It is the BOS token, or the end-of-text token if the tokenizer has no BOS.
         """
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
@@ -183,7 +183,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return str(text)
 
     def documents(self, task: BuiltTask, *, limit: int | None = None) -> tuple[tuple[Document, ...], ...]:
-        """For each subtask of a task, its documents with prompts rendered for this model.
+        """Documents of each subtask of a task, with prompts rendered for this model.
 
         With `limit`, only the first `limit` documents of each subtask are rendered.
         """
@@ -275,12 +275,14 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
 
 class TaskEvaluator:
-    """Scores samples of tasks on one backend, and keeps tokenized tasks for later calls.
+    """Evaluator that scores samples of tasks on one backend, and keeps tokenized tasks for later calls.
 
     `backend` may be None if nothing is scored. `metrics` computes the values. By default they are computed in this
-    process; then `score` must be called in the main thread. Those of a task with code of its own always come from the
-    confined process that has the task. Tokenized tasks are kept, the most recently used first, up
-    to MAX_KEPT_TOKENS prompt tokens together. The tasks of one call of `score` are always kept.
+    process; then `score` must be called in the main thread. The values of a task with its own code always come from the
+    confined process that has the task.
+
+    The most recently used tokenized tasks are kept, up to MAX_KEPT_TOKENS prompt tokens together. The tasks of one call
+    of `score` are always kept.
     """
 
     def __init__(self, backend: Backend | None, prompts: Prompts, *, metrics: Metrics | None = None) -> None:
@@ -290,7 +292,7 @@ class TaskEvaluator:
         self._prepared: dict[str, _Prepared] = {}  # by the task's digest, least recently used first
 
     def with_backend(self, backend: Backend) -> TaskEvaluator:
-        """A new evaluator with another backend, which shares this evaluator's tasks and tokenized requests."""
+        """Create an evaluator with another backend, which shares this evaluator's tasks and tokenized requests."""
         other = TaskEvaluator(backend, self.lm.prompts, metrics=self._metrics)
         other._prepared = self._prepared
         return other
@@ -317,7 +319,7 @@ class TaskEvaluator:
         return self._prepare(spec).task
 
     def confined_by(self, spans: Iterable[Span]) -> str:
-        """Names of the mechanisms that confine the tasks' own code, for the tasks of `spans`; "" if none has code."""
+        """Names of the mechanisms that confine the code of the tasks in `spans`; "" if no task has its own code."""
         found = (self._prepare(span.task).task.info.confined_by for span in spans)
         return "; ".join(sorted({each for each in found if each}))
 
@@ -331,7 +333,7 @@ class TaskEvaluator:
         return prepared.documents[subtask][document]
 
     def score(self, spans: Sequence[Span]) -> Scored:
-        """Score all samples of `spans`, each of which is adjacent samples of one task.
+        """Score all samples of `spans`; a span is a range of adjacent samples of one task.
 
         The backend gets one batch of completions and one of options for all spans. Raises InvalidTask if a span exceeds
         its task's data, MetricFailed if a metric fails, and the errors of the backend.
@@ -371,8 +373,8 @@ class TaskEvaluator:
     def _ask(self, samples: Sequence[_Asked]) -> None:
         """Send the requests of samples to the backend, and store its answers in the samples.
 
-        Tasks with code begin to compute a sample's metric as soon as its last completion arrives, while the backend
-        generates those of other samples.
+        If a task has its own code, the computation of a sample's metric begins as soon as the sample's last completion
+        arrives, while the backend generates completions of other samples.
         """
         assert self.backend is not None
         requests = [(each, index) for each in samples for index in range(len(each.requests))]
@@ -428,8 +430,8 @@ class TaskEvaluator:
     def _forget_all_but(self, in_use: Collection[str]) -> None:
         """Drop tokenized tasks, least recently used first, until the rest has at most MAX_KEPT_TOKENS prompt tokens.
 
-        Tasks with an attacked template are dropped first, as each is scored once. Tasks whose digest is `in_use` are
-        kept.
+        Tasks whose digest is in `in_use` are kept. Tasks with an attacked template are dropped first, because each of
+        them is scored only once.
         """
         kept = sum(prepared.num_tokens for prepared in self._prepared.values())
         unused = [digest for digest in self._prepared if digest not in in_use]

@@ -66,10 +66,10 @@ Loading = Callable[[Path | None, FileAccess | None], AbstractContextManager[None
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a confined process needs to build a task, beside its TaskSpec: files, data and task index.
+    """Files, data and task index that a confined process needs to build a task, in addition to its TaskSpec.
 
-    `directories` hold the task's files, and `files` are those of them that its code may read. `datasets` has its data,
-    as `datasets.load_dataset` returned it, by `task_loading.data_key`. `index` has the tasks with a name
+    `directories` hold the task's files, and `files` are the files in them that its code may read. `datasets` has its
+    data, as `datasets.load_dataset` returned them, by `task_loading.data_key`. `index` has the tasks with a name
     (`task_index`); None if the task needs none.
     """
 
@@ -246,8 +246,9 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
 def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], spec: TaskSpec) -> Any:
     """Make an lm-eval task from `rows`, the samples of a JSONL file.
 
-    A greedy completion is right if it equals the whole answer, apart from white space at its ends; `executed_task`
-    judges those of tasks with a program. `task` has the further settings of the inline task, such as `max_tokens`.
+    A greedy completion is right if it equals the whole answer, apart from white space at its ends. `executed_task`
+    judges the completions of tasks with a program. `task` has the further settings of the inline task, such as
+    `max_tokens`.
     """
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
@@ -441,8 +442,8 @@ def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
 def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
     """Raise InvalidTask if the metric of `spec` gives no number for a sample.
 
-    It is computed once, on a placeholder answer to the first document. Some metrics give values that only their own
-    aggregation can use, and that fail with `aggregation: mean`.
+    The metric is computed once, on a placeholder answer to the first document. Some metrics give values that only their
+    own aggregation can use, and that fail with `aggregation: mean`.
     """
     task = subtask.task
     if task.config.process_results is not None or any(

@@ -1,7 +1,7 @@
-"""Metrics in a separate process, whose main thread allows timers, and whose crashes do not affect the engine.
+"""Computation of metrics in a separate process, which allows timers, and whose crashes do not affect the engine.
 
 `TaskProcess` is the base class of `MetricProcess` and `confined_task.ConfinedTask`. The code of the process is in
-`task_server`.
+`task_server`. Metrics that set timers need the main thread of a process.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ PROGRAM = f"from {serve.__module__} import serve; serve()"
 class TaskProcess(ABC):
     """Client of a separate process that builds tasks and computes the metrics of answers.
 
-    `_start` starts the process, which is restarted after it has ended. `stop` kills it; so does the garbage collection
-    of this object. MetricFailed is raised for a sample whose metric twice takes longer than `sample_limit_s` or twice
-    ends the process. Building a task may take `task_limit_s` seconds. Only one thread may use the object at a time.
-    Linux kills the process when the thread that started it ends.
+    `_start` starts the process, which is restarted after it has ended. `stop`, and the garbage collection of this
+    object, kill it. MetricFailed is raised for a sample whose metric twice takes longer than `sample_limit_s` seconds,
+    or twice ends the process. Building a task may take `task_limit_s` seconds. Only one thread may use the object at a
+    time. Linux kills the process when the thread that started it ends.
     """
 
     def __init__(self, *, sample_limit_s: float, task_limit_s: float) -> None:
@@ -93,10 +93,10 @@ class TaskProcess(ABC):
         self._send(first)
 
     def _values(self, digest: str, task: BuiltTask, answers: Sequence[Answers]) -> list[float]:
-        """The metric of `task` for each of several samples, all finite; `digest` names the task to the process.
+        """Compute the metric of `task` for each of several samples; `digest` names the task to the process.
 
-        Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the task, and EngineUnavailable
-        if the process ends or hangs twice while it builds the task.
+        All values are finite. Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the
+        task, and EngineUnavailable if the process ends or hangs twice while it builds the task.
         """
         values: list[float] = []
         is_retry = False
@@ -155,7 +155,7 @@ class TaskProcess(ABC):
             self._channel.send(pickle.dumps(message), limit_s=self._task_limit_s)
 
     def _receive(self, key: str, limit_s: float) -> Any:
-        """Wait for the process's reply, and return its field `key`; raise the error that the reply has instead.
+        """Wait for the process's reply, and return its field `key`; if the reply has an error instead, raise the error.
 
         Questions of the process that arrive before the reply are answered by `_answer`.
         """
@@ -200,7 +200,7 @@ class TaskProcess(ABC):
 
 
 class MetricProcess(TaskProcess):
-    """A separate process that computes the metrics of tasks without code of their own (`metrics.Metrics`).
+    """A separate process that computes the metrics of tasks that have no code (`metrics.Metrics`).
 
     It is not confined, and has this process's environment. It is started at once.
     """

@@ -1,7 +1,7 @@
 """Application of lm-eval's filters and metrics to the answers to one sample.
 
 Metrics may set timers (SIGALRM), which Python allows only in the main thread of a process. In other threads they raise,
-or score 0 without a message. A replica scores in another thread, so it has metrics computed by a process of their own
+or score 0 without a message. A replica scores in another thread. Therefore it computes metrics in a separate process
 (`metric_process.MetricProcess`).
 """
 
@@ -45,8 +45,8 @@ class Metrics(Protocol):
 class LocalMetrics:
     """Computes the metrics of tasks in the calling process, which must have built the tasks itself.
 
-    Therefore a task with code of its own is refused except in a confined process. The methods must be called in the
-    main thread, because metrics may set timers.
+    Therefore a task with its own code is refused, except in a confined process. The methods must be called in the main
+    thread, because metrics may set timers.
     """
 
     def __init__(self) -> None:
@@ -122,5 +122,5 @@ def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str
 
 
 def _text(answer: Any) -> str:
-    """The completion after lm-eval's filter, as text; the first, if the filter gives several."""
+    """Text of a completion after lm-eval's filter; if the filter gives several texts, the first."""
     return str(answer[0]) if isinstance(answer, list) else str(answer)

@@ -55,7 +55,8 @@ class OverlappingItems:
 
     - `num_items`: the number of the task's items
     - `num_exact`: the number of items whose whole text is that of an item of another task
-    - `num_overlapping`: the number of items that are equal to one, or have an n-gram in common with one
+    - `num_overlapping`: the number of items that are equal to an item of another task, or have an n-gram in common with
+      one
     - `by_other`: the number of overlapping items by the name of the other task
     - `examples`: names of the first overlapping items
     """
@@ -101,7 +102,7 @@ class SearchItems:
 
 
 def overlapping(search: Mapping[str, TaskSpec], tasks: Mapping[str, TaskSpec]) -> dict[str, OverlappingItems]:
-    """For each of `tasks`, count the items that share text with items of any task in `search`.
+    """Count, for each of `tasks`, the items that share text with items of any task in `search`.
 
     Both arguments map names to tasks. Results are cached by the content of the tasks. Raises InvalidTask if a task
     cannot be built.
@@ -146,8 +147,8 @@ def _text(document: Document) -> str:
 def _key(search: Mapping[str, TaskSpec], task: TaskSpec) -> str:
     """Cache key for the overlap of `task` with the tasks in `search`.
 
-    Settings that do not change the items of a task are left out. A task of the hub or of lm-eval enters the key by its
-    name only, so its data count as unchanged.
+    Settings that do not change the items of a task are left out. For a task of the hub or of lm-eval, the key has only
+    the name, so its data count as unchanged.
     """
 
     def of(spec: TaskSpec) -> Any:
@@ -169,7 +170,7 @@ def _whole(text: str) -> bytes:
 def _ngrams(text: str) -> NDArray[np.uint64]:
     """Eight-byte digests of the distinct word n-grams of a text, in ascending order.
 
-    An n-gram is within a line. Otherwise the end of a template and a short answer after it would be one, too.
+    An n-gram does not cross lines. Otherwise the end of a template and a short answer after it would form one.
     """
     found: set[str] = set()
     for line in text.lower().splitlines():

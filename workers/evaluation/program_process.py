@@ -1,6 +1,7 @@
-"""Execution of one program in its own confined process.
+"""Execution of one program in a separate confined process.
 
-A process that is started for a program imports this module first, so that it imports only what is quick to load.
+A process that is started for a program imports this module first. Therefore this module imports only modules that load
+quickly.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ class Prompts:
     def encode(self, text: str, *, special_tokens: bool | None = None) -> list[int]:
         """Tokenize a text, with at most one BOS token in front.
 
-        With `special_tokens` False no special tokens are added, as for text that continues a prompt. With None the
-        option `add_bos_token` decides, whose default is what the tokenizer does. A text that already begins with BOS,
-        as chat templates write it, does not get a second one.
+        With `special_tokens` False, no special tokens are added, as for text that continues a prompt. With None, the
+        option `add_bos_token` decides; its default is what the tokenizer does. A text that already begins with BOS, as
+        chat templates write it, does not get a second one.
         """
         bos = self.tokenizer.bos_token_id
         add = self.options.add_bos_token if special_tokens is None else special_tokens

@@ -1,7 +1,7 @@
 """References: the right answers of a task's samples as tokens on which a model's loss is computed.
 
-The reference of a generating task is the task's own target after the task's own prompt. For a multiple choice the model
-reads all options, as for scoring. Tasks without references are found without a tokenizer.
+The reference of a generating task is the task's target, after the task's prompt. For a multiple choice the model reads
+all options, as for scoring. Tasks without references are found without a tokenizer.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """For each sample of a task, the texts from which its loss is computed, in scoring order.
+        """Texts from which the loss of each sample of a task is computed, in scoring order.
 
         Raises InvalidTask if a sample has no right answer that a model could read.
         """
@@ -144,9 +144,9 @@ class References:
         return Reading((*request.tokens, *tokens[: request.max_tokens]), len(request.tokens), ends)
 
     def _ends(self, stops: Sequence[str]) -> tuple[int, ...]:
-        """The sorted ids of all tokens that end a completion.
+        """Sorted ids of all tokens that end a completion.
 
-        They are the end-of-text tokens, and those of the task's stop strings (`stops`) that are a single token.
+        They are the end-of-text tokens, and the task's stop strings (`stops`) that are a single token.
         """
         prompts = self._evaluator.lm.prompts
         encoded = [prompts.encode(stop, special_tokens=False) for stop in stops]

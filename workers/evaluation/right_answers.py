@@ -12,9 +12,9 @@ __all__ = ["RightAnswer", "right_answer"]
 class RightAnswer:
     """The right answers of one document: texts, or options of a multiple choice.
 
-    `lack` is the reason why the document has none on which a loss can be computed; None if it has some. `texts` are
-    those of a generating task, each of which is right. `options` are those of a multiple choice, and `right` the
-    indices of the right ones.
+    `lack` is the reason why no loss can be computed on the document's right answers; None if it can. `texts` are the
+    right answers of a generating task, each of which is right. `options` are the options of a multiple choice, and
+    `right` has the indices of the right ones.
     """
 
     lack: str | None

@@ -1,4 +1,4 @@
-"""Metrics of single samples, for tasks whose own metric is computed over all samples at once or that have none.
+"""Metrics of single samples, for tasks without a metric or with one that is computed over all samples at once.
 
 A search estimates a metric from a part of the samples, which works only for means over samples. Therefore corpus
 metrics such as BLEU, chrF, F1 and Matthews' correlation cannot be searched. The metrics here are the per-sample forms
@@ -48,7 +48,7 @@ PER_SAMPLE_FORMS: Mapping[str, str] = MappingProxyType(
 
 
 def names_for(output_type: str) -> tuple[str, ...]:
-    """Names of the metrics that every task of lm-eval's `output_type` has, beside those that it lists itself."""
+    """Names of the metrics that every task of lm-eval's `output_type` has, besides those that it lists itself."""
     return {"generate_until": tuple(METRICS), "multiple_choice": (ACCURACY,)}.get(output_type, ())
 
 
@@ -72,9 +72,10 @@ def _rouge_scorer() -> Any:
 def sari(source: str, references: Sequence[str], answer: str) -> float:
     """SARI of one simplified text, from 0 to 1; `source` is the text before simplification.
 
-    It is the mean of three scores over n-grams of one to four tokens: the F-measures of n-grams that are kept and that
-    are added, and the precision of n-grams that are deleted, each compared with the references. Texts are in lower
-    case and tokenized as sacrebleu does ("13a"). A score without n-grams is 1, as in the metric of Hugging Face.
+    SARI is the mean of three scores over n-grams of one to four tokens: the F-measure of kept n-grams, the F-measure of
+    added n-grams, and the precision of deleted n-grams. Each is computed by comparison with the references. Texts are
+    in lower case and tokenized as sacrebleu does ("13a"). A score without n-grams is 1, as in the metric of Hugging
+    Face.
     """
     texts = [source, answer, *references]
     source_tokens, answer_tokens, *reference_tokens = ([*_tokenize(text.lower()).split()] for text in texts)
@@ -113,7 +114,7 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """Mean precision over the distinct n-grams that a text kept or deleted, for SARI; 1 if there are none.
+    """Mean precision over the distinct n-grams that a text kept or deleted, a part of SARI; 1 if there are none.
 
     `made` has the count of each kept or deleted n-gram, `right` how many of them the references agree with.
     """
@@ -143,7 +144,10 @@ def _contains(_: str, references: Sequence[str], answer: str) -> float:
 
 
 def _edit_similarity(_: str, references: Sequence[str], answer: str) -> float:
-    """The share of matching characters, rounded to 0.01, after py150's placeholders for literals are resolved."""
+    """Similarity of two lines of code: the share of matching characters, rounded to 0.01, as CodeXGLUE judges py150.
+
+    py150's placeholders for literals are resolved first.
+    """
     text = _without_marks(answer)
     return max(round(100 * SequenceMatcher(None, text, _without_marks(each)).ratio()) for each in references) / 100
 

@@ -1,7 +1,8 @@
-"""Index of the evaluation tasks that have a name: those of lm-eval and those shipped with this project.
+"""Index of the evaluation tasks that have a name: tasks of lm-eval, and tasks shipped with this project.
 
-Building lm-eval's index parses 14,000 YAML files, which takes 10 to 70 s. Therefore the index is kept in the cache for
-each version of lm-eval. The cache replaces a record as a whole, and one process builds the index while the others wait.
+Building lm-eval's index parses 14,000 YAML files, which takes 10 to 70 s. Therefore the index is cached for each
+version of lm-eval. A cached index is replaced as a whole. If several processes need it, one builds it while the others
+wait.
 """
 
 from __future__ import annotations

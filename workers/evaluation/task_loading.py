@@ -1,7 +1,7 @@
 """Limits on what lm-eval reads and runs while it builds a task: YAML files, Python functions, and data files.
 
-lm-eval resolves includes, groups and overrides itself. Therefore its own loading functions are wrapped while it builds
-a task, rather than its files being interpreted a second time. There are three ways to load a task:
+lm-eval itself resolves the includes, groups and overrides of a task. Therefore its loading functions are wrapped while
+it builds a task; its files are not interpreted a second time. There are three ways to load a task:
 
 - `guarded_loading`: in this process, for tasks without Python functions of their own (else OwnCode)
 - `recorded_loading`: in this process, to load a task's data and nothing else
@@ -50,15 +50,15 @@ FORMATS = ("arrow", "cache", "csv", "json", "parquet", "text")
 
 
 class OwnCode(Exception):
-    """A task's files name a Python function, so the task must be built in a confined process."""
+    """Raised if a task's files name a Python function, so that the task must be built in a confined process."""
 
 
 @dataclass
 class Recording:
-    """The directories and data of tasks that `recorded_loading` found.
+    """Directories and data of tasks, as `recorded_loading` found them.
 
     `directories` are those of all YAML files that were read. `datasets` has the data of each task, as
-    `datasets.load_dataset` returned it, by `data_key`.
+    `datasets.load_dataset` returned them, by `data_key`.
     """
 
     directories: set[Path] = field(default_factory=set)
@@ -69,10 +69,14 @@ class Recording:
 def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterator[None]:
     """Context manager that limits what lm-eval may read while it builds a task, and prevents it from running code.
 
-    A task whose files name Python functions raises OwnCode inside the context, before any of them is imported. Files
-    outside `access` are refused, unless `access` is None (no limit): also those that a data set itself names, and
-    addresses of other hosts than the hub. Data sets without files are refused too, because `datasets` would search the
-    disk for them, and so are metrics that are not lm-eval's own. Refusals are raised as InvalidTask inside the context.
+    A task whose files name Python functions raises OwnCode inside the context, before any of them is imported. The
+    following are refused, which raises InvalidTask inside the context:
+
+    - files outside `access`, also those that a data set itself names, and addresses of other hosts than the hub; if
+      `access` is None, there is no limit
+    - data sets without files, because `datasets` would search the disk for them
+    - metrics that are not lm-eval's own
+
     Relative paths of data files start at `directory`, or at the current directory if it is None. Loading does not wait
     for a hub that cannot be reached.
     """
@@ -123,7 +127,7 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 
 @contextlib.contextmanager
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager of a confined process that lets lm-eval build tasks with Python functions of their own.
+    """Context manager of a confined process that lets lm-eval build tasks that have their own Python functions.
 
     The process cannot load data itself. `data` has the data sets that were loaded before (`Recording.datasets`). Inside
     the context, a task that needs another data set raises InvalidTask.
@@ -213,7 +217,7 @@ def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
     """Wrapper of lm-eval's `load_yaml(path)` in which `include: gsm8k` also includes the file of a registered task.
 
     lm-eval calls `load_yaml` by this name for each `include`, with a path in the directory of the file that includes
-    it. A file of that path comes first. Raises IndexNeeded if the index of names is not loaded yet.
+    it. If this path is a file, the file is included. Raises IndexNeeded if the index of names is not loaded yet.
     """
 
     def loaded(path: str | Path, **options: Any) -> Any:
@@ -247,9 +251,9 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
     """Make a replacement of lm-eval's `_import_func_in_yml(name, directory)` that imports no code.
 
     lm-eval calls `_import_func_in_yml` for each Python function (`!function`) that a YAML file in `directory` names.
-    `access` says which directories are trusted; those of shipped tasks are, too. Functions of others are refused
-    (InvalidTask). For the rest OwnCode is raised or, if `name` is given, the result of `name` for the function's name
-    is returned.
+    `access` says which directories are trusted; None trusts all. The directories of shipped tasks are always trusted.
+    For a function in another directory, InvalidTask is raised. For a trusted one, OwnCode is raised or, if `name` is
+    given, the result of `name` for the function's name is returned.
     """
 
     def guarded(function: str, directory: Path) -> Any:
@@ -315,8 +319,8 @@ def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 def _pattern_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of `resolve_pattern` of `datasets` that refuses data files which the study may not read.
 
-    `access` has the directories that it may read; a refusal is an InvalidTask. `datasets` calls
-    `resolve_pattern(pattern, base_path)` for all data files, those of `dataset_kwargs` and those that the README.md of
+    `access` has the files that the study may read; a refusal is an InvalidTask. `datasets` calls
+    `resolve_pattern(pattern, base_path)` for all data files: those of `dataset_kwargs`, and those that the README.md of
     a data set names, on this machine or the hub.
     """
 

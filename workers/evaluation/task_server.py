@@ -1,7 +1,7 @@
-"""The main function of a separate process, confined or not, that builds tasks and computes their metrics.
+"""Main function of a separate process, confined or not, that builds tasks and computes their metrics.
 
-The parent process is trusted and sends pickled messages. This process sends JSON, because code of tasks may have
-written its messages.
+The parent process is trusted and sends pickled messages. This process sends JSON, because its messages may have been
+written by the code of a task, which is not trusted.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Server:
             self.reply(built=[_facts(subtask) for subtask in self._task.subtasks])
 
     def open(self, spec: TaskSpec, documents: Documents) -> None:
-        """Build a task without code of its own; an error is reported with the first request for its values."""
+        """Build a task that has no code; an error is reported when its values are first requested."""
         self._refused.pop(spec.digest, None)
         try:
             self._local.open(build(spec), documents)
@@ -152,8 +152,8 @@ class _Server:
     def values(self, digest: str, answers: Sequence[Answers], one_by_one: bool) -> None:
         """Compute a task's metric for each of several samples, and send the values in one or more replies.
 
-        A first reply says that the task is built. With `one_by_one`, each value is a reply of its own. `digest` names
-        the task; a process with only the confined task ignores it.
+        A first reply says that the task is built. With `one_by_one`, each value is a separate reply. `digest` names the
+        task; a process with only the confined task ignores it.
         """
         if self._task is not None:
             digest = self._task.spec.digest

@@ -24,7 +24,7 @@ def check_task(spec: TaskSpec) -> TaskInfo:
 
     Prompts that are too long are not counted, because that needs a tokenizer. Raises InvalidTask for an unknown task,
     metric, filter or split; for malformed or missing data; for a metric that is not a mean over samples; for a file
-    outside the task's `access`; and for a task with code of its own if this machine cannot confine it.
+    outside the task's `access`; and for a task with its own code if this machine cannot confine it.
     """
     if isinstance(spec.task, Mapping) and spec.task.get("program") is None:
         rows = inline_rows(spec)
@@ -36,9 +36,9 @@ def check_task(spec: TaskSpec) -> TaskInfo:
 def build_task(spec: TaskSpec) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
-    A task whose files name Python functions is built by a confined process (`confined_task`), and one that executes
-    completions has one for that (`executed_task`). The process lives as long as the object, or until the object is
-    closed. Raises InvalidTask if the task is unknown or cannot be scored (see `check_task`).
+    A task whose files name Python functions is built by a confined process (`confined_task`). A task that executes
+    completions has a confined process for them (`executed_task`). The process lives as long as the returned object, or
+    until the object is closed. Raises InvalidTask if the task is unknown or cannot be scored (see `check_task`).
     """
     try:
         task = build(spec)

@@ -1,6 +1,6 @@
 """Export of a merged model as a Hugging Face checkpoint.
 
-- `checkpoint`: the directory with tensors, configuration, tokenizer and recipe
-- `shards`: the files of tensors, whose writing continues after a kill
+- `checkpoint`: writes the directory with tensors, configuration, tokenizer and recipe
+- `shards`: writes the files of tensors, and continues after it was killed
 - `model_card`: the README.md: sources, recipe, scores, licences
 """

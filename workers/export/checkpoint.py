@@ -1,8 +1,8 @@
 """Export of a recipe's merged model as a Hugging Face checkpoint.
 
-Its tensors are bit for bit those that an engine scored, except where a device changes bits: in tensors that LoRA
-adapters change, if the engine was on a GPU (`model_card.ADAPTED`), and in merges by methods whose bits depend on the
-device (`model_card.BY_DEVICE`).
+The exported tensors are, bit for bit, those of the engine that scored the merge, with two exceptions. One is tensors
+that LoRA adapters change, if the engine was on a GPU (`model_card.ADAPTED`). The other is merges by methods whose bits
+depend on the device (`model_card.BY_DEVICE`).
 
 The directory gets its name only when it is complete. Until then its files are in a hidden directory next to it,
 together with the checksums of the finished files. An export that was killed continues from these files.
@@ -60,19 +60,20 @@ def export(
     """Write the merged model of a recipe as a Hugging Face checkpoint to `out_dir`, and return the directory.
 
     The files are tensors, config.json, tokenizer, README.md, recipe.json and, if mergekit can express the recipe,
-    mergekit_config.yml. A merge with alignments also has their tensors and the file of the model class that computes
-    them, which transformers loads with trust_remote_code.
+    mergekit_config.yml. If the merge has alignments (maps of the residual stream between layers), there are also their
+    tensors and the file of the model class that computes them, which transformers loads with trust_remote_code.
 
-    The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`; the
-    tokenizer is the tokenizer of the source models' family. `scores` maps an objective to its held-out value, and
-    `study` is the name of the study; both are shown in the model card, README.md. `chat_template` replaces the
-    tokenizer's chat template. `progress` is called for every tensor. An existing export of the same recipe, dtype and
-    template is left unchanged. If an earlier export was killed or interrupted, its complete files of tensors are
-    checked and kept.
+    The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`. The
+    tokenizer is that of the source models' family. `scores` maps an objective to its held-out value, and `study` is the
+    name of the study; both are shown in the model card, README.md. `chat_template` replaces the tokenizer's chat
+    template. `progress` is called for every tensor. An existing export of the same recipe, dtype and template is left
+    unchanged. If an earlier export was killed or interrupted, its complete files of tensors are checked and kept.
 
-    Raises FileExistsError if `out_dir` has other content, and while another process writes to it. Raises
-    PermissionError if the directory cannot be created, InvalidRecipe and InvalidModel if the merge cannot be computed,
-    and EvidenceMismatch if files of the sources change.
+    Raises:
+        FileExistsError: `out_dir` has other content, or another process writes to it.
+        PermissionError: The directory cannot be created.
+        InvalidRecipe, InvalidModel: The merge cannot be computed.
+        EvidenceMismatch: Files of the sources have changed.
     """
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
@@ -167,7 +168,7 @@ def _check_weights(out: Path, recipe: Recipe) -> None:
 
 
 def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
-    """Check whether the directory `out_dir` is an export (has a recipe.json); False if it is missing or empty.
+    """Check whether `out_dir` is the directory of an export (has a recipe.json); False if it is missing or empty.
 
     Raises FileExistsError if the path contains anything else; the message says that `expected` was expected. Raises
     PermissionError if the directory is missing and cannot be created.
@@ -186,7 +187,7 @@ def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
 
 
 def left_behind_bytes(out_dir: str | Path) -> int:
-    """Bytes on disk in hidden directories of exports to `out_dir` that were killed.
+    """Bytes on disk that killed exports to `out_dir` left in hidden directories.
 
     The next export to `out_dir` reuses or removes these files.
     """
@@ -195,7 +196,7 @@ def left_behind_bytes(out_dir: str | Path) -> int:
 
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
-    """Content of the mergekit_config.yml that computes the recipe, or the reason (a string) why there is none.
+    """Content of the mergekit_config.yml that computes the recipe or, if there is none, the reason as a string.
 
     `dtype` is the dtype in which mergekit stores the merge. Models are named by their hub ids, or by directories if
     they have no hub id.
@@ -228,7 +229,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
 
 
 def _content_key(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
-    """Key that is equal for two exports if one can continue from the incomplete files of the other.
+    """Key of an export, which is equal for two exports if one can continue from the incomplete files of the other.
 
     The key depends on the recipe, the sources, the dtype, the size of the files and the version of mergesearch.
     """
@@ -240,5 +241,5 @@ def _write_json(file: Path, document: Any) -> None:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """Name of a dtype as in configuration files, such as "float32"."""
+    """Name of a dtype as configuration files write it, such as "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -37,7 +37,7 @@ had other bits than this checkpoint, which the CPU wrote."""
 
 
 class Score(Protocol):
-    """Held-out score of an objective: `value`, its 95 % confidence interval and the number of samples."""
+    """Held-out score of an objective: its value, the 95 % confidence interval and the number of samples."""
 
     @property
     def value(self) -> float: ...
@@ -171,7 +171,7 @@ def source_name(directory: Path) -> str:
 
 
 def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
-    """Recipes of the sources that are merges themselves, as the entry "lineage" of recipe.json.
+    """Recipes of the sources that are merges themselves, in the form of the entry "lineage" of recipe.json.
 
     The result is {"lineage": {alias: recipe}}. It is empty if no source is an export of mergesearch.
     """
@@ -192,7 +192,7 @@ def _recipe_document(directory: Path) -> dict[str, Any] | None:
 
 
 def _merge_name(directory: Path) -> str | None:
-    """Model-card name of a source model that is itself an export; None if `directory` is not an export.
+    """Name that a model card gives a source model which is itself an export; None if `directory` is not an export.
 
     The name has the digest, the models and, if known, the study of the source's recipe.
     """
@@ -205,9 +205,10 @@ def _merge_name(directory: Path) -> str | None:
 
 
 def _relative(merge: Merge, index: int) -> object:
-    """Key of the merge of one layer's part: adjacent layers are merged in the same way if their keys are equal.
+    """Key by which adjacent layers are grouped: it is equal if a part of the layers is merged in the same way.
 
-    In the key, layers of sources are numbered relative to `index`, the index of the merged layer.
+    `merge` is the merge of this part, such as the MLP, in the merged layer with the index `index`. In the key, layers
+    of sources are numbered relative to `index`.
     """
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
     base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)
@@ -215,7 +216,7 @@ def _relative(merge: Merge, index: int) -> object:
 
 
 def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple[str, str, str]:
-    """Method, sources and coefficients of a merge, each as text for a table row.
+    """Method, sources and coefficients of a merge, each as text for a row of the table of a recipe.
 
     The row is for `length` adjacent layers from index `index` on that have this merge, each with the corresponding
     layers of the sources. `index` is None outside layers. The text names a source's layers only if their numbers differ

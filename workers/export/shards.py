@@ -1,4 +1,4 @@
-"""Writing of an export's safetensors files, with checksums, so that a killed export can continue.
+"""Writer of an export's safetensors files, which records checksums so that a killed export can continue.
 
 Tensors are streamed into the files one by one.
 """
@@ -37,7 +37,7 @@ CHECKSUM = xxhash.xxh3_128
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of an export: how many of `total` bytes of tensors are written.
+    """Progress of an export: the number of bytes of tensors that are written, of `total` bytes.
 
     `kept` is the number of written bytes that are from an earlier, killed export.
     """
@@ -87,9 +87,9 @@ def write_shards(
     *,
     added: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write the tensors of a merge to safetensors files (shards) and then the index of the files.
+    """Write the tensors of a merge to safetensors files (shards), and then the index of these files.
 
-    A file's checksum is recorded, in a state file beside `directory`, once the file is on disk. Files that an earlier,
+    A file's checksum is recorded, in a state file next to `directory`, once the file is on disk. Files that an earlier,
     killed export completed are kept if they still have the recorded checksum. The tensors in `added`, such as the
     tensors of alignments, come after the tensors of the merge. `progress` is called at the beginning and for every
     tensor. A single file has no index.

@@ -1,8 +1,8 @@
-"""mergekit's configurations: read as recipes, and recipes written as configurations.
+"""Conversion between mergekit's configurations and recipes, in both directions.
 
-- `methods`: mergekit's merge methods, with the declared methods that are their counterparts
+- `methods`: mergekit's merge methods, with the methods of this project that compute the same tensors
 - `config`: mergekit's files as validated documents
 - `reader`: reads mergekit's files, and reports errors in them and settings that mergekit would ignore
-- `importer`: configurations as recipes
-- `exporter`: recipes as configurations, if mergekit computes the same tensors
+- `importer`: converts configurations to recipes
+- `exporter`: converts recipes to configurations, if mergekit computes the same tensors
 """

@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Condition:
-    """One setting of a parameter in a mergekit file: its value for tensors whose names contain `filter`.
+    """Value that a mergekit file gives a parameter for the tensors whose names contain `filter`.
 
     Several `values` are a gradient over layers: they are interpolated from the first layer to the last. `values` is
     empty if the file has no valid value. `place` is the key in the file, and `text` the values as they are in the file,
@@ -39,10 +39,11 @@ class Condition:
     text: str
 
     def at(self, t: float) -> Scalar | None:
-        """Value of the parameter at the fraction t of the way through the layers; None if `values` is empty.
+        """Value of the parameter at a layer; None if `values` is empty.
 
-        t is from 0, the first layer, to 1, the last. Numbers are interpolated linearly; for flags, the result is the
-        value at t or at the last place before t.
+        t is the place of the layer among the layers of its slice: 0 for the first layer, 1 for the last. Numbers are
+        interpolated linearly between `values`. Flags are not interpolated: the result is the last of `values` whose
+        place is at or before t.
         """
         if not self.values:
             return None
@@ -82,7 +83,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Where the merged model's embedding row for a token comes from.
+    """Source of the merged model's embedding row for one token.
 
     It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
     None, the row is zero. With `force`, the row is used for all models, even for models that have a row for the token;

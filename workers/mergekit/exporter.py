@@ -1,9 +1,10 @@
-"""Converts recipes to mergekit configurations, if mergekit computes the same tensors up to float32 rounding.
+"""Conversion of recipes to mergekit configurations, if mergekit computes the same tensors up to float32 rounding.
 
-A configuration has one merge method, so the merges of a recipe must share a method: a weighted sum of models
+A configuration has one merge method. Therefore all merges of a recipe must have one method: a weighted sum of models
 (passthrough, linear, task_arithmetic, in any mixture), SLERP (with passthrough), or another method that has a
-counterpart in mergekit. Recipes that mergekit would compute differently are refused, because of masks among equal
-magnitudes, random masks or corner cases. The functions use mergekit's configuration format, but not its code.
+counterpart in mergekit. Recipes that mergekit would compute differently are refused. mergekit may choose other elements
+among equal magnitudes, draws other random masks, and differs in corner cases. The functions use mergekit's
+configuration format, but not its code.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SUMS = ("passthrough", "linear", "task_arithmetic")
 
 
 class Inexpressible(ValueError):
-    """Raised if no mergekit configuration computes the recipe's tensors; the message has the reason."""
+    """Raised if no mergekit configuration computes the tensors of a recipe; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class _Slice:
 def mergekit_config(
     recipe: Recipe, layout: Layout, directories: Mapping[str, str], *, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """Configuration for mergekit that computes the merge of a recipe, ready to be written as YAML.
+    """Convert a recipe to a mergekit configuration that computes the same merge, ready to be written as YAML.
 
     The models are named by `directories`, which has a directory or hub id for each of the recipe's aliases. They are
     merged in float32; the merge is stored in `dtype`. `layout` has the names of the models' tensors. Raises
@@ -107,10 +108,10 @@ def mergekit_config(
 
 
 def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
-    """Move each layer's MLP scale into the last tensors of its MLP, because mergekit has no scales of MLPs.
+    """Replace the MLP scale of each layer by scaled tensors of its MLP, because mergekit has no such scales.
 
-    These tensors become scaled copies of the source's tensors. Raises Inexpressible for an MLP that is merged from
-    several models.
+    An MLP scale is a factor on what a layer's MLP adds to the residual stream. The last tensors of the MLP become
+    scaled copies of the source's tensors. Raises Inexpressible for a scaled MLP that is merged from several models.
     """
     if all(layer.mlp_scale == 1 for layer in recipe.layers):
         return recipe
@@ -136,9 +137,9 @@ def _always_differs(method: MergeMethod) -> bool:
 def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """Configuration for mergekit of a recipe in which every merge uses the method `method`.
+    """Convert a recipe in which every merge uses the method `method` to a mergekit configuration.
 
-    Mergekit has this method too, but may call it by another name. `layout` has the names of the models' tensors,
+    mergekit has this method too, but may call it by another name. `layout` has the names of the models' tensors,
     `directories` a directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises
     Inexpressible if mergekit would compute other tensors.
     """
@@ -188,11 +189,11 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 
 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
-    """Merges of one layer that a mergekit slice must state, one for each part ("piece") of the layer.
+    """List the merges that a mergekit slice states for one layer, by part ("piece") of the layer.
 
-    The result is {piece: merge}. A piece is a component, such as "mlp". If single tensors of the recipe have separate
-    merges, a piece is a tensor, by its name within the layer. The first layer also has the embedding and the last layer
-    the head, because mergekit takes their parameters from the first and the last slice.
+    A piece is a component, such as "mlp". If single tensors of the recipe have separate merges, a piece is a tensor, by
+    its name within the layer. The first layer also has the embedding and the last layer the head, because mergekit
+    takes their parameters from the first and the last slice.
     """
     parts: dict[str, tuple[Merge, int | None]] = {
         name: (recipe.layers[index].component(name), index) for name in COMPONENTS
@@ -213,7 +214,7 @@ def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
 def _models(recipe: Recipe) -> tuple[str, ...]:
     """Aliases of all models that the recipe uses; the base is first if it is used.
 
-    In the mergekit file of a weighted sum, every slice lists all of these models.
+    If the merges are weighted sums, every slice of the mergekit file lists all of these models.
     """
     used = {source.model for merge in recipe.merges() for source in merge.sources}
     if any(merge.method == "task_arithmetic" for merge in recipe.merges()):
@@ -255,7 +256,7 @@ def _sum_slice(recipe: Recipe, index: int, models: tuple[str, ...], method: str,
 
 
 def _weights(merge: Merge, base: str) -> dict[str, float]:
-    """Weight of each model in a merge that is a weighted sum: passthrough, linear or task arithmetic.
+    """Weights of the models in a merge that is a weighted sum: passthrough, linear or task arithmetic.
 
     `base` is the base model, which in task arithmetic has the weight 1 minus the sum of the lambdas.
     """
@@ -272,7 +273,7 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 
 
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
-    """One slice per layer for a recipe that copies whole layers, some of them moved or repeated.
+    """Make one mergekit slice per layer for a recipe that copies whole layers, some of them moved or repeated.
 
     Returns None for any other recipe. mergekit takes the embedding from the first layer's model, and the head from the
     last layer's model; if the recipe takes them from other models, the result is None too.
@@ -333,7 +334,7 @@ def _joined(slices: list[_Slice]) -> list[_Slice]:
 def _compatible(
     first: Mapping[tuple[str, str], Mapping[str, float]], second: Mapping[tuple[str, str], Mapping[str, float]]
 ) -> dict[tuple[str, str], dict[str, float]] | None:
-    """Combine the settings of two slices of a mergekit file; None if they contradict each other.
+    """Combine the settings of two slices of a mergekit file; return None if they contradict each other.
 
     A setting is a parameter with a value for each piece: a component or a single tensor. The slices contradict each
     other if they set different parameters, or different values for the same piece.
@@ -348,7 +349,7 @@ def _compatible(
 
 
 def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """Texts by which a mergekit file selects tensors: pairs (piece, filter), in order of precedence.
+    """Filters by which a mergekit file selects the tensors of each piece: pairs (piece, filter) in order of precedence.
 
     A piece is a component, or a single tensor if the recipe has merges of single tensors. A filter matches the tensors
     whose names contain it; the first filter that matches a tensor is used. Raises Inexpressible if, with the tensor

@@ -1,7 +1,7 @@
-"""Converts mergekit configurations to recipes that give the same tensors.
+"""Conversion of mergekit configurations to recipes that give the same tensors.
 
-Slices of layers, gradients over them and filters on tensor names have mergekit's meaning. This module does not locate
-models. Results differ from mergekit's in three ways:
+Slices of layers, gradients (values that are interpolated over the layers of a slice) and filters on tensor names have
+mergekit's meaning. This module does not locate models. Results differ from mergekit's in three ways:
 
 - All arithmetic is in float32, and results are rounded once, to `out_dtype` or `dtype`.
 - Random masks are drawn by tensor name from one seed.
@@ -151,9 +151,9 @@ class _Builder:
         return Slice(inputs, base, slice_.settings, slice_.place)
 
     def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
-        """Warn of parameters set for the base model that mergekit reads only for experts.
+        """Warn of parameters that the file sets for the base model although mergekit reads them only for other models.
 
-        `base` is the base of the slice whose models are `inputs`, or None if it has none.
+        `inputs` are the models of a slice. `base` is the base of this slice, or None if it has none.
         """
         if self._method.base == "unused":
             return
@@ -172,10 +172,10 @@ class _Builder:
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
         """Find the most frequent merge among the tensors of one component, such as "mlp", of one merged layer.
 
-        The component is `name`. `index` is the index of the merged layer, `offset` its index within the slice, and `t`
-        its relative place in the slice from 0 to 1, at which gradients are evaluated. `index` and `offset` are None for
-        the embedding and the head. The component's tensors with other merges are added to the recipe's merges of single
-        tensors.
+        `name` is the component. `index` is the index of the merged layer, and `offset` its index within the slice. `t`
+        is its relative place in the slice, from 0 to 1, at which gradients are evaluated. `index` and `offset` are None
+        for the embedding and the head. The component's tensors with other merges are added to the recipe's merges of
+        single tensors.
         """
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {

@@ -1,6 +1,7 @@
-"""mergekit's merge methods, the equivalent methods of this project, and the conversion of merges.
+"""mergekit's merge methods, the methods of this project that compute the same tensors, and the conversion of merges.
 
-Several declared methods can share one counterpart: its flags, and whether there is a base model, decide between them.
+Several methods of this project can correspond to one method of mergekit. Its flags, and whether there is a base model,
+decide which one is used.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ class MergekitMethod:
     """One of mergekit's merge methods, with the methods of this project that compute the same tensors.
 
     `variants` has each of these methods, with the settings of mergekit's method under which both compute the same
-    tensors. The properties `parameters` and `base` list the parameters of mergekit's method, and say how it uses a base
-    model.
+    tensors. `parameters` are the parameters of mergekit's method. `base` says whether it needs a base model.
     """
 
     variants: tuple[tuple[MergeMethod, Counterpart], ...]
@@ -56,7 +56,7 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """Merge of one tensor by the method of this project that gives the same result as mergekit's.
+        """Convert the merge of one tensor to a merge by the method of this project that gives the same result.
 
         If there are no sources, a method that adds task vectors to a base gives the base itself. Raises InvalidRecipe
         if no method of this project gives the same result.

@@ -1,4 +1,4 @@
-"""Reads mergekit configurations, reports their errors, and warns of settings that mergekit would ignore.
+"""Reader of mergekit configurations, which reports errors, and warns of settings that mergekit would ignore.
 
 Each message states its place in the file. There is no warning about `int8_mask`, which has long had no effect and is in
 many files.
@@ -87,7 +87,7 @@ def read_configuration(
 
 
 class _AsInYaml(reprlib.Repr):
-    """Formatter of values for messages, as a YAML file would write them, shortened if they are long."""
+    """Formatter of values for messages, which writes them as a YAML file would, shortened if they are long."""
 
     def repr_bool(self, value: bool, level: int) -> str:
         return str(value).lower()
@@ -113,7 +113,7 @@ def shown(value: Any) -> str:
 
 
 class _Reader:
-    """Reader of a mergekit configuration, which collects errors and settings that mergekit ignores."""
+    """Reader of one mergekit configuration, which collects errors, and warnings of settings that mergekit ignores."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -158,10 +158,10 @@ class _Reader:
         )
 
     def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
-        """Read slices and settings under the key `modules`, which may replace `models` or `slices`.
+        """Read slices and settings under the key `modules`, which a file may have in place of `models` or `slices`.
 
-        `node` is the value of the key. Only the single module of a language model ("default") is supported; otherwise
-        the problem is reported, and the result is empty.
+        `node` is the value of the key. Only the single module of a language model ("default") is supported. For other
+        modules, the problem is reported, and the result is empty.
         """
         if not isinstance(node, Mapping) or set(node) != {MODULE}:
             names = ", ".join(map(str, node)) if isinstance(node, Mapping) else shown(node)
@@ -178,8 +178,8 @@ class _Reader:
     def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
         """Read the slices of `node`, which must have either `models` or `slices`.
 
-        A part with `models` is one slice with all layers. If both or none are present, the problem is reported, and the
-        result is empty. `place` is the key of the part in the file, "" for the whole file.
+        `models` gives one slice with all layers. If both keys or neither are present, the problem is reported, and the
+        result is empty. `place` is the key of `node` in the file, "" for the whole file.
         """
         given = [name for name in ("models", "slices") if name in node]
         if len(given) > 1:
@@ -196,10 +196,10 @@ class _Reader:
         return slices
 
     def _check_depth(self, slices: Sequence[Slice], place: str) -> None:
-        """Report slices without layers: an error if no slice has any, a warning for an empty slice in the middle.
+        """Report slices without layers: an error if no slice has layers, a warning for an empty slice in the middle.
 
-        A slice without layers has a meaning only at the beginning and at the end, as the source of the embedding and of
-        the head. `place` is the key of the slices in the file.
+        The first and the last slice may be empty, because the embedding and the head come from their models. `place` is
+        the key of the slices in the file.
         """
         ranges = [source.layers for slice_ in slices for source in slice_.inputs if source.layers]
         if ranges and all(start == stop for start, stop in ranges):
@@ -356,7 +356,7 @@ class _Reader:
         return {str(token): self._token(entry, f"{place}.{token}") for token, entry in node.items()}
 
     def _token(self, node: Any, place: str) -> TokenSource | None:
-        """Read where a token's embedding row comes from; None if the file names no source for it.
+        """Read the source of a token's embedding row; None if the file names no source for it.
 
         `node` is the token's entry in the file, and `place` the key of the entry.
         """
@@ -394,7 +394,7 @@ class _Reader:
         return int(number) if number else None
 
     def _stacks_experts(self, node: Any) -> bool:
-        """Whether the key `experts` asks to merge the experts of an MoE layer as one tensor.
+        """Whether the file asks, with the key `experts`, to merge all experts of a mixture of experts as one tensor.
 
         The key is this project's addition to mergekit's format, and `node` is its value. A value in the format of the
         program mergekit-moe is ignored with a warning.

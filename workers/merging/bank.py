@@ -68,9 +68,9 @@ ORDER_SEED = -1
 
 
 class Bank:
-    """The source weights of a family of models, by model alias and tensor name, in their stored dtype.
+    """Source weights of a family of models, by model alias and tensor name, in their stored dtype.
 
-    The tensors are read-only and safe to read from several threads. Of an adapter, the bank holds the low-rank
+    The tensors are read-only and safe to read from several threads. For an adapter, the bank holds the low-rank
     matrices; the tensors computed from these and the base are float32.
 
     `placement` is "mapped" (memory-mapped files, whose pages all processes on the machine share), "host" (a copy in
@@ -82,9 +82,9 @@ class Bank:
     together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
     saves memory for a single merge, which needs each statistic once.
 
-    With `is_shared`, the processes of this node that open the same sources share what they need: statistics, and with
-    the placement "host" the memory, which one of them fills (`node`). They share nothing if the node's shared memory
-    has too little room; `private_because` then says so.
+    With `is_shared`, the processes of this node that open the same sources share statistics. With the placement "host"
+    they also share the memory of the sources, which one of them fills (`node`). They share nothing if the node's shared
+    memory has too little room; `private_because` then says so.
 
     `room_bytes` is the available memory of `device` for merging one tensor, or None for no limit. A tensor that needs
     more is merged on the CPU (`workers.merging.devices`).
@@ -195,22 +195,20 @@ class Bank:
         return self.base.layout
 
     def alias(self, fingerprint: str) -> str | None:
-        """The bank's alias for the model with the content hash `fingerprint`; None if the bank does not hold it."""
+        """The bank's alias for the model with the content hash `fingerprint`; None if the bank lacks the model."""
         return self._aliases.get(fingerprint)
 
     @property
     def elements_read(self) -> int:
-        """The number of elements of the sources that this process was given so far for merges and statistics."""
+        """Number of elements of the sources that this process has read so far for merges and statistics."""
         return self._reads.total
 
     def get(self, alias: str, name: str, shard: Shard | None = None) -> torch.Tensor:
-        """The tensor `name` of the model `alias`, on the bank's device.
+        """Return the tensor `name` of the model `alias`, on the bank's device.
 
-        The whole tensor is returned; with `shard` the caller reads only these elements, which is all that is counted
-        (`elements_read`).
-
-        The result may share memory with the bank and must not be written to. A tensor of an adapter is computed at
-        every call. Raises InvalidModel if the bank has no such tensor.
+        The whole tensor is returned. `shard` says that the caller reads only these elements; then only they are counted
+        in `elements_read`. The result may share memory with the bank and must not be written to. A tensor of an adapter
+        is computed at every call. Raises InvalidModel if the bank has no such tensor.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -251,7 +249,7 @@ class Bank:
         return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """Row factors and threshold that select the elements which Arcee Fusion takes from `second`.
+        """Row factors and the threshold by which Arcee Fusion selects the elements to take from `second`.
 
         The other elements of the merge are those of `first`. Returns None for empty tensors. The result is cached while
         it is recently used. Tensors are given as (alias, name).
@@ -268,9 +266,9 @@ class Bank:
         return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
-        """Return an object that finds the n-th largest variance among the elements of a tensor.
+        """Return an object that finds the n-th largest of the elements' variances across task vectors.
 
-        The variance of an element is its variance between the task vectors of `sources`. Tensors are given as (alias,
+        The variance of an element is that of its values in the task vectors of `sources`. Tensors are given as (alias,
         name). With `keeps_statistics=True` in the bank, the object is a table of the variances, and the bank caches
         recently used tables. Otherwise the object selects the n-th largest variance at each call. Returns None for
         empty tensors.
@@ -291,7 +289,7 @@ class Bank:
         return self._recent.value(("variances", *sources, base), made, lambda table: table.num_bytes)
 
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
-        """Objects, one for each source, that find the n-th largest magnitude |source - base|.
+        """Return objects, one for each source, that find the n-th largest of the magnitudes |source - base|.
 
         Tensors are given as (alias, name). The objects are tables, each computed once and then cached. If the bank has
         `keeps_statistics=False`, there are no tables, and the n-th largest is selected when it is needed. For empty
@@ -358,7 +356,7 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> int:
-        """The number of elements of the whole model with a positive elected sign, less those with a negative one.
+        """Number of elements of the whole model with a positive elected sign, minus the number with a negative one.
 
         The sign of the result is the majority sign, which some methods use at ties. The sign of an element is elected
         among the task vectors of the models of `sources`. These are trimmed to `shares` of the whole model, as if all
@@ -432,10 +430,11 @@ class Bank:
         return self.node.value(("norm", source, base), lambda: norm_of(self.get(*source), self.get(*base)))
 
     def order(self, key: Key) -> TieOrder:
-        """The rule that orders elements of equal magnitude in the task vector of a tensor.
+        """Rule that orders elements of equal magnitude in the task vector of a tensor.
 
-        `key` is the tensor's (alias, name). If the alias is that of the base, the rule breaks ties among elements whose
-        variance across the task vectors is equal (SCE). It depends on the model's content and the tensor's name.
+        `key` is the tensor's (alias, name). If the alias is that of the base, the rule orders elements whose variance
+        across the task vectors is equal, for the merge method SCE. It depends on the model's content and the tensor's
+        name.
         """
         order = self._orders.get(key)
         if order is None:
@@ -444,11 +443,12 @@ class Bank:
         return order
 
     def on(self, device: torch.device | str) -> Bank:
-        """A bank with the same source weights in the same memory, whose merges are computed on `device`.
+        """Return a bank with the same source weights in the same memory, whose merges are computed on `device`.
 
-        It is this bank if this is its device, and the same object at every call otherwise. The two share those cached
-        statistics that are in host memory and have the same bits on every device. The tensors of adapters are products
-        of matrices, whose bits depend on the device, so statistics of a family with adapters are not shared.
+        If `device` is this bank's device, the result is this bank. Otherwise it is the same object at every call. The
+        two banks share those cached statistics that are in host memory and have the same bits on every device. The
+        tensors of adapters are products of matrices, whose bits depend on the device, so statistics of a family with
+        adapters are not shared.
         """
         target = torch.device(device)
         if target == self.device:
@@ -465,7 +465,7 @@ class Bank:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Placement and size of the source weights, as a document for the statistics of engines.
+        """Placement and size of the source weights, as a JSON document for the statistics of engines.
 
         The keys are placement, bytes (size of the sources), statistics_bytes (size of cached statistics), models
         (number of models), fingerprint (of the family) and shared (how processes of this node share them).
@@ -526,7 +526,7 @@ class Bank:
         return stored.to(self.device, non_blocking=self.device.type != "cpu")
 
     def _on_cpu(self, key: Key) -> torch.Tensor:
-        """A source tensor, given as (alias, name), copied to the CPU, where it is sorted for statistics.
+        """Copy a source tensor, given as (alias, name), to the CPU, where it is sorted for statistics.
 
         Sorting on a GPU takes many times the tensor's memory, which an engine does not leave free.
         """
@@ -539,7 +539,7 @@ class Bank:
 
 
 def content_name(family: Family, device_type: str) -> str:
-    """Name of a bank's content, which processes of a node share on devices of one type, such as "cuda".
+    """Name of a bank's content, by which processes of a node share it on devices of one type, such as "cuda".
 
     Aliases are a part of the content, because they name statistics.
     """
@@ -579,7 +579,7 @@ def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Call
 
 
 class _Reads:
-    """A count of elements that several threads add to."""
+    """Thread-safe counter of the elements that were read."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -593,7 +593,7 @@ class _Reads:
 def _shared(
     infos: Sequence[tuple[TensorInfo, Checkpoint]], shared: SharedDirectory | None, *, is_pinned: bool
 ) -> dict[TensorInfo, torch.Tensor]:
-    """The stored tensors in memory that processes of this node share; one of them reads the files.
+    """Put the stored tensors into memory that processes of this node share; one of the processes reads the files.
 
     Each process pins the memory for its GPU if `is_pinned`. Raises NoRoom if there is too little shared memory.
     """

@@ -1,8 +1,8 @@
 """Choice of the device that computes each merged tensor, by the memory that its merge method needs.
 
 A method with a kernel for CUDA needs memory for its operands and its result. Any other method runs by its PyTorch
-function on a GPU, which makes float32 copies and several temporary tensors. A tensor for which a GPU has too little
-memory is computed on the CPU, from the same sources, instead of running out of memory there.
+function on a GPU, which makes float32 copies and several temporary tensors. If a GPU has too little memory for a
+tensor, the tensor is computed on the CPU, from the same sources, so that the GPU does not run out of memory.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def bank_for(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dt
 
 
 def devices_of(plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> dict[str, str]:
-    """The type of device, such as "cuda", that computes each tensor of the merged model, by tensor name."""
+    """Type of the device, such as "cuda", that computes each tensor of the merged model, by tensor name."""
     return {
         name: bank_for(tensor, plan, bank, dtype).device.type for tensor in plan.tensors for name in tensor.shapes()
     }
 
 
 def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> int:
-    """The most memory, in bytes on the bank's device, that computing one merged tensor of `plan` allocates.
+    """Largest number of bytes that computing one merged tensor of `plan` allocates on the bank's device.
 
     Sources that are on the device already are not counted. The result, in `dtype`, is counted.
     """

@@ -125,9 +125,9 @@ def merge_into(
     dtype, and on the device of `bank`. A tensor for which this device has too little memory is computed on the CPU and
     copied (`devices`). Raises the errors of `plan_tensors`.
 
-    `shards` says for some tensors which of their elements are written. Then only these elements are computed, from the
-    same elements of the sources, with the bits that they have in the whole tensor. Where that is not possible, the
-    whole tensor is computed; the result says why, in words, for each of these tensors.
+    For some tensors, `shards` says which of their elements are written. Then only these elements are computed, from the
+    same elements of the sources, with the bits that they have in the whole tensor. If this is not possible, the whole
+    tensor is computed. The result maps the names of these tensors to the reason, as text.
     """
     plan, parts = plan_tensors(recipe, bank), shards or {}
     together: dict[Bank, list[tuple[int, _Computation | _ShardComputation]]] = {}
@@ -180,7 +180,7 @@ def _copy(merged: torch.Tensor, destination: torch.Tensor, shard: Shard | None) 
 
 
 def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> str:
-    """Why the elements of a shard of a planned tensor cannot be computed alone, in words; "" if they can."""
+    """Reason why the elements of a shard of a planned tensor cannot be computed alone; "" if they can."""
     method = tensor.merge.method
     if bank.device.type != "cpu":
         return "no kernel for shards on a GPU"
@@ -200,10 +200,10 @@ def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: to
 def sources_of(
     tensor: MergedTensor, plan: TensorPlan, bank: Bank, shard: Shard | None = None
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The stored tensors from which a merged tensor is computed: (tensors of the sources, tensor of the base).
+    """Stored tensors from which a merged tensor is computed: (tensors of the sources, tensor of the base).
 
-    The base's tensor is None if the method needs no base. The tensors are whole; of these, the caller reads the
-    elements of `shard`, or all.
+    The base's tensor is None if the method needs no base. The tensors are whole; the caller reads only the elements of
+    `shard`, or all if it is None.
     """
 
     def get(source: Source) -> torch.Tensor:
@@ -215,7 +215,7 @@ def sources_of(
 
 
 def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
-    """The operands of a merged tensor of `plan` in their stored dtypes, with the statistics that its method uses."""
+    """Operands of a merged tensor of `plan` in their stored dtypes, with the statistics that its method uses."""
     return _Computation.of(tensor, plan, bank).operands(bank)
 
 
@@ -318,7 +318,7 @@ class _Computation:
         return self.compiles and is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
     def operands(self, bank: Bank, shard: Shard | None = None) -> Operands:
-        """The whole operands in their stored dtypes, of which the caller reads the elements of `shard`, or all."""
+        """Whole operands in their stored dtypes; the caller reads only the elements of `shard`, or all without it."""
         # Ranks are half as large as a source, so they are read for one tensor at a time.
         uses_ranks = "ranks" in PLAIN[self.tensor.merge.method].uses
         has_ranks = self.base is not None and uses_ranks and math.prod(self.tensor.shape) > 0
@@ -355,7 +355,7 @@ def _is_copy(tensor: MergedTensor) -> bool:
 
 @dataclass(frozen=True)
 class _ShardComputation:
-    """A planned tensor of which the elements of one shard are computed, on CPU."""
+    """Computation, on CPU, of those elements of a planned tensor that belong to one shard."""
 
     tensor: MergedTensor
     plan: TensorPlan
@@ -382,7 +382,7 @@ class _ShardComputation:
             destination.copy_(merged * tensor.factor)
 
     def _rule_of_whole(self, bank: Bank) -> Rule:
-        """The rule of a merge whose numbers depend on the elements of the whole tensors."""
+        """Rule (formula with its numbers) of a merge whose numbers depend on the elements of the whole tensors."""
 
         def made() -> Rule:
             return exact_rule(self.tensor.merge, _Computation.of(self.tensor, self.plan, bank).operands(bank))

@@ -19,8 +19,8 @@ class Piece:
     """One tensor of the merged model that is computed as a part of a stack, the joined experts of an MoE layer.
 
     A stack joins the matrices of all experts of a layer's mixture of experts in one tensor. The piece consists of the
-    rows `start` to `stop` - 1 of one expert's matrix, where `expert` is the index of the expert. `name` is the tensor's
-    name in the merged model.
+    rows `start` to `stop` - 1 of the matrix of the expert with the index `expert`. `name` is the tensor's name in the
+    merged model.
     """
 
     name: str

@@ -1,8 +1,9 @@
-"""What the processes of one node share: values that one of them computes, and memory that one of them fills.
+"""Sharing between the processes of one node: values that one of them computes, and memory that one of them fills.
 
-Ranks of an engine, and engines of one family of models, need the same statistics and the same source weights. They meet
-in a directory of the node's shared memory that is named after the content of the sources. Locks of the operating system
-(`flock`) say who computes and who uses it; they end with the process that holds them, however it ends.
+Ranks of an engine, and engines of one family of models, need the same statistics and the same source weights. They
+share a directory of the node's shared memory that is named after the content of the sources. Locks of the operating
+system (`flock`) decide which process computes, and show which processes use the directory. A lock ends with the process
+that holds it, in whatever way the process ends.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class NoRoom(Exception):
 
 
 class SharedDirectory:
-    """A directory in the node's shared memory, which exists as long as a process has it open.
+    """Directory in the node's shared memory, which exists as long as a process has it open.
 
-    `name` says what it holds; processes that give the same name share it. A directory that no process has open, because
-    its last user was killed, is removed when any other one is opened. `root` is the node's shared memory, or
-    None for SHARED_MEMORY.
+    Processes that give the same `name`, which identifies the content, share it. If the last user was killed, the
+    directory is removed when a process opens another one. `root` is the node's shared memory, or None for
+    SHARED_MEMORY.
     """
 
     def __init__(self, name: str, *, root: Path | None = None) -> None:
@@ -68,7 +69,7 @@ class SharedDirectory:
             os.close(self._users)
 
     def fill(self, num_bytes: int, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """The shared memory of `num_bytes`, as uint8, which one process fills by `write`.
+        """Return shared memory of `num_bytes`, as uint8, which one of the processes fills by calling `write`.
 
         The other processes wait for it. If that process is killed, another one fills the memory from the beginning. The
         memory must not be written to afterwards. Raises NoRoom if there is too little of it.
@@ -120,7 +121,7 @@ class SharedDirectory:
 
 
 def free_shared_bytes() -> int:
-    """The free bytes of the node's shared memory; 0 if it has none."""
+    """Number of free bytes in the node's shared memory; 0 if it has none."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
@@ -128,7 +129,7 @@ def free_shared_bytes() -> int:
 
 
 def shared_bytes(name: str) -> int:
-    """The bytes of shared memory that the sources in the SharedDirectory `name` have, of this user; 0 for none."""
+    """Bytes of shared memory that the sources in the SharedDirectory `name` of this user take; 0 for none."""
     try:
         return (SHARED_MEMORY / f"{OWN}{os.getuid()}" / name / SOURCES).stat().st_blocks * 512
     except OSError:
@@ -159,10 +160,11 @@ def remove_unused(directory: Path, *, except_for: str = "") -> list[str]:
 
 
 class Node:
-    """Values that one process of a node computes and the others read; without a directory, this process alone.
+    """Cache of values that one process of a node computes and the others read.
 
-    A value is named by a tuple of plain values, the same in all processes. Its first member is its kind: "rule", which
-    may need values of other kinds, or another.
+    Without a shared directory, this process computes every value. A value is named by a tuple of plain values, the same
+    in all processes. The first value of the tuple is the kind. Computing a value of the kind "rule" may need values of
+    other kinds.
     """
 
     def __init__(self, shared: SharedDirectory | None = None) -> None:
@@ -170,7 +172,7 @@ class Node:
         self.num_made = 0  # values that this process computed
 
     def value(self, name: tuple[Any, ...], made: Callable[[], T]) -> T:
-        """The value `name`, computed by `made` in one of the processes."""
+        """Return the value `name`; if no process has computed it, compute it with `made`."""
         if self.shared is None:
             return made()
         kind, digest = name[0], hashlib.sha256(repr(name).encode()).hexdigest()
@@ -192,7 +194,7 @@ class Node:
 
 
 def _own_directory(root: Path) -> Path:
-    """The directory of this user in shared memory. Raises NoRoom if another user has made one of its name."""
+    """Directory of this user in shared memory. Raises NoRoom if another user has made a directory of that name."""
     own = root / f"{OWN}{os.getuid()}"
     try:
         own.mkdir(mode=0o700, exist_ok=True)
@@ -212,7 +214,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _lock(file: int, kind: int, waits_for: str) -> None:
-    """Take a lock, and say in the log what it waits for."""
+    """Take a lock; if another process holds it, wait, and log that this process waits for `waits_for`."""
     started, pause, note = time.monotonic(), 0.001, FIRST_NOTE_S
     while True:
         try:
@@ -238,14 +240,14 @@ def _locked(path: Path, waits_for: str) -> Iterator[None]:
 
 
 def _read(file: Path) -> list[Any]:
-    """A list of the stored value, or an empty one if there is none."""
+    """Read a stored value as a list with this value; the list is empty if there is none."""
     with suppress(OSError, EOFError, pickle.UnpicklingError):
         return [pickle.loads(file.read_bytes())]
     return []
 
 
 def _write(file: Path, value: list[Any]) -> None:
-    """Store a value for the other processes; if there is no room, each of them computes it."""
+    """Store a value for the other processes; if there is no room, nothing is stored, and each of them computes it."""
     new = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         new.write_bytes(pickle.dumps(value[0], protocol=pickle.HIGHEST_PROTOCOL))

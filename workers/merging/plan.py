@@ -52,7 +52,7 @@ def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
-    """A hashable description, for each merged tensor by name, of how it is computed from the sources.
+    """Hashable descriptions of how the merged tensors are computed from the sources, by tensor name.
 
     Values of several recipes can be compared: tensors with equal values are equal bit for bit.
     """
@@ -73,9 +73,12 @@ def check_recipe(recipe: Recipe, bank: Bank) -> None:
 def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
     """Check a recipe against the source models in `bank`, and list the tensors to compute.
 
-    If a plan is given instead of a recipe, it is returned. Raises InvalidRecipe if the recipe does not fit the models,
-    InvalidModel if the bank does not have its models or their vocabulary, and EvidenceMismatch if files of the sources
-    have changed since they were opened.
+    If a plan is given instead of a recipe, it is returned.
+
+    Raises:
+        InvalidRecipe: The recipe does not fit the models.
+        InvalidModel: The bank does not have its models or their vocabulary.
+        EvidenceMismatch: Files of the sources have changed since they were opened.
     """
     return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, recipe.canonical(), bank)
 
@@ -152,7 +155,7 @@ def _part(
 
 
 def named_sources(merge: Merge) -> tuple[Source, ...]:
-    """The sources of a merge, followed by its base if the merge names a base of its own."""
+    """Sources of a merge, followed by its base if the merge names a base."""
     return merge.sources if merge.base is None else (*merge.sources, merge.base)
 
 
@@ -217,7 +220,7 @@ def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
 
 
 def computation(tensor: MergedTensor, plan: TensorPlan) -> tuple[Hashable, ...]:
-    """A description of how a planned tensor is computed from the sources in the bank; equal ones give equal bits."""
+    """Description of how a planned tensor is computed from the bank's sources; equal descriptions mean equal bits."""
     merge, recipe, aliases = tensor.merge, plan.recipe, plan.aliases
     sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
     base = merge.base_in(recipe.base)

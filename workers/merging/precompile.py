@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of the CPU kernels of the most used methods: `python -m workers.merging.precompile`.
 
-`make install` runs it. A kernel is compiled for a rule, a number of sources and a dtype, at its first use, which takes
-seconds; the code is kept on disk (`kernels.compilation`). The command saves no time if the code cannot be kept on disk,
-or is on disk already.
+`make install` runs it. Without it, a kernel is compiled at its first use for a rule, a number of sources and a dtype,
+which takes seconds. The code is kept on disk (`kernels.compilation`). The command saves no time if the code cannot be
+kept on disk, or is on disk already.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def usual() -> Iterator[Usual]:
 
 
 def operands(case: Usual) -> Operands:
-    """Random operands for compiling the kernel of a merge, with the statistics that its method uses."""
+    """Make random operands for compiling the kernel of a merge, with the statistics that its method uses."""
     generator = torch.Generator().manual_seed(0)
     finest = torch.bfloat16 if case.is_tied else torch.float32
     base = torch.randn(SHAPE, generator=generator).to(finest)

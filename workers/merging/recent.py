@@ -1,4 +1,4 @@
-"""Cache, bounded in memory, of the most recently used statistics of several sources.
+"""Cache of the most recently used statistics of several sources, with a limit of memory.
 
 A search may use any subset of its experts; the tables of all subsets would be larger than the models.
 """

@@ -59,7 +59,7 @@ MLP_END = re.compile(
 
 @dataclass(frozen=True)
 class BranchFactors:
-    """Factors on the attention and MLP outputs of one layer that take the place of the layers' scales.
+    """Factors on the attention and MLP outputs of one layer, which replace the layers' scales.
 
     `stream` is one over the product of the scales of all earlier layers: it multiplies the residual stream before the
     layer, and the output of the layer's attention. `mlp` multiplies the output of the layer's MLP.
@@ -81,11 +81,14 @@ UNSCALED = BranchFactors()
 def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[BranchFactors, ...]:
     """Convert the scales of layers to factors on the attention and MLP outputs of each layer.
 
-    The factors are folded into weights. A layer's scale multiplies the residual stream after the layer. It divides the
-    last weights of the branches of all later layers. A layer's MLP scale multiplies the last weights of its own MLP.
-    Raises InvalidRecipe, with the layer, for scales that cannot be folded (not above 0, with a product that float64
-    cannot represent, or in a model of a type that is not in `SCALABLE`), for MLP scales that are not finite or are in a
-    model of a type that is not in `MLP_SCALABLE`, and for alignments.
+    The factors are folded into weights. A layer's scale multiplies the residual stream after the layer, and therefore
+    divides the last weights of the branches of all later layers. A layer's MLP scale multiplies the last weights of its
+    MLP.
+
+    Raises:
+        InvalidRecipe: A layer has an alignment or a scale that cannot be folded; the message names the layer. A scale
+            must be above 0, and 1 in models of a type that is not in `SCALABLE`. float64 must be able to represent the
+            product of the scales. An MLP scale must be finite, and 1 in models of a type that is not in `MLP_SCALABLE`.
     """
     factors = []
     cumulative = 1.0

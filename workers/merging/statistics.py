@@ -1,7 +1,7 @@
-"""Statistics of the sources that are computed once for many merges: inner products, ranks, order statistics.
+"""Statistics of the source models' tensors that are computed once for many merges: inner products, ranks, thresholds.
 
-Tensors on CPU are reduced and sorted by the kernels. The plain methods compute the same numbers in torch, bit for bit,
-when they receive no statistics.
+Kernels compute them for tensors on CPU. Without these statistics, the plain methods compute the same numbers in torch,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
     """Inner products [N, N] of all pairs of N tensors or, with `base`, of their differences from the base.
 
-    On CPU, a kernel computes them with the bits of `methods.arithmetic.inner_products`.
+    On CPU, a kernel computes them bit for bit as `methods.arithmetic.inner_products` does.
     """
     if tensors[0].device.type != "cpu" or tensors[0].numel() == 0:
         return plain_inner_products(tensors, base)
@@ -52,7 +52,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """Row factors and threshold that select the elements which Arcee Fusion takes from `second`.
+    """Row factors and the threshold by which Arcee Fusion, a merge method, selects the elements to take from `second`.
 
     The result is that of `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU
     and have at least one element.
@@ -61,7 +61,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
 
 
 def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """The table from which the n-th largest of the magnitudes |source - base| (float32) is found.
+    """Make the table from which the n-th largest of the magnitudes |source - base| (float32) is found.
 
     `order` orders equal magnitudes. The tensors have at least one element.
     """
@@ -73,7 +73,7 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 
 
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
-    """An object that selects the n-th largest of the magnitudes |source - base| (float32).
+    """Make an object that finds the n-th largest of the magnitudes |source - base| (float32) without sorting them.
 
     The object selects the n-th largest at each call. On a GPU, and for 2^32 elements or more, it is a table instead.
     `order` orders equal magnitudes. The tensors have at least one element.
@@ -86,11 +86,12 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
 
 
 def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
-    """An object that selects the n-th largest variance of an element between the task vectors.
+    """Make an object that finds the n-th largest of the elements' variances across task vectors, without sorting them.
 
-    The object selects the n-th largest at each call. On a GPU, and for 2^32 elements or more, it is a table instead.
-    Task vectors are the differences of `sources` from `base`; `order` orders equal variances. The tensors have at least
-    one element.
+    The variance of an element is that of its values in the task vectors, the differences of `sources` from `base`. Its
+    n-th largest value is the threshold by which the merge method SCE selects elements. The object selects the n-th
+    largest at each call. On a GPU, and for 2^32 elements or more, it is a table instead. `order` orders equal
+    variances. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)
@@ -100,10 +101,10 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
 
 
 def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """The table from which the n-th largest variance of an element between the task vectors is found.
+    """Make the table from which the n-th largest of the elements' variances across task vectors is found.
 
-    Task vectors are the differences of `sources` from `base`. Variances are computed as in
-    `methods.competition.variance`; `order` orders equal variances. The tensors have at least one element.
+    The variance of an element is that of its values in the task vectors, the differences of `sources` from `base`, as
+    computed by `methods.competition.variance`. `order` orders equal variances. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return MagnitudeTable.of_ascending([_sorted(variance(sources, base), order)])
@@ -113,7 +114,7 @@ def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: T
 
 
 def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
-    """The L1 norm of a task vector: the sum of |source - base| over a tensor, with differences rounded to float32."""
+    """L1 norm of a task vector: the sum of |source - base| over a tensor, with differences rounded to float32."""
     if base.is_cuda or base.numel() == 0:
         return total(torch.abs, source.float() - base.float())
     from workers.merging.kernels.reductions import kept_norms
@@ -122,7 +123,7 @@ def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
 
 
 def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The rank of each magnitude |source - base| within its row of the tensor, from 0 for the smallest.
+    """Rank of each magnitude |source - base| within its row of the tensor, from 0 for the smallest.
 
     `order` orders equal magnitudes. The tensors are on CPU. The ranks have the tensors' shape; they are uint16 in rows
     of up to 65536 elements, else int32.
@@ -137,10 +138,10 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 def _importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The elements' importances in Arcee Fusion at the indices `indices` of their ascending order.
+    """Importances of elements in Arcee Fusion at the given indices of their ascending order; index 0 is the smallest.
 
-    Index 0 is the smallest. The importance of an element is the absolute difference of `first` and `second`, times the
-    number of its row in `rows`. The importances are sorted in pieces, which needs little memory.
+    The importance of an element is the absolute difference of `first` and `second`, times the factor of its row in
+    `rows`. The importances are sorted in pieces, which needs little memory.
     """
     from workers.merging.kernels.sorting import ascending_importances
 

@@ -51,7 +51,7 @@ class ModelTensor(NamedTuple):
     mask: tuple[float, int] | None = None
 
     def task_vector(self) -> torch.Tensor:
-        """The tensor's task vector after the random mask, in float32."""
+        """Compute the tensor's task vector after the random mask, in float32."""
         source, base = self.source.float(), self.base.float()
         if self.mask is None:
             return source - base
@@ -75,11 +75,11 @@ class ModelMagnitudes:
         raise NotImplementedError("zeros of whole models are not counted")
 
     def trim(self, rank: int) -> Trim:
-        """This tensor's threshold when the whole model keeps its `rank` largest elements, as lower and upper bound."""
+        """Threshold of this tensor if the whole model keeps its `rank` largest elements, as lower and upper bound."""
         return self.trims[rank]
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """This tensor's threshold when the whole model keeps its `rank` largest elements.
+        """Threshold of this tensor if the whole model keeps its `rank` largest elements.
 
         `sizes` and `order` are not used.
         """
@@ -87,11 +87,11 @@ class ModelMagnitudes:
 
 
 class WholeTaskVector:
-    """The task vector of an expert over all tensors, whose n-th largest magnitude is found by selection.
+    """Task vector of an expert over all tensors, whose n-th largest magnitude is found by selection.
 
     `names` are the names of its tensors and `num_elements` their number of elements; `read` returns a tensor by its
-    name. The result for each rank is kept, and the counts of the first pass, which take 512 KiB. So the first rank
-    takes two to five passes over the expert and the base, and each further rank one pass less.
+    name. The result for each rank is kept, and so are the counts of the first pass, which take 512 KiB. Therefore the
+    first rank takes two to five passes over the expert and the base, and each further rank one pass less.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class WholeTaskVector:
 
 
 def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: Sequence[ModelMagnitudes]) -> int:
-    """The number of elements of one tensor with a positive elected sign, less those with a negative one.
+    """Number of elements of one tensor with a positive elected sign, minus the number with a negative one.
 
     The signs are elected among the task vectors of `tensors`, one for each expert, which are trimmed to `shares` of
     whole models. `known` has the thresholds of the trimming.

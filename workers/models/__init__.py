@@ -4,14 +4,14 @@
 - `checkpoints`: one checkpoint: its configuration, its tensors by name
 - `headers`: safetensors headers, checked against their files
 - `adapters`: LoRA adapters as models
-- `computed_tensors`: tensors that no file holds: low-rank changes, rows in another order
+- `computed_tensors`: tensors that no file holds, such as weights changed by LoRA or rows in another order
 - `components`: the layer and component of each tensor
-- `config`: config.json in the names that all models share
+- `config`: config.json with the key names that all model types share
 - `vocabulary`: rows of embeddings, aligned to one vocabulary
 - `compatibility`: reasons why models cannot be merged with each other
 - `fingerprints`: hashes of contents; NaN and infinity in weights
 - `tokenizers`: tokenizers that agree with their tokenizer.json
-- `chat_templates`: chat templates of models, and by name
+- `chat_templates`: chat templates of models, and published chat formats by name
 - `merged_files`: configuration and tokenizer of a merged model
 - `remote`: models on the Hugging Face hub and in object stores
 """

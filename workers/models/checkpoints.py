@@ -66,7 +66,7 @@ class Checkpoint:
         return self.directory if has_own or self.base is None else self.base.directory
 
     def tensor(self, name: str) -> SourceTensor | None:
-        """Tensor with the name `name`, or stacked MoE tensor with this name; None if there is neither.
+        """Tensor of the checkpoint with the given name, or stacked MoE tensor with this name; None if there is neither.
 
         A stacked MoE tensor joins one matrix of each expert of a layer's mixture of experts (`Layout.stacks`).
         """

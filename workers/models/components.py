@@ -112,7 +112,7 @@ class Layout:
         return Layout(places, self.num_layers, self.layer_prefix, self.tied_head)
 
     def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
-        """Sorted names of a component's tensors within a layer, or outside layers if `layer` is None."""
+        """Sorted names that a component's tensors have within a layer, or outside layers if `layer` is None."""
         return self._groups.get((component, layer), ())
 
     def name(self, suffix: str, layer: int | None) -> str:

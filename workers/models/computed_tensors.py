@@ -244,8 +244,8 @@ class ReplacedRows:
 class RowsOfOthers:
     """Embedding rows that are taken from other models, for tokens that the model itself lacks.
 
-    `donors` are the tensors of the other models. The row at `positions[i]` is a mean over `donors`, to which tensor
-    number k contributes its row `rows[k][i]`. Without donors the row is zero.
+    `donors` are the tensors of the other models. The row for `positions[i]` is the mean of one row of each donor; donor
+    k contributes its row `rows[k][i]`. Without donors the row is zero.
     """
 
     positions: NDArray[np.int64]
@@ -255,7 +255,7 @@ class RowsOfOthers:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A tensor made of reordered rows of the tensor `own` and of rows of other models.
+    """A tensor that consists of rows of the tensor `own`, in another order, and rows of other models.
 
     Row i of the result is row `index[i]` of `own`; if `index[i]` is negative, the row comes from one of `others`. The
     dtype is the common dtype of all tensors involved. If they have several dtypes, it is float32, because any other

@@ -51,7 +51,7 @@ class ResolvedFamily:
     - `checkpoints`: the models as they are stored
     - `views`: the same models, with embeddings and output heads converted to the vocabulary that `tokenizer` selects;
       `token_alignment` describes this conversion
-    - `vocabulary`: the options of this vocabulary as a recipe states them
+    - `vocabulary`: the options of this vocabulary in the form of a recipe
     - `given`: the directory or hub id by which the caller named each model
     - `adapted`: for each adapter that changes another model than the base, the directory of that model
     - `any_depth`: whether the numbers of layers may differ
@@ -92,10 +92,9 @@ class ResolvedFamily:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
 
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Tokens of the model `alias` that the base lacks: first those with an embedding row, then those without one.
+        """Tokens of the model `alias` that the base lacks, in two tuples: with a row in its embedding, and without one.
 
-        The result has one tuple of tokens for each of the two groups. The tokens of a tuple are in the order of their
-        ids.
+        The tokens of a tuple are in the order of their ids.
         """
         known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
         checkpoint = self.checkpoints[alias]

@@ -1,4 +1,4 @@
-"""Checks of checkpoint contents: fingerprints, and whether weights are finite; results are cached.
+"""Fingerprints (hashes of contents) of checkpoints, and checks of whether their weights are finite; results are cached.
 
 Reading all of a large model takes minutes. The cache therefore has the hash of each file by path, size, modification
 time and inode, and the problems of the weights by the model's fingerprint.
@@ -36,7 +36,7 @@ class FileState:
 
     @classmethod
     def of(cls, file: Path) -> FileState:
-        """Present state of `file`. Raises OSError if the file does not exist."""
+        """Read the current state of `file`. Raises OSError if the file does not exist."""
         found = file.stat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 

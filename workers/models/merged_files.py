@@ -59,10 +59,11 @@ def make_result_dir(
 def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpoint], *, dtype: str) -> dict[str, Any]:
     """The config.json of a merged model: the base's, with `dtype` (such as "float32") and the recipe's layers.
 
-    The fields for layers change if the number or order of layers is not the base's. A field with an entry for each
-    layer, such as the kind of attention, then has, for each merged layer, the entry of the source layer from which
-    attention is merged (the first one if there are several). `models` are by the recipe's aliases, and may have another
-    number of layers than the base. Raises InvalidRecipe for an order of layers that the configuration cannot express.
+    The fields for layers change if the number or order of layers is not the base's. Some fields, such as the kinds of
+    attention, have an entry for each layer. For each merged layer they get the entry of the source layer from which
+    attention is merged, or of the first one if there are several. `models` are by the recipe's aliases, and may have
+    another number of layers than the base. Raises InvalidRecipe for an order of layers that the configuration cannot
+    express.
     """
     config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
@@ -105,10 +106,10 @@ def _each_layer(model: Checkpoint) -> Mapping[str, Sequence[Any]]:
 
 
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
-    """Save the tokenizer in the directory `base`, extended by the tokens in `added`, to `place`.
+    """Save the tokenizer in the directory `base` with the additional tokens `added` to the directory `place`.
 
-    The tokens come from other models (`sources` by alias, the base first), or are new. Models may describe a token
-    differently; which description is used does not depend on the order of the models.
+    The tokens come from other models (`sources` by alias, the base first), or are new. If models describe a token
+    differently, the choice of the description does not depend on the order of the models.
     """
     from tokenizers import AddedToken
 

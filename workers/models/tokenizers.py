@@ -1,4 +1,4 @@
-"""Loading of tokenizers, which then encode and decode as their tokenizer.json defines.
+"""Loading of tokenizers, so that they encode and decode as their tokenizer.json defines.
 
 Preflight, engines, the comparison with transformers, and exports all load tokenizers with this module.
 """

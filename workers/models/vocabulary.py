@@ -1,10 +1,10 @@
-"""Alignment of vocabularies: rows of embeddings and output heads are brought into the order of one vocabulary.
+"""Alignment of vocabularies: the rows of embeddings and output heads of all models get the order of one vocabulary.
 
-The rows of all models are brought into the order of one vocabulary: the base's, the base's with the tokens that other
-models have added (union), or one expert's. Rows are found by the token's string. A model without a row for a token gets
-the base's row. If the base has no row for the token either, the model and the base get the mean of the rows of the
-models that have one. So the task vectors of models without the token are zero in this row. Some rows represent no
-token; in all models, these rows are taken from the model whose vocabulary is used.
+This vocabulary is the base's, the base's with the tokens that other models have added (union), or one expert's. Rows
+are found by the token's string. A model without a row for a token gets the base's row. If the base has no row for the
+token either, the model and the base get the mean of the rows of the models that have one. Therefore the task vectors of
+models without the token are zero in this row. Some rows represent no token; in all models, these rows are taken from
+the model whose vocabulary is used.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class TokenRow:
 class VocabularyOptions:
     """Options of the vocabulary of merged models.
 
-    `tokens` defines for single tokens where their embedding rows come from; these tokens are added to the vocabulary if
-    it lacks them. The number of rows is rounded up to a multiple of `multiple_of`. With `by_id`, a union (the base's
-    vocabulary with the tokens that others added) has the added tokens in the order of their ids; otherwise, in the
-    order of their names.
+    `tokens` has the sources of the embedding rows of single tokens; these tokens are added to the vocabulary if it
+    lacks them. The number of rows is rounded up to a multiple of `multiple_of`. A union is the base's vocabulary with
+    the tokens that other models added. With `by_id`, it has the added tokens in the order of their ids; otherwise, in
+    the order of their names.
     """
 
     tokens: Mapping[str, TokenRow] = field(default_factory=dict)
@@ -292,7 +292,7 @@ def _added_by_others(
 
 
 class _Plan:
-    """Plan of one model's alignment: where each row of its new embedding and output head comes from.
+    """Plan of one model's alignment: the source of each row of its new embedding and output head.
 
     - `alias`: the model that is aligned
     - `target`: the vocabulary to which it is aligned, as the ids by token

@@ -6,9 +6,9 @@
 - `replica`: the class that Serve runs: one worker, with its lock, health checks and metrics
 - `engine_worker`: the worker of a replica: swap, score, describe tasks, verify
 - `recipe_lock`: the order in which a replica scores its chunks
-- `watchdog`: how long a replica's work may take
+- `watchdog`: time limits for a replica's work
 - `current_chunk`: the chunk that a replica was scoring when it died
-- `draining`: whether a replica leaves its node, which is about to stop
+- `draining`: whether Ray drains a replica's node, because the node is about to stop
 - `process_logs`: the log files of a replica's process
 - `fatal_errors`: the signal that ended a replica's process
 - `fake`: a scorer without models, for tests and dry runs of the search

@@ -25,7 +25,7 @@ PAUSE_S = 0.5
 
 
 def answered(ask: Callable[[], T], *, deadline: float) -> T:
-    """Call `ask`, a query of Serve's controller, until the controller answers. Returns the answer.
+    """Call `ask`, a query of Serve's controller, again and again until the controller answers; return the answer.
 
     `ask` raises ServeUnavailable while the controller does not answer. From `deadline` on, a time of `time.monotonic`,
     the ServeUnavailable is raised to the caller.

@@ -25,7 +25,7 @@ class CurrentChunk:
     """Record of the chunk of samples that a replica began last, for clients whose requests failed.
 
     - `chunk`: the chunk's id
-    - `replica`, `log_file`: the replica's name, and its log
+    - `replica`, `log_file`: the replica's name, and the path of its log
     - `scored_others`: whether the replica had scored another recipe before
     - `overdue`: the reason why the replica counts as hung (`watchdog`), or None
     - `error_log`, `node`: a file with the process's errors, and the Ray node (hex) that has it; both are "" if unknown
@@ -47,7 +47,7 @@ def chunk_id(request: ScoreRequest) -> str:
 
 
 def note_chunk(current: CurrentChunk) -> None:
-    """Record in Ray's key-value store which chunk of samples this replica begins to score.
+    """Record in Ray's key-value store that this replica begins to score a chunk of samples.
 
     This is called in the replica's process. Nothing is recorded without Ray, or while Ray's head node does not answer.
     """
@@ -66,12 +66,12 @@ def note_chunk(current: CurrentChunk) -> None:
 
 
 def current_chunk(actor: str | None) -> CurrentChunk | None:
-    """Read which chunk of samples the replica with the Ray actor id `actor` (hex) began last; None if unknown."""
+    """Read the record of the chunk that a replica began last; None if unknown. `actor` is its Ray actor id (hex)."""
     return _read(f"{KEY}{actor}")
 
 
 def scored_last(chunk: str) -> CurrentChunk | None:
-    """Find the replica that began the chunk of samples `chunk` last; None if there is no such record."""
+    """Find the record of the replica that was the last to begin the chunk of samples `chunk`; None if there is none."""
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_list
 

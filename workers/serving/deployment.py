@@ -68,12 +68,12 @@ def deploy_scorer(
     """Start scoring replicas on the Ray cluster of this process, and wait until they are ready.
 
     A running application of the same name is used unchanged. With `keep_idle_s`, studies share the application: the
-    number of its replicas follows the number of requests, as far as the GPUs allow. Replicas that are idle for
-    `keep_idle_s` seconds are stopped, down to none, and the next request starts them again. `make_worker` replaces the
-    engine in tests. Serve replaces a replica after three failed health checks in a row. By default this takes at most
-    two minutes for a process that does not answer, and a quarter of a minute for one whose work is overdue
-    (`time_limits`). Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to
-    start.
+    number of its replicas follows the number of requests, up to the number for which there are GPUs. Replicas that are
+    idle for `keep_idle_s` seconds are stopped, down to none, and the next request starts them again. `make_worker`
+    replaces the engine in tests. Serve replaces a replica after three failed health checks in a row. By default this
+    takes at most two minutes for a process that does not answer, and a quarter of a minute for one whose work is
+    overdue (`time_limits`). Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica
+    fails to start.
     """
     from ray import serve
 
@@ -158,7 +158,8 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
     """Ray Serve settings for the number of replicas: fixed, or autoscaled with the load.
 
     If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise there are `replicas` at first. Later their
-    number follows the number of requests, as far as the GPUs allow, down to none after `keep_idle_s` idle seconds.
+    number follows the number of requests, up to the number for which there are GPUs, and down to none after
+    `keep_idle_s` idle seconds.
     """
     if keep_idle_s is None:
         return {"num_replicas": replicas}

@@ -145,7 +145,7 @@ class FakeScorer:
             )
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """Facts about tasks: an inline task has as many samples as its file, another task has `num_samples`.
+        """Describe tasks: an inline task has as many samples as its file, another task has `num_samples`.
 
         Raises InvalidTask if a file cannot be read.
         """
@@ -202,7 +202,7 @@ class FakeScorer:
             return (CanaryReport(self.name, self._canaries, self.skips_canaries),)
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of the fake engine, with a real engine's keys; they count calls in this process only."""
+        """Statistics of the fake engine, with the keys of a real engine; they count calls in this process only."""
         return {
             "starts": 1,
             "canaries": self._canaries,
@@ -306,7 +306,7 @@ def prompt_hash(span: Span) -> str:
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """The mean coefficient of each model in a recipe, over all its merges. The keys are the models' fingerprints.
+    """Mean coefficient of each model in a recipe, over all its merges. The keys are the models' fingerprints.
 
     In SLERP the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources
     counts as 1.

@@ -1,4 +1,4 @@
-"""Finds the signal that ended a replica's process in the reports of Ray and Python in the error log."""
+"""Search for the signal that ended a replica's process, in the reports of Ray and Python in the error log."""
 
 from __future__ import annotations
 

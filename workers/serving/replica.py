@@ -148,7 +148,7 @@ class ScoringReplica:
         self._metrics = ReplicaMetrics()
 
     async def hold(self, digest: str) -> str:
-        """Make Serve send requests for the recipe `digest` to this replica, if possible. Returns the digest.
+        """Make Serve send requests for the recipe `digest` to this replica, if possible, and return the digest.
 
         Serve treats the digest as the id of a multiplexed model, and prefers to send requests with this id here. The
         engine swaps to the recipe later, when the replica's lock is held for it.
@@ -268,8 +268,9 @@ class ScoringReplica:
     def _try_the_base(self, request: ScoreRequest) -> None:
         """Score the request's first sample with the base model, to test whether the engine works.
 
-        If the engine works, and then crashes on the request, the request is the cause. Nothing is done if the request's
-        own recipe is the base model. Raises EngineUnavailable if the engine crashes on the base model.
+        If this succeeds and the engine then crashes on the request, the request is the cause of the crash. Nothing is
+        done if the request's own recipe is the base model. Raises EngineUnavailable if the engine crashes on the base
+        model.
         """
         recipe = _base_alone(request.recipe)
         if recipe.digest == request.recipe.digest:

@@ -99,7 +99,7 @@ class ServeScorer:
     def _ask_each(self, method: str, name_of: Callable[[Any], Any]) -> dict[Any, Any]:
         """Call the method `method` of each running replica, and return the answers by replica name.
 
-        `name_of` reads the name from an answer. Serve chooses the replica for a call. Therefore calls are repeated
+        `name_of` reads the name from an answer. Serve chooses the replica for each call. Therefore calls are repeated
         until each replica has answered, but at most 8 times as often as there are replicas.
         """
         running = self._known_replicas()["RUNNING"]
@@ -112,7 +112,7 @@ class ServeScorer:
         return found
 
     def _known_replicas(self) -> Counter[str]:
-        """The number of replicas in each state ("RUNNING", ...). Waits while Serve's controller recovers them.
+        """Number of replicas in each state ("RUNNING", ...). Waits while Serve's controller recovers them.
 
         A controller that was restarted must find its replicas again first. This method waits for it, at most
         `deadline_s` seconds. Raises ServeUnavailable if the controller does not answer within that time.

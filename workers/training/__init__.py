@@ -2,7 +2,7 @@
 
 - `gradients`: the losses of a recipe on a minibatch, and their derivatives with respect to its coefficients
 - `model`: a transformers model into which merges are written
-- `memory`: setting of glibc with which a process keeps freed memory for its next step
+- `memory`: memory of activations, and a setting with which a process keeps freed memory for its next step
 - `losses`: minibatches, and their losses by teacher forcing
 - `finetuning`: training of experts on data, by one or several processes
 - `hm3`: a policy that builds layer paths, and learns which paths are good

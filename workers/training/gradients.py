@@ -57,15 +57,20 @@ class CoefficientGradients:
     """Computes losses of a family's merges, and their derivatives with respect to the merges' coefficients.
 
     A family is a base model and its experts. Merges are written, one at a time, into a transformers model, which is
-    replaced if a merge has other layers. `tasks` has the task of each objective; all tasks must have right answers
-    (`references.lack_of_references`). `options` are the options of the study's engines, which define prompts and dtype.
-    float32 replaces float16, in which gradients vanish. Sums over tensors are in float32 or finer. `placement` is the
-    place where the source weights are kept. `device` is the device on which the model computes. The default is the CPU,
-    because a GPU that this process sees may belong to an engine. `recomputes` saves the memory of activations, and
-    takes a third more time. If a GPU is full, forward passes have fewer tokens from then on; if this does not suffice,
-    activations are recomputed. Both change only the rounding of sums. Equal calls give equal bits on the same device
-    with the same number of threads, independent of earlier calls, as long as no GPU is full. All arguments are
-    picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
+    replaced if a merge has other layers. Sums over tensors are in float32 or finer. If a GPU is full, forward passes
+    have fewer tokens from then on; if this does not suffice, activations are recomputed. Both change only the rounding
+    of sums. Equal calls give equal bits on the same device with the same number of threads, independent of earlier
+    calls, as long as no GPU is full.
+
+    - `tasks`: the task of each objective; all tasks must have right answers (`references.lack_of_references`)
+    - `options`: the options of the study's engines, which define prompts and dtype; float32 replaces float16, in which
+      gradients vanish
+    - `placement`: the place where the source weights are kept
+    - `device`: the device on which the model computes. The default is the CPU, because a GPU that this process sees may
+      belong to an engine
+    - `recomputes`: whether activations are recomputed, which saves their memory and takes a third more time
+
+    All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class CoefficientGradients:
         completions: Collection[str] = (),
         by_scales: bool = False,
     ) -> GradientResult:
-        """The mean loss of each objective over its samples in `batch`, and the derivatives of the losses' weighted sum.
+        """Compute the mean loss of each objective over its samples in `batch`, and the gradient of their weighted sum.
 
         The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. The derivatives are with
         respect to every coefficient that a merge of `recipe` states and for which its method is differentiable. With
@@ -183,7 +188,7 @@ class CoefficientGradients:
     def losses(
         self, recipe: Recipe, batch: Batch, *, completions: Collection[str] = ()
     ) -> dict[str, tuple[float, ...]]:
-        """The loss of each sample in `batch`, by objective and in the order of `batch`.
+        """Compute the loss of each sample in `batch`, by objective and in the order of `batch`.
 
         The objectives named in `completions` are measured on the completions given to `set_completions`, all other
         objectives on the right answers. Each loss is divided by its objective's unit, which makes objectives comparable
@@ -236,7 +241,7 @@ class CoefficientGradients:
             )
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """The texts and right answers from which the losses of the samples in `batch` are computed, by objective.
+        """Texts and right answers from which the losses of the samples in `batch` are computed, by objective.
 
         For the objectives in `completions`, a target is a completion given to `set_completions`; for all other
         objectives it is the task's right answer. Raises ValueError for an unknown objective, and for a position without
@@ -323,7 +328,7 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """The loss targets of one objective's samples by position, with the number by which the losses are divided.
+    """Targets of one objective's samples by position, and the number `unit` by which their losses are divided.
 
     A target has the texts from which a loss is computed. `unit` is the mean size of the task's samples
     (`References.unit`), or of the completions that replace right answers.
@@ -340,7 +345,7 @@ def _samples(batch: Batch, targets: Mapping[str, _Targets]) -> list[tuple[str, T
 def _by_objective(
     batch: Batch, losses: Sequence[float], targets: Mapping[str, _Targets]
 ) -> dict[str, tuple[float, ...]]:
-    """Group the losses of samples by objective, each divided by its objective's unit to be comparable.
+    """Group the losses of samples by objective, each divided by its objective's unit to make objectives comparable.
 
     `losses` are in the order of `batch`.
     """
@@ -415,7 +420,7 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 
 
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
-    """The derivative of the loss with respect to each layer's scale, by the layer's index.
+    """Derivative of the loss with respect to each layer's scale, by the layer's index.
 
     A layer's scale is a factor on the residual stream after the layer. The scale is folded into the weights: a scale s
     divides the last weight of each branch (attention or MLP) in all later layers. The derivative is therefore -1 / s

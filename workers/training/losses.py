@@ -48,7 +48,7 @@ def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int
 
 
 def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tensor:
-    """The loss of each target (the texts of one sample) from one forward pass of the model, in float32: [len(targets)].
+    """Compute the loss of each target (the texts of one sample) by one forward pass, in float32: [len(targets)].
 
     The losses have gradients if gradients are enabled in torch.
     """
@@ -61,7 +61,7 @@ def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tens
 
 @dataclass(frozen=True)
 class _ScoredPositions:
-    """The positions in a batch of texts at which a token's log-probability counts for the loss.
+    """Positions in a batch of texts at which a token's log-probability counts for the loss.
 
     The logits are [rows, num_columns, vocabulary] for the last `num_columns` columns of the texts. The three lists have
     an entry for each scored position:

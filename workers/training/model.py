@@ -1,6 +1,6 @@
 """A transformers model into which merges are written in place, and whose parameters have gradients.
 
-The module knows to which parameter each merged tensor belongs, but nothing about merges or losses.
+The module maps each merged tensor to a parameter. It does not depend on merge methods or losses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANDOM = ("drop", "jitter")
 
 @dataclass(frozen=True, eq=False)
 class ParameterPart:
-    """The part of a model's parameter that corresponds to one merged tensor.
+    """Part of a model's parameter that corresponds to one merged tensor.
 
     If `expert` is None, the part is the whole parameter `leaf`. Otherwise `leaf` contains one matrix of every expert of
     a mixture of experts, and the part is the rows `start` to `stop` - 1 of the matrix of the expert with the index
@@ -104,7 +104,7 @@ class TrainableModel:
 
 
 def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
-    """The fields of a merge's configuration that differ from the base's because the merge has other layers."""
+    """Fields of a merge's configuration that differ from the base's because the merge has other layers."""
     config = merged_config(recipe.canonical(), bank.base, bank.views(recipe.models), dtype="float32")
     base = bank.base.config
     return {key: value for key, value in config.items() if key not in OF_DTYPE and base.get(key) != value}
@@ -156,7 +156,7 @@ def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layer
 
 
 def _settled(config: Any) -> Any:
-    """Set to 0 the settings of `config` that make a forward pass random in training mode, such as dropout."""
+    """Set those settings of `config` to 0 that make a forward pass random in training mode, such as dropout."""
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(config, name, 0.0)
@@ -164,7 +164,7 @@ def _settled(config: Any) -> Any:
 
 
 def _attention(config: Any) -> str | None:
-    """The attention implementation for a model: "eager" if its attention scores are capped, else None.
+    """Attention implementation for a model: "eager" if its attention scores are capped, else None.
 
     Fused attention silently ignores the cap. With None, transformers chooses the implementation.
     """
@@ -202,7 +202,7 @@ def _parts(module: Any, bank: Bank, dtype: torch.dtype, origins: Mapping[str, st
 
 
 def _layer(name: str) -> str | None:
-    """The layer's index in a tensor's name, as text; None if the name has no index."""
+    """Index of the layer in a tensor's name, as text; None if the name has no index."""
     found = re.search(r"\.(\d+)\.", name)
     return found[1] if found else None
 

@@ -1,6 +1,6 @@
 """Derivatives of a loss with respect to a merge's coefficients, computed from the gradient at a merged tensor.
 
-For a sum of task vectors (expert minus base), a derivative is the inner product of gradient and task vector; it is
+For a sum of task vectors (expert minus base), a derivative is the inner product of gradient and task vector, which is
 computed without holding the task vector in memory. Other merge methods are differentiated through their function in
 PyTorch, which needs memory for several tensors of the merged tensor's size.
 """
@@ -34,11 +34,13 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """The coefficients that a tensor's merge states and with respect to which its merge method is differentiable.
+    """Coefficients in a tensor's merge with respect to which its merge method is differentiable.
 
-    The result is empty for an unchanged source, which is constant. Raises InvalidRecipe, naming the method, if the
-    method is differentiable with respect to no coefficient, or if a coefficient has one value for each source and two
-    sources are layers of the same model.
+    The result is empty for an unchanged source, which is constant.
+
+    Raises:
+        InvalidRecipe: The method is differentiable with respect to no coefficient, or a coefficient has one value for
+            each source and two sources are layers of the same model. The message names the method.
     """
     merge, declared = tensor.merge, METHODS[tensor.merge.method]
     if not declared.gradients_by:
@@ -57,7 +59,7 @@ def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
 
 
 def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
-    """The derivatives of the loss with respect to the coefficients of one merged tensor, by the coefficient's name.
+    """Derivatives of the loss with respect to the coefficients of one merged tensor, by the coefficient's name.
 
     Each derivative is a float64 tensor with one number for each source, or with a single number if the sources share
     the coefficient. The coefficients are those of `stated_coefficients`. `gradient` is the gradient of the loss with
@@ -72,13 +74,13 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The inner product of two tensors, computed in float32 within chunks and summed over chunks in float64."""
+    """Inner product of two tensors, computed in float32 within chunks and summed over chunks in float64."""
     parts = zip(torch.split(first.flatten(), CHUNK), torch.split(second.flatten(), CHUNK), strict=True)
     return math.fsum(float(one.float() @ other.float()) for one, other in parts)
 
 
 def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient: torch.Tensor) -> Derivatives:
-    """The derivatives of a loss with respect to the weights of the merge method `linear`.
+    """Derivatives of a loss with respect to the weights of the merge method `linear`.
 
     The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. Let G be the
     gradient of the loss with respect to m. The derivative with respect to w_j is <G, theta_j - m> / W. This inner
@@ -103,7 +105,7 @@ FUSED: Mapping[str, Callable[[Tensors, torch.Tensor | None, Merge, torch.Tensor]
 
 
 def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> torch.Tensor:
-    """The inner product of `gradient` with (tensor - `base`) for each of `tensors`, in float64: [len(tensors)]."""
+    """Inner products of `gradient` with (tensor - `base`) for each of `tensors`, in float64: [len(tensors)]."""
     every = [gradient, *tensors, base]
     if gradient.device.type == "cpu" and all(each.is_contiguous() and each.dtype in STORED for each in every):
         from workers.merging.kernels.reductions import projections
@@ -120,7 +122,7 @@ def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def _through_the_function(
     operands: Operands, merge: Merge, gradient: torch.Tensor, per_model: Mapping[str, bool]
 ) -> Derivatives:
-    """The derivatives of the loss with respect to the coefficients of a merge, by automatic differentiation.
+    """Derivatives of the loss with respect to the coefficients of a merge, by automatic differentiation.
 
     PyTorch differentiates the function of the merge method. `gradient` is the gradient of the loss with respect to the
     merged tensor. `per_model` says for each coefficient, by name, whether it has a value for each source.

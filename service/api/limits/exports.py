@@ -1,4 +1,4 @@
-"""Limits on stored exports (merged models): exports that have expired or exceed the quota are selected."""
+"""Limits on stored exports (merged models), and the selection of exports that have expired or exceed the quota."""
 
 from __future__ import annotations
 

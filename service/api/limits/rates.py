@@ -1,4 +1,4 @@
-"""Limits on the number of requests: of a token, of an address, and of those that are refused for their token."""
+"""Limits on the number of requests: of each token, of each address, and of requests without a valid token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SENDERS = 10_000
 
 
 class Rate:
-    """Limit on the requests of each sender: `per_s` a second in the long run, and `burst` at once (a token bucket).
+    """Limit on the requests of each sender (a token bucket): `per_s` a second in the long run, and `burst` at once.
 
     Each server counts by itself. `clock` is a monotonic clock in seconds, which tests replace.
     """
@@ -47,10 +47,12 @@ class Rate:
 
 @dataclass(frozen=True)
 class RateLimits:
-    """Limits on the requests of each token, of each address at a server without accounts, and of refused ones.
+    """Limits on the number of requests: of a token, of an address at a server without accounts, and of refused ones.
 
-    `refused` limits the requests of an address without a valid token. By default a server without accounts has no
-    limit, since all its users may have one address.
+    - `tokens`: limit on the requests of each token
+    - `open`: limit on the requests of each address at a server without accounts; by default there is no limit, since
+      all users may have one address
+    - `refused`: limit on the requests of each address without a valid token
     """
 
     tokens: Rate = field(default_factory=lambda: Rate(100.0, 1000.0))
@@ -59,5 +61,5 @@ class RateLimits:
 
     @classmethod
     def of(cls, per_s: float) -> RateLimits:
-        """Limits for `per_s` requests a second of a token, or of an address at a server without accounts."""
+        """Create limits of `per_s` requests a second for a token, and for an address at a server without accounts."""
         return cls(Rate(per_s, 10 * per_s), Rate(per_s, 10 * per_s))

@@ -179,7 +179,11 @@ def remove_team(team: TeamName, services: Context, sender: Admin) -> Response:
 
 
 def _managed(team: TeamName, services: Context, sender: Checked) -> TeamRecord:
-    """The team, which the sender administers; a team of others is one that does not exist."""
+    """Return the team that the path names, after checking that the sender administers it or the server.
+
+    Raises Refusal (404) if the team does not exist or the sender may not see it, and Refusal (403) if the sender does
+    not administer it.
+    """
     try:
         record = services.accounts.team(team)
     except NotFound:
@@ -282,7 +286,10 @@ async def create_token(request: Request, services: Context, sender: Manager) -> 
 
 
 def _own_token(token_id: TokenId, services: Context, sender: Checked) -> TokenRecord:
-    """The token, which is one of the sender's unless the sender is an administrator; others do not exist."""
+    """Return the token that the path names, after checking that it is the sender's or the sender is an administrator.
+
+    Raises Refusal (404) if the token does not exist, or is another user's and the sender is no administrator.
+    """
     try:
         record = services.accounts.token(token_id)
     except NotFound:

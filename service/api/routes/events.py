@@ -75,7 +75,7 @@ async def _watch(
 async def _while_allowed(
     frames: AsyncGenerator[bytes, None], may_go_on: Callable[[], Awaitable[bool]]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the frames of an event stream as long as `may_go_on` returns True before each."""
+    """Yield the frames of an event stream until `may_go_on`, which is called before each frame, returns False."""
     async with aclosing(frames):
         async for frame in frames:
             if not await may_go_on():

@@ -200,7 +200,7 @@ def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
 
 
 def _are_weights(value: Any) -> bool:
-    """Whether `value` maps objectives to weights, which are floats, or integers below 10^6 in magnitude."""
+    """Whether `value` maps objectives to numbers that can be weights: floats, or integers below 10^6 in magnitude."""
     if not isinstance(value, dict):
         return False
     return all(type(w) is float or (type(w) is int and abs(w) < MAX_WEIGHT) for w in value.values())

@@ -46,7 +46,10 @@ IdempotencyKey = Annotated[
 
 
 class SharedJob(BaseModel):
-    """Body of the request that shares a job. Without `team`, the job stays in its team; null takes it out."""
+    """Body of the request that shares a job.
+
+    Without `team`, the job stays in its team. With `team` null, it leaves its team.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -337,9 +340,10 @@ class _Place:
 
 
 def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Place:
-    """Find the team of a new job: the named one, or the only one of the sender's teams for which jobs may be submitted.
+    """Find the team of a new job: the given `team`, or the only team for which the sender may submit jobs.
 
-    Raises InvalidRequest if the sender has several such teams and names none, or names a team without being a member.
+    Raises InvalidRequest if the sender may submit jobs for several teams and names none, or may not submit jobs for
+    `team`. `sharing` None means that the team may read the job.
     """
     account = sender.account
     if account is None:
@@ -367,7 +371,11 @@ def _check_team(sender: Principal, job: JobRecord, team: str | None) -> None:
 
 
 def _own_key(sender: Principal, key: str | None) -> str | None:
-    """Idempotency key as it is stored: users have keys of their own. No client can send a key with a space."""
+    """Idempotency key as it is stored, which differs between users who send the same key.
+
+    At a server with accounts, it is the user's name and a hash of `key`, with a space between. No client can send a key
+    with a space, so no key of a client equals it.
+    """
     if key is None or sender.account is None:
         return key
     return f"user {sender.account.user} {hashlib.sha256(key.encode()).hexdigest()}"

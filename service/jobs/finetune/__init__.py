@@ -1,9 +1,9 @@
 """Fine-tunings as jobs: the training of experts, on a server or by `mergesearch finetune`.
 
-- `kind`: the declaration
+- `kind`: declaration of the kind of job
 - `request`: checks of a requested fine-tuning
 - `work`: continues a stored fine-tuning to its end
-- `training`: the training of an expert or a fleet, each expert in its directory, side by side where there are GPUs
+- `training`: trains one expert or a fleet of experts, each in its directory, several at a time if there are GPUs
 - `ray_train`: the training of one expert on Ray Train
 - `directory`: the files of a training's directory
 - `events`: events and progress from the histories of running trainings

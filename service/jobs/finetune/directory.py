@@ -1,4 +1,4 @@
-"""Files in the directory of a training: specification, checkpoints, history of losses, expert, summary or failure."""
+"""Functions for the files in a training directory: specification, checkpoints, history of losses, expert, summary."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ WRITER_LOCK = ".writer"
 
 
 def written_spec(directory: Path) -> FinetuneSpec | None:
-    """Specification of the expert whose training was started in `directory`; None if there was no training."""
+    """Read the specification of the expert whose training was started in `directory`; None if there was no training."""
     document = read_document(directory / SPEC_FILE)
     return None if document is None else parse_spec(document)
 
 
 def trained_fleet(directory: Path) -> tuple[dict[str, FinetuneSpec], dict[str, Path]]:
-    """Specifications and directories of the experts that were trained in `directory`, as two dicts by alias.
+    """Find the experts that were trained in `directory`; return their specifications and directories, by alias.
 
     Raises NotFound if no expert was trained there, and Conflict if the training of an expert has not ended.
     """

@@ -33,7 +33,7 @@ PREDECESSOR_WAIT_S = 120.0
 
 
 def cluster() -> Mapping[str, float]:
-    """The resources of the cluster to which Ray is connected: numbers by "CPU" and "GPU"."""
+    """Resources of the cluster to which Ray is connected: the numbers of CPU cores ("CPU") and GPUs ("GPU")."""
     import ray
 
     resources: Mapping[str, float] = ray.cluster_resources()
@@ -41,11 +41,12 @@ def cluster() -> Mapping[str, float]:
 
 
 def num_side_by_side(specs: Sequence[FinetuneSpec], resources: Mapping[str, float], wanted: int | None = None) -> int:
-    """The number of experts that train at the same time on a cluster with `resources` (numbers by "CPU" and "GPU").
+    """Number of experts that train at the same time on a cluster with `resources` (numbers by "CPU" and "GPU").
 
-    It is `wanted`, if it is given, but at most the number of experts. Otherwise it is the number of experts for whose
-    workers there are GPUs, and 1 where workers train on CPU cores. Raises Conflict if the cluster has fewer GPUs, or
-    fewer CPU cores where workers train on these, than `wanted` experts need at the same time.
+    If `wanted` is given, the result is this number, but at most the number of experts. If it is None, the result is the
+    number of experts for whose workers the cluster has GPUs, or 1 if workers train on CPU cores. Raises Conflict if the
+    cluster is too small for `wanted` experts at the same time: it has fewer GPUs than their workers or, if workers
+    train on CPU cores, fewer CPU cores. Also raises the errors of `trains_on_gpus`.
     """
     if len(specs) < 2:
         return len(specs)
@@ -103,11 +104,12 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, side_by_
 
 
 def trains_on_gpus(workers: int, resources: Mapping[str, float], device: str = "auto") -> bool:
-    """Whether `workers` workers train on a GPU each, on a cluster with `resources` (numbers by "CPU" and "GPU").
+    """Whether each of an expert's `workers` processes trains on a GPU, on a cluster with the given resources.
 
-    `device` is that of the specification: with "auto", they train on CPU cores if the cluster has no GPU, with "cpu"
-    always. Raises Conflict if the cluster has fewer CPU cores than workers, or fewer GPUs, unless they train on CPU
-    cores.
+    `resources` has numbers by "CPU" and "GPU". `device` is the option of the specification. With "auto", the processes
+    train on CPU cores if the cluster has no GPU. With "cpu", they always train on CPU cores. Raises Conflict if the
+    cluster has fewer CPU cores than `workers`. Also raises Conflict if the processes train on GPUs and the cluster has
+    fewer GPUs than `workers`.
     """
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if cores < workers:
@@ -145,10 +147,10 @@ def train_here(
     device: Any = None,
     access: FileAccess | None = None,
 ) -> None:
-    """Train an expert in this process, alone or as one of several processes that train the expert together.
+    """Train an expert in the current process, alone or together with other processes that call this function too.
 
     `is_writer` is True in exactly one of these processes. That process first waits until the workers of an earlier
-    driver have ended; at the end it writes the summary, or the reason why the training failed, to `directory`. `report`
+    driver have ended. At the end it writes the summary to `directory` or, if the training failed, the reason. `report`
     receives the numbers of updates and evaluations. `device` is the torch device. `access` limits the files that
     evaluation tasks may read; None is no limit.
     """

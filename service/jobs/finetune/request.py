@@ -104,7 +104,7 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
 
 
 def artifact_bytes(pipeline: Pipeline) -> int:
-    """Total bytes of the weights of all experts of a fine-tuning, computed from the headers of the base model's files.
+    """Total bytes that the experts of a fine-tuning will take, computed from the headers of the base model's files.
 
     Raises InvalidModel if the headers cannot be read.
     """

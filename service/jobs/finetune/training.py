@@ -108,13 +108,20 @@ def run_fleet(
 ) -> dict[str, dict[str, Any]]:
     """Train several experts, each in its directory, and return their summaries by alias.
 
-    All trainings use one connection to Ray. All experts are checked before the first training starts. `parallel`
-    experts train at the same time; if it is None, as many as the cluster has GPUs for, and one where it has no GPU.
-    `specs` and `directories` are by alias. `finished` is called with the alias and the summary of an expert as soon as
-    the expert is trained, in the thread of the caller. `resources` are functions that connect to Ray and train on Ray
-    Train; `note` is called with messages about the progress; `access` limits the files that evaluation tasks may read.
-    If a training fails, those that run are finished, and no other is started. Raises the errors of `run_finetune` and
-    `num_side_by_side`.
+    All trainings use one connection to Ray. All experts are checked before the first training starts. If a training
+    fails, the trainings that already run are finished, and no other training is started.
+
+    Args:
+        specs: Specifications of the experts, by alias.
+        directories: Directories of the trainings, by alias.
+        resources: Functions that connect to Ray and train on Ray Train.
+        parallel: Number of experts that train at the same time. None means as many as the cluster has GPUs for, and one
+            if workers train on CPU cores.
+        note: Called with messages about the progress.
+        finished: Called in the caller's thread with the alias and the summary of an expert, as soon as it is trained.
+        access: Files that evaluation tasks may read; None is no limit.
+
+    Raises the errors of `run_finetune` and `num_side_by_side`.
     """
     unfinished = [alias for alias in specs if read_document(directories[alias] / SUMMARY_FILE) is None]
     if len(unfinished) > 1:
@@ -143,10 +150,10 @@ def run_fleet(
 def _results(
     train: Callable[[str], dict[str, Any]], aliases: Iterable[str], count: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the alias and the result of `train` for each of `aliases`, as soon as it is there; `count` run at once.
+    """Call `train` for each of `aliases`, at most `count` at a time, and yield (alias, result) as soon as a call ends.
 
-    After an error no other training is started; it is raised when those that run have ended. With `count` 1, trainings
-    run in the caller's thread.
+    After an error no other call is started. The error is raised when the running calls have ended. With `count` 1, the
+    calls run in the caller's thread, otherwise in separate threads.
     """
     if count == 1:
         for alias in aliases:
@@ -196,7 +203,10 @@ def _check(spec: FinetuneSpec) -> None:
 
 
 def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
-    """Yield messages about where an expert is trained, on a cluster with `resources`, and the memory that it takes."""
+    """Yield messages for users: the devices that an expert is trained on, and the memory that its training takes.
+
+    `resources` are those of the cluster, numbers by "CPU" and "GPU".
+    """
     has_gpus = trains_on_gpus(spec.workers, resources, spec.device)
     if not has_gpus and spec.device == "auto":
         yield f"{spec.name} trains on CPU cores: the cluster has no GPU"

@@ -16,9 +16,9 @@ __all__ = ["view"]
 
 
 def view(job: JobRecord, store: Store, artifacts: ArtifactStore, *, path: str) -> View:
-    """Fields and links of a fine-tuning for the server's JSON: its experts, and links to its analysis and study.
+    """Fields and links that the server's JSON document of a fine-tuning has in addition to those of all jobs.
 
-    `path` is the URL path of the fine-tuning.
+    They are the experts, and links to the analysis and to the study. `path` is the URL path of the fine-tuning.
     """
     progress = (job.progress or {}).get("experts", {})
     trained = {artifact.name: artifact for artifact in artifacts.of(job.id)}

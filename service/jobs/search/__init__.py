@@ -1,6 +1,6 @@
 """Studies as jobs: from a study file to the results, on a server or by `mergesearch run`.
 
-- `kind`: the declaration
+- `kind`: declaration of the kind of job
 - `request`: checks of a requested study
 - `prepare`: checks a study file and resolves it to a study that can run
 - `work`: continues a stored study to its end

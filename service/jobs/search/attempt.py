@@ -290,10 +290,10 @@ def described_recipes(
     *,
     benchmarks: Sequence[Benchmark] = (),
 ) -> list[str]:
-    """Sorted digests of the recipes whose stored responses are never removed from a complete study.
+    """Digests of the recipes whose model responses are kept when a study completes, sorted.
 
-    They are the recipes of trials that are scored on holdout data or benchmarks, and of trials that were
-    verified. A response is the text that a merge generated for a sample.
+    They are the recipes of trials that are scored on holdout data or benchmarks, and of trials that were verified. A
+    response is the text that a merge generated for a sample.
     """
     verified = {report.recipe_digest for report in read_verification(store.document(study_id, VERIFICATION)).reports}
     scored = {trial.recipe.digest for b in benchmarks for trial in chosen_trials(b.trials, trials, objectives)}
@@ -301,7 +301,7 @@ def described_recipes(
 
 
 def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]) -> None:
-    """Store, for each benchmark, from which task, data and metric its samples result.
+    """Store the task, data and metric of each benchmark, so that later drivers notice if they change.
 
     Raises StudyFailed if samples of a benchmark with the same name but another task or other data are stored.
     """
@@ -318,7 +318,7 @@ def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]
 
 
 def _keep_overlaps(store: Store, writer: JobWriter, preflight: PreflightResult) -> None:
-    """Store how much of the held-out data and of each benchmark is also in the search data, if not yet stored."""
+    """Store how many items of the held-out data and benchmarks are also in the search data, if not stored yet."""
     study, tasks = preflight.study, preflight.tasks
     stored = read_contamination(store.document(writer.job_id, CONTAMINATION))
     if {f"{overlap.section}.{overlap.name}" for overlap in stored} != unsearched_names(study):
@@ -334,7 +334,8 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
     """Number of gradient steps and policy updates that a study makes if nothing ends it early.
 
-    The refinement is counted with the largest number of paths.
+    The number includes the steps of the refinement (gradient descents from trials of the front) with the largest number
+    of paths.
     """
     options = setting.options
     refined = 0 if options.refinement is None else options.refinement.paths * options.refinement.steps
@@ -346,11 +347,11 @@ def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
 
 
 class _WaitWatch:
-    """Reports to the driver's heartbeat that the driver waits for an engine that starts, or for a judge.
+    """Reports to the driver's heartbeat that the driver waits for an engine to start, or for a judge to answer.
 
     Both count as progress. Without these reports, the driver would be replaced during a long start of an engine, or
-    while a judge does not answer, which `judge.wait_s` limits. `judges` returns the URLs of the judges that are being
-    waited for.
+    while a judge does not answer, which `judge.wait_s` limits. `judges` returns the URLs of the judges that the driver
+    waits for.
     """
 
     def __init__(
@@ -475,7 +476,7 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 
 
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
-    """Let every running engine score fixed prompts (a canary), which shows whether the engine computes correctly.
+    """Check every running engine with a canary: the comparison of its log-probabilities with those of transformers.
 
     A sample counts as checked once its engine has passed a later canary. The number of the study's samples that are not
     checked is stored with the study.

@@ -47,7 +47,8 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 class CheckedPlan:
     """Expected costs of running a study: samples, time, memory and disk space.
 
-    - `step_samples`: the samples that gradients count as, and those of the trials that refine paths; 0 without both
+    - `step_samples`: the samples that gradients count as, plus those of the trials that refine the front; 0 if the
+      study has neither
     - `rungs`: for each rung, the samples by objective
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
     - `max_samples`: the limit of samples of the search; None if there is none
@@ -149,7 +150,7 @@ class CheckedPlan:
         )
 
     def _limit(self) -> tuple[str, ...]:
-        """Line of the printed plan about the limit of samples: how many are used, and whether the planned ones fit.
+        """Line of the printed plan about the limit of samples: how many are used, and whether the planned samples fit.
 
         The line is returned as a tuple of one text. If the study has no limit, the line says only how many samples
         earlier runs used. If there were no earlier runs either, the tuple is empty.
@@ -203,13 +204,13 @@ def check(
 ) -> CheckedPlan:
     """Check a study that would run in `directory`, and compute its expected cost.
 
-    With `metadata_only`, models need no weights: their sizes are those of their configurations. With a `profile`, the
-    study is planned for its machines, and a lack of memory is a part of the plan. By default it is planned for this
-    machine or the stated ones, and a lack of memory is a problem.
+    No engine is started, and no weights are downloaded. Sources that are merges of other studies are exported to a
+    temporary directory. `exports` also checks whether the best merge can be exported. With `metadata_only`, models need
+    no weights: their sizes are computed from their configurations.
 
-    No engine is started, and no weights are downloaded. With `exports`, it is also checked whether the best merge can
-    be exported. Sources that are merges of other studies are exported to a temporary directory. Raises InvalidStudy
-    with every problem.
+    With a `profile`, the study is planned for the machines of the profile. If their memory is too small, the plan says
+    so. Without a profile, the study is planned for this machine or the machines in the study file, and too little
+    memory is a problem. Raises InvalidStudy with every problem.
     """
     study = _outlined(study) if metadata_only else study
     with TemporaryDirectory() as temporary:
@@ -343,7 +344,10 @@ def _step_samples(preflight: PreflightResult) -> int:
 
 
 def _steps(preflight: PreflightResult) -> tuple[int, int]:
-    """The number of gradient steps of a search or of the refinement of its front, and the samples of each step."""
+    """Number of gradient steps that a study makes, and the number of samples of each step.
+
+    The steps are those of the search or, if its searcher makes none, those that refine the front; (0, 0) without both.
+    """
     if preflight.algorithm.name == GRADIENT:
         setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
         options = setting.options.gradient

@@ -186,8 +186,9 @@ def open_run(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
 def _with_stored_benchmarks(directory: Path, study: Study) -> Study:
     """Add to `study` the benchmarks that were added earlier to the stored study in `directory`.
 
-    Benchmarks of the study file itself come first. A stored one of the same name adds its trials; one with another task
-    is left to be refused. Accepted overlaps are added too.
+    Benchmarks of the study file come first. If a stored benchmark has the same name and task as one of the study file,
+    its trials are added to that benchmark. A stored benchmark with the same name and another task is left out, and
+    refused later. The overlaps with search data that were accepted earlier are added too.
     """
     with suppress(NotFound), read_run(directory) as (_, record):
         before = Study.model_validate(record.document)
@@ -234,11 +235,11 @@ def _created_or_resumed(
 
 
 def _with_new_defaults(stored: Study, record: JobRecord, given: Study) -> Study:
-    """Remove the option `search.hm3.gamma` from the stored study if its value is only an old default.
+    """Remove the option `search.hm3.gamma` from the stored study if its value is only the default of earlier versions.
 
-    Earlier programs stored the default `search.hm3.gamma: 0.99` with every study. The option is removed if `given` does
-    not state it, unless the study uses the searcher `hm3` in a version above 1. Policies of version 1 use 0.99 without
-    it, too.
+    Earlier versions stored the default `search.hm3.gamma: 0.99` with every study. The option is removed if `given` does
+    not state it. It is kept if the study uses the searcher `hm3` in a version above 1. Policies of version 1 use the
+    value 0.99 without the option too.
     """
     resolved, options = ResolvedStudy.of(record), stored.search.hm3
     is_new = resolved.algorithm == "hm3" and resolved.searcher_version > 1

@@ -41,7 +41,7 @@ def prepared(
     note: Callable[[str], None] = logger.info,
     **options: Any,
 ) -> PreflightResult:
-    """Export the sources of a study that are merges of other studies, run every check, and return the checks' result.
+    """Prepare a study: export its sources that are merges of other studies, run every check, and return the result.
 
     Args:
         study: The study file.
@@ -54,7 +54,7 @@ def prepared(
         accepted: The study file that was accepted before, for a study that continues; its held-out data and benchmarks
             are not compared with search data again.
         access: The files that may be read besides the exported merges; None means all files.
-        before_weights: Called once only the weights are left to check.
+        before_weights: Called when only the checks of the weights are left.
         note: Called with messages about the progress.
         **options: Further arguments of `service.studies.preflight.examine.examine`.
 

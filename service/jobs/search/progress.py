@@ -48,15 +48,16 @@ class ProgressSnapshot:
 
     - `stage`: the current stage, "searching", "refining", "held-out" or "benchmarks".
     - `trials`: the number of trials in each state; `max_trials`: the planned number of trials, baselines included.
-    - `bracket`, `rung`: the current bracket and rung, counted from 0; None while trials of several are scored.
+    - `bracket`, `rung`: the current bracket and rung, counted from 0; None while trials of several brackets or rungs
+      are scored.
     - `num_brackets`: the number of brackets; None if it is not known.
     - `rungs`: the samples at each rung, of the objective with the most samples.
     - `best_trial`: the number of the best trial at full budget so far; `best`: its values by objective.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
     - `samples_used`: the number of samples that the search has scored, plus the number that its steps count as.
     - `max_samples`: the limit of `samples_used`; None if there is none.
-    - `steps`: the gradient steps and policy updates that the searcher has made; `steps_planned`: those expected in all,
-      0 for a searcher without steps.
+    - `steps`: the gradient steps and policy updates that the searcher has made; `steps_planned`: the number of them
+      that is expected in all, 0 for a searcher without steps.
     """
 
     study: str
@@ -201,7 +202,10 @@ class _Speed:
 
 
 def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
-    """Text of a progress snapshot: `[4m10s] searching: 31/67 trials, bracket 2/3 rung 90, best #12: math 0.61, ...`."""
+    """One line of text that describes a progress snapshot.
+
+    An example is `[4m10s] searching: 31/67 trials, bracket 2/3 rung 90, best #12: math 0.61, ...`.
+    """
     trials = f"{snapshot.num_finished}/{snapshot.max_trials} trials"
     if failed := snapshot.trials.get(TrialState.FAIL, 0):
         trials += f" ({failed} failed)"
@@ -218,9 +222,10 @@ def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
 
 
 def speed_text(pace: Pace, separator: str) -> str:
-    """Text of the speeds and of the time left: `, 50/s, 0.4 steps/s, 4m10s left` with ", " as separator.
+    """Text of a study's speeds and estimated time left, each preceded by `separator`.
 
-    A value that is not measured yet is left out. The separator precedes each value.
+    With the separator ", ", an example is `, 50/s, 0.4 steps/s, 4m10s left`. Values that are not measured yet are left
+    out.
     """
     text = ""
     if pace.samples_per_second is not None:

@@ -65,10 +65,10 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 
 
 def studies_of(context: RequestContext) -> OpenStudy:
-    """Return a function that opens the server's other studies by id, for studies that use merges or results of them.
+    """Return a function that opens the server's other studies by id, for studies that use their merges or results.
 
-    The returned function first removes the current process's limits of memory and processor time, because its caller
-    writes merges of the opened study next.
+    Before it opens a study, the returned function lifts the current process's limits of memory and processor time,
+    because its caller writes merges of that study next.
     """
 
     @contextmanager

@@ -35,8 +35,8 @@ def verify_trials(
 ) -> str | None:
     """Verify some trials: compare their stored samples with the results of plain transformers.
 
-    The trials are the best one and others drawn with the study's seed. Trials whose samples a stored report found equal
-    are not verified again.
+    The verified trials are the best one and others drawn with the study's seed. Trials whose samples were equal in an
+    earlier verification are not verified again.
 
     Returns the reason why no sample was compared. Returns None if samples were compared, or if the study file switches
     verification off.
@@ -110,10 +110,11 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 
 
 def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
-    """Whether a stored report found all samples of a trial equal; `digest` is the hash of the samples.
+    """Whether an earlier verification of a trial found all its samples equal; `digest` is the hash of the samples.
 
-    The result is False if `report` is None, or if it is about another recipe or other samples. Reports of earlier
-    versions do not say which samples they compared, so their trials count as not verified.
+    `report` is the stored report of that verification. The result is False if `report` is None, or if it is about
+    another recipe or other samples. Reports of earlier versions do not say which samples they compared, so their trials
+    count as not verified.
     """
     return (
         report is not None

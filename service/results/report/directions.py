@@ -1,4 +1,7 @@
-"""Report section on the directions and scales of merges in the space m3 (p: exponent of the experts' shares)."""
+"""Report section on the directions and scales of merges in the search space m3.
+
+In this section, p is the exponent of the p-series that gives the experts' shares.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def row_name(row: HoldoutDocument | BenchmarkRowDocument) -> str:
 
 
 def _score(row: HoldoutDocument) -> EstimateDocument | None:
-    """The estimate by which held-out results are ranked: the mean over objectives, or that of the only objective.
+    """The estimate by which held-out results are ranked: the mean over objectives, or that of a single objective.
 
     Returns None for a row without a mean and with several objectives.
     """

@@ -75,7 +75,8 @@ def _picture(merge: Merge) -> MergePicture:
 def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
     """Group adjacent layers that are merged in the same way.
 
-    Two layers are alike if their merges are equal when source layers are numbered relative to the merged layer.
+    Layers are merged in the same way if their merges are equal, with source layers numbered relative to the merged
+    layer.
 
     Yields:
         Index of the group's first layer, index after its last layer, and the first layer.

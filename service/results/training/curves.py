@@ -1,4 +1,4 @@
-"""Training curves of fine-tunings: losses and evaluations, from stored events or from histories on disk."""
+"""Training curves of fine-tuned experts: losses and evaluations by step, read from stored events or history files."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ MAX_POINTS = 1000
 
 
 def stored_curves(store: Store, study_id: str, experts: Iterable[str]) -> CurvesDocument:
-    """Read the training curves of a fine-tuning on a server: losses and evaluations of each expert so far."""
+    """Read the training curves of a server's fine-tuning from its stored events.
+
+    The result has, for each expert, the losses and the evaluations up to now.
+    """
     payloads = [event.payload for event in store.events(study_id, kinds=[EventKind.TRAINING])]
     return {"experts": [_expert(alias, [p for p in payloads if p["expert"] == alias]) for alias in experts]}
 
 
 def directory_curves(places: Mapping[str, Path]) -> CurvesDocument:
-    """Read training curves from the directories of fine-tunings: losses and evaluations of each expert.
+    """Read the training curves of experts from the history files in their directories.
 
-    `places` are the directories by the experts' aliases.
+    `places` maps an expert's alias to its directory. The result has, for each expert, the losses and the evaluations.
     """
     return {"experts": [_expert(alias, read_history(place / METRICS)) for alias, place in places.items()]}
 
 
 def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocument:
-    """Build the training curves of one expert from stored lines.
+    """Build the training curves of one expert from the lines of its history file or from its stored events.
 
-    A line from a history file has one loss, a line from an event several losses. A line with the key "values" is an
-    evaluation instead. If several lines are about one step, the last one is used.
+    A line with the key "values" is an evaluation. Any other line has losses: a line of a history file has the loss of
+    one step, and an event has the losses of several steps. If several lines have the same step, the last one is used.
     """
     losses: dict[int, float] = {}
     values: dict[int, Mapping[str, float]] = {}
@@ -50,9 +53,10 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[LossPoint]:
-    """Reduce a training curve, whose points are (number of the update, loss), to at most MAX_POINTS points.
+    """Reduce a loss curve to at most MAX_POINTS points by averaging adjacent points.
 
-    Each point of the result is the mean of adjacent points, weighted by the number of updates that each of them covers.
+    A point is (step, loss). It represents all steps since the point before it, and the mean is weighted by this number
+    of steps.
     """
     size = -(-len(points) // MAX_POINTS) or 1
     weights = [after - before for before, after in pairwise([0, *(step for step, _ in points)])]

@@ -84,7 +84,8 @@ def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
 def merge_columns(document: AnalysisDocument) -> list[tuple[str, list[MergeLossDocument | None]]]:
     """Columns of the table of merges: one for each fleet of experts, and one for each mixture of two fleets.
 
-    Rows are those of the first fleet; a mixture has None in those of more than two experts.
+    A fleet is the experts of one fine-tuning. The table has the rows of the first fleet. A mixture merges two experts,
+    so its column has None in rows for more experts.
     """
     first = document["fleets"][0]
     columns: list[tuple[str, list[MergeLossDocument | None]]] = [

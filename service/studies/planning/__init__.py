@@ -1,12 +1,12 @@
-"""Plans of studies: the memory and the time that a study takes on given machines, from headers of models alone.
+"""Plans of studies: the memory and the time that a study takes on given machines, computed from headers of models.
 
-- `profiles`: the speeds and the memory of machines, declared with their sources
-- `named`: the profile that a name or a file means
+- `profiles`: the speeds and the memory of kinds of machines, with the sources of these figures
+- `named`: the profile with a given name, or from a file
 - `here`: the speeds and the memory of this machine, measured
-- `facts`: the sizes of a family from which seconds and bytes follow
+- `facts`: the sizes of a family's models, from which seconds and bytes are computed
 - `roofline`: seconds of an engine's start, a swap, an evaluation, a gradient step and a verification
-- `placement`: where engines, source weights, gradients and verification go, the memory of each, and what does not fit
-- `schedule`: the work of a study, its hours and its GPU-hours
+- `placement`: the places and the memory of engines, source weights, gradients and verification, and what is lacking
+- `schedule`: the phases of a study, with the seconds of each
 - `plan`: the whole plan of a study
 - `chart`: values of the Helm chart for a study
 """

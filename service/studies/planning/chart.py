@@ -1,4 +1,4 @@
-"""Values of the Helm chart for the machines of a study: one group of nodes as large as the plan says."""
+"""Values of the Helm chart for the machines of a study, with one group of nodes for its engines."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ POD_SHARE, SHM_SHARE, MOST_SHM_SHARE = 0.9, 0.3, 0.5
 def chart_values(
     study: Study, profile: MachineProfile, placement: StudyPlacement, *, sources_bytes: int
 ) -> dict[str, Any]:
-    """Values of the chart that the study needs, to be given with `helm install --values`.
+    """Values of the Helm chart that a study needs, for `helm install --values`.
 
-    They are the image's variant, the group of nodes for engines, and the size of the cache of models, `sources_bytes`
-    with room. The rest, such as the database, is in the chart's profiles.
+    They are the image's variant, the group of nodes for engines, and the size of the cache of models. The cache has
+    room for one and a half times `sources_bytes`. Other values, such as the database, are in the chart's profiles.
     """
     memory = int(POD_SHARE * profile.host_bytes / GIB)
     # Engines share the sources that they keep in host memory there.

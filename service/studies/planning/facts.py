@@ -1,4 +1,4 @@
-"""Sizes of a family's models, from which seconds and bytes follow: taken from configurations and headers alone."""
+"""Sizes of a family's models, read from configurations and headers, from which a plan computes seconds and bytes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["ModelFacts", "facts_of"]
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a family.
+    """Sizes of the models of a family, from which a plan computes seconds and bytes.
 
     Attributes:
         parameters: Parameters of a merge.
-        multiplied: Parameters of the layers, each of which multiplies an activation once for each token.
+        multiplied: Parameters outside the embedding and the head. Each multiplies an activation once for each token.
         head: Parameters of the output head, which multiplies activations only where logits are computed.
-        attention: Operations of attention for each pair of a token and an earlier one, over all layers.
+        attention: Operations of attention, over all layers, for each pair of a token and an earlier token.
         layers: Number of layers.
         tensors: Number of tensors of a merge.
         bank_bytes: Bytes of all sources as they are stored.
@@ -36,7 +36,7 @@ class ModelFacts:
     bank_bytes: int
 
     def deepened(self, layers: int) -> ModelFacts:
-        """The facts of merges with `layers` layers, each as large as the mean layer of the models."""
+        """Sizes of merges with `layers` layers, each as large as the mean layer of the models."""
         if layers == self.layers or not self.layers:
             return self
         grown = self.multiplied * layers // self.layers
@@ -52,7 +52,7 @@ class ModelFacts:
 
 
 def facts_of(sources: ResolvedFamily) -> ModelFacts:
-    """Collect the facts of a resolved family; no weights are read."""
+    """Compute the sizes of a family's models from their headers and configurations; no weights are read."""
     sizes = {name: math.prod(info.shape) for name, info in sources.base.tensors.items()}
     layout, config = sources.layout, sources.base.settings
     ends = {part: [sizes[name] for name in layout.suffixes(part)] for part in ("embedding", "head")}
@@ -70,6 +70,6 @@ def facts_of(sources: ResolvedFamily) -> ModelFacts:
 
 
 def _width(config: Mapping[str, Any]) -> int:
-    """Number of values of all query heads of a token."""
+    """Width of attention: the number of query heads times the size of a head."""
     heads = int(config["num_attention_heads"])
     return heads * int(config.get("head_dim") or int(config["hidden_size"]) // heads)

@@ -1,4 +1,4 @@
-"""The speeds and the memory of this machine, measured in about a second."""
+"""Speeds and memory of this machine, measured in about a second."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def measured_speeds(threads: int) -> dict[str, float]:
     """Measure the speeds of this machine's matrix products and copies, with `threads` threads on a CPU.
 
     The result has `flops` (operations per second, in bfloat16 on a GPU, else in float32) and `bandwidth` (bytes per
-    second, read and written together). Each is that of the fastest of the repetitions that fit into MEASURED_S seconds,
-    because other work slows some of them down.
+    second, read and written together). Each speed is measured repeatedly for MEASURED_S seconds, and the fastest
+    repetition counts, because other work slows some repetitions down.
     """
     import torch
 
@@ -50,7 +50,10 @@ def measured_speeds(threads: int) -> dict[str, float]:
 
 
 def _fastest(call: Callable[[], None]) -> float:
-    """Seconds of the fastest of the calls of `call` that fit into MEASURED_S seconds, after one that is not counted."""
+    """Call `call` repeatedly for MEASURED_S seconds, and return the seconds of the fastest call.
+
+    One call before these is not measured.
+    """
     call()
     best, until = float("inf"), time.perf_counter() + MEASURED_S
     while True:
@@ -64,7 +67,7 @@ def _fastest(call: Callable[[], None]) -> float:
 
 @cache
 def this_machine() -> MachineProfile:
-    """The profile of this machine: its cores and memory, and the speeds of its products and copies, measured."""
+    """The profile of this machine: its cores and memory, and the measured speeds of matrix products and copies."""
     import torch
 
     threads = int(engine_environment(EngineOptions())["OMP_NUM_THREADS"])

@@ -1,4 +1,4 @@
-"""Profiles of machines by name: of a kind and a number, from a YAML file, or of this machine."""
+"""Machine profiles by name: a kind of machine with a number, a YAML file, or this machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ACCEPTED = f"give one of {', '.join(KINDS)} with a number of GPUs or cores, such
 
 
 def profile_named(name: str, *, nodes: int = 1, price: float | None = None) -> MachineProfile:
-    """The profile that `name` means: a kind with a number, such as "h100x8", "here", or the path of a YAML file.
+    """Find the machine profile with a name: "here", the path of a YAML file, or a kind with a number such as "h100x8".
 
-    `nodes` is the number of such machines; a price replaces the profile's. Raises InvalidStudy for an unknown name, and
-    for a file that cannot be read.
+    `nodes` is the number of such machines. `price`, if given, replaces the profile's price. Raises InvalidStudy for an
+    unknown name, and for a file that cannot be read.
     """
     if name == "here":
         from service.studies.planning.here import this_machine
@@ -46,9 +46,10 @@ def _times(kind: MachineProfile, count: int, name: str) -> MachineProfile:
 
 
 def read_profile(file: Path) -> MachineProfile:
-    """Read a profile from a YAML file with the fields of `MachineProfile`.
+    """Read a machine profile from a YAML file with the fields of `MachineProfile`.
 
-    The file may name a profile in the field `like`, whose figures it changes. Raises InvalidStudy with every problem.
+    The file may name another profile in the field `like`; the file's other fields then replace the figures of that
+    profile. Raises InvalidStudy with every problem.
     """
     import yaml
 

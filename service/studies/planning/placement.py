@@ -1,6 +1,6 @@
-"""Placement of a study on machines: engines, source weights, gradients and verification, with their memory.
+"""Placement of a study on machines: where engines, source weights, gradients and verification run, and their memory.
 
-The source weights go where the engine itself puts them (`workers.engines.vllm.memory.divide_memory`).
+Source weights are placed as the engine places them (`workers.engines.vllm.memory.divide_memory`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VERIFICATION_COPIES = 5
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a study on a machine: where it is, and the bytes that it takes of each GPU and of each host."""
+    """A part of a study on a machine, such as engine weights: its place, and its bytes on each GPU and each host."""
 
     name: str
     place: str
@@ -55,16 +55,15 @@ class StudyPlacement:
     """Places of a study's parts on each of the machines that it uses, and the memory that they take.
 
     Attributes:
-        parts: The parts with their memory; the memory of all parts together is that of a GPU and of a host that has
-            most of them.
-        bank: Where engines keep the source weights: "gpu", "host" (pinned) or "mapped" (files in memory).
+        parts: The parts with their memory, on the machine with most engines.
+        bank: Where engines keep the source weights: "gpu", "host" (pinned) or "mapped" (memory-mapped files).
         reason: Why the source weights are kept there.
-        nodes: Machines that the study uses.
-        engines: Engines of the machine that has most of them.
-        texts: Texts that an engine serves at once.
+        nodes: Number of machines that the study uses.
+        engines: Number of engines on the machine with most engines.
+        texts: Number of texts that an engine serves at the same time.
         gpu_capacity: Usable bytes of each GPU; 0 without GPUs.
         host_capacity: Usable bytes of each host.
-        lacks: What does not fit, with what would change that; empty if the study fits.
+        lacks: Parts of the study that do not fit, with advice that would make them fit; empty if the study fits.
     """
 
     parts: tuple[Part, ...]
@@ -96,10 +95,16 @@ def place_study(
     gradients: GradientPlace | None,
     gradient_gpu_bytes: int = 0,
 ) -> StudyPlacement:
-    """Place a study on machines of a profile.
+    """Place the parts of a study on machines of a profile, and compute the memory of each part.
 
-    `dtype` is the engines' dtype, `memory` the plan of host memory of preflight, `gradients` where gradients are
-    computed, and `gradient_gpu_bytes` the bytes that they need of a GPU.
+    Args:
+        study: The study.
+        sources: Models of the study.
+        profile: The machines.
+        dtype: Dtype of the engines.
+        memory: Host memory that the study needs, as preflight planned it.
+        gradients: Where gradients are computed; None if the study computes none.
+        gradient_gpu_bytes: Bytes that gradients need of a GPU.
     """
     ranks = study.engine.tensor_parallel_size
     needs = memory_requirements(
@@ -163,9 +168,9 @@ def place_study(
 def _divided(
     needs: MemoryRequirements, profile: MachineProfile, *, processes: int
 ) -> tuple[EngineMemory | None, str, list[str]]:
-    """Divide the memory as an engine does where processes share the sources.
+    """Divide a machine's memory between engines and source weights, as engines that share the source weights divide it.
 
-    Returns the division, its reason, and what is lacking.
+    Returns the division, its reason, and reasons why the engines do not fit. The division is None if they do not fit.
     """
     try:
         found = divide_memory(
@@ -187,7 +192,7 @@ def _divided(
 
 
 def _larger_ranks(needs: MemoryRequirements, usable: int) -> str:
-    """Advice that makes an engine fit: the smallest power of two of GPUs, a smaller dtype, or shorter texts."""
+    """Advice for an engine that does not fit: more GPUs for it (a power of two), a smaller dtype, or shorter texts."""
     whole = needs.weights * needs.ranks
     fixed = needs.engine(1) - needs.weights - needs.max_length * needs.kv_token
     kv = needs.max_length * needs.kv_token * needs.ranks
@@ -238,7 +243,7 @@ def _lack_of_host(placement: StudyPlacement, study: Study, profile: MachineProfi
 
 
 def _texts(needs: MemoryRequirements, kv_bytes: int) -> int:
-    """Texts of at most TEXT_TOKENS tokens whose keys and values take at most `kv_bytes`."""
+    """Number of texts of at most TEXT_TOKENS tokens whose keys and values fit into `kv_bytes` bytes."""
     each = min(TEXT_TOKENS, needs.max_length) * needs.kv_token
     return max(1, min(MAX_NUM_SEQS, kv_bytes // each if each else MAX_NUM_SEQS))
 

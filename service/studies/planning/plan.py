@@ -1,4 +1,4 @@
-"""The plan of a study on machines of a profile: placement, memory, seconds, hours and what would have to change."""
+"""The plan of a study on machines of a profile: placement, memory, seconds, hours, and what is lacking."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class StudyPlan:
 
     Attributes:
         profile: The machines.
-        dtype: The engines' dtype.
+        dtype: Dtype of the engines.
         facts: Sizes of the models.
-        placement: Where each part is, with its memory.
+        placement: Places of the study's parts, with their memory.
         phases: Phases of the study with their seconds.
         hours: Bounds on the hours of the study.
-        gpu_hours: The same times the number of GPUs that the study uses; of machines, if they have no GPUs.
-        cost: The same times the price; None if no price is known.
-        lacks: What does not fit, with what would change that; empty if the study fits.
+        gpu_hours: Bounds on the hours, times the number of the study's GPUs, or of its machines if they have no GPUs.
+        cost: Bounds on `gpu_hours` times the price; None if no price is known.
+        lacks: Parts of the study that do not fit, with advice that would make them fit; empty if the study fits.
         chart: Values of the Helm chart for the study.
     """
 
@@ -66,8 +66,9 @@ def plan_of(
 ) -> StudyPlan:
     """Plan a study that passed the checks of preflight.
 
-    `steps` has the number of gradient steps and the samples of each. `lacks` are reasons of preflight why the study
-    does not fit. `lengths` are those of the study's samples; by default they are measured.
+    `steps` has the number of gradient steps, and the number of samples of each step. `lacks` are the reasons that
+    preflight found why the study does not fit. `lengths` are the lengths of the study's samples; by default they are
+    measured.
     """
     study, gradients = preflight.study, preflight.gradients
     facts = facts_of(sources)
@@ -133,7 +134,7 @@ def engine_speeds(
     bank: str = "mapped",
     texts: int = 256,
 ) -> Speeds:
-    """The speeds of one engine with `ranks` GPUs or, without GPUs, `threads` threads.
+    """Seconds that one engine takes for each phase of a study, with `ranks` GPUs or, without GPUs, `threads` threads.
 
     `bank` is where the source weights are kept: "gpu", "host" or "mapped".
     """
@@ -156,5 +157,5 @@ def engine_speeds(
 
 
 def _threads(profile: MachineProfile, replicas: int) -> int:
-    """Threads of each engine on a CPU: one core is left to the other processes."""
+    """Number of threads of each engine on a CPU; one core is left to other processes."""
     return max(1, (profile.cores - 1) // max(1, -(-replicas // profile.nodes)))

@@ -1,7 +1,7 @@
-"""Profiles of machines: speeds and memory from which the plan of a study is computed.
+"""Machine profiles: speeds and memory from which the plan of a study is computed.
 
-Speeds of GPUs are those of the makers' data sheets, without sparsity. `service.studies.planning.roofline` states which
-share of them programs reach.
+Speeds of GPUs are those of the makers' data sheets, without sparsity. `service.studies.planning.roofline` states the
+share of these speeds that programs reach.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ GB, GIB, TERA = 10**9, 1 << 30, 1e12
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """Speeds and memory of one machine, of which `nodes` equal ones are available.
+    """Speeds and memory of one kind of machine, of which `nodes` are available.
 
     Attributes:
         name: Name of the profile.
         gpus: Number of GPUs; 0 if engines run on the CPU.
         gpu_bytes: Memory of each GPU.
         gpu_flops: Operations per second of a GPU for matrix products in bfloat16 or float16.
-        gpu_flops_float32: The same in float32.
+        gpu_flops_float32: Operations per second of a GPU for matrix products in float32.
         gpu_bandwidth: Bytes per second that a GPU reads from and writes to its memory.
         link_bandwidth: Bytes per second from pinned host memory to a GPU.
-        mapped_bandwidth: Bytes per second from files that are mapped into memory to a GPU.
+        mapped_bandwidth: Bytes per second from memory-mapped files to a GPU.
         cores: Cores of the CPU.
         core_flops: Operations per second of one core for matrix products in float32.
         host_bytes: Host memory.
         core_bandwidth: Bytes per second that one core copies, read and written together.
         host_bandwidth: Bytes per second that all cores copy together, read and written together.
-        disk_bandwidth: Bytes per second that models are read from disk.
+        disk_bandwidth: Bytes per second at which models are read from disk.
         price: Price of a GPU for an hour, or of a machine without GPUs; None if it is not known.
         nodes: Number of such machines.
-        source: Where the figures are from.
+        source: Source of the figures.
     """
 
     name: str
@@ -59,7 +59,7 @@ class MachineProfile:
 
     @property
     def machines(self) -> tuple[EngineMachines, ...]:
-        """The machines of the profile, as preflight knows them."""
+        """The profile's machines in the form in which preflight takes machines for engines."""
         memory = self.gpu_bytes if self.gpus else None
         return (EngineMachines(self.gpus, self.host_bytes, memory, self.nodes),)
 

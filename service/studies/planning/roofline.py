@@ -1,9 +1,10 @@
-"""Seconds of the phases of a study, by a roofline model: the slower of arithmetic and memory, and fixed costs.
+"""Seconds of the phases of a study by a roofline model, which takes the slower of arithmetic and memory.
 
-A pass of a model over tokens takes the time of its operations at a share of the device's speed, or that of reading the
-weights and the KV cache at a share of its bandwidth, whichever is longer. Fixed costs of each layer, sample and
-evaluation are added. The shares and fixed costs (`Calibration`) were fitted to models of 1M and 75M parameters on a CPU
-(`make bench ONLY=plan`). Those of GPUs are assumptions, as no engine has run on one yet.
+The model computes the seconds of a pass of a language model over tokens in two ways: from the pass's operations, and
+from the bytes of weights and KV cache that the pass reads. The device reaches only a share of its speed or bandwidth.
+The longer time counts. Fixed costs of each layer, sample and evaluation are added. The shares and fixed costs
+(`Calibration`) of CPUs were fitted to models of 1M and 75M parameters (`make bench ONLY=plan`). Those of GPUs are
+assumptions, because no engine has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ __all__ = ["CPU", "GPU", "Calibration", "Device", "SampleTokens", "Speeds", "Wor
 
 @dataclass(frozen=True)
 class Calibration:
-    """Shares of a device's speeds that programs reach, and fixed seconds.
+    """Shares of a device's speeds that programs reach, and fixed seconds of passes, samples, starts and other steps.
 
     Attributes:
-        products: Share of the speed of products that passes over many tokens reach.
+        products: Share of the speed of matrix products that passes over many tokens reach.
         decoding: Share of the bandwidth at which weights and KV cache are read for each generated token.
         layer_s: Seconds for each layer in each pass, for launches and dispatch.
         pass_s: Seconds for each pass, for the scheduler and sampling.
@@ -29,14 +30,14 @@ class Calibration:
         evaluation_s: Seconds for each evaluation, for the proposal, storing, and requests to the replica.
         merging: Share of the bandwidth at which sources are read and a merge is written.
         tensor_s: Seconds for each tensor of a swap.
-        packing: Times that a swap reads or writes the merge besides merging, for packing and checksums.
+        packing: Number of times that a swap reads or writes the whole merge after merging, for packing and checksums.
         start_s: Seconds of an engine's start that do not depend on the model: imports, processes, compiling.
-        start_reads: Times that a start reads or writes the merge: loading, canary, packing.
+        start_reads: Number of times that a start reads or writes the whole merge: loading, canary, packing.
         start_tokens: Tokens of the passes of a start: the engine's trial pass and the canary's.
-        step_products: Share of the speed of products that a gradient step reaches.
+        step_products: Share of the speed of matrix products that a gradient step reaches.
         step_s: Seconds of a gradient step that do not depend on the model.
         verify_s: Seconds of a verification that do not depend on the model.
-        verify_reads: Times that a verification reads or writes the merge: export, loading.
+        verify_reads: Number of times that a verification reads or writes the whole merge: export, loading.
     """
 
     products: float
@@ -99,10 +100,10 @@ GPU = Calibration(
 
 @dataclass(frozen=True)
 class Device:
-    """Speeds of what computes passes: one engine's GPUs together, or threads of a CPU.
+    """Speeds of the device that computes passes: all GPUs of one engine together, or threads of a CPU.
 
-    `products` is in operations per second, `bandwidth` in bytes per second. `source_bandwidth` is that at which
-    merging reads the sources from where they are kept, in bytes per second.
+    `products` is in operations per second, `bandwidth` in bytes per second. `source_bandwidth` is the rate, in bytes
+    per second, at which merging reads the sources from where they are kept.
     """
 
     products: float
@@ -113,7 +114,7 @@ class Device:
 
 @dataclass(frozen=True)
 class SampleTokens:
-    """Mean tokens of a sample: those that the model reads, and those that it generates."""
+    """Mean numbers of tokens of a sample: of the prompt (`read`), and of the generated answer (`answered`)."""
 
     read: float
     answered: float
@@ -121,7 +122,7 @@ class SampleTokens:
 
 @dataclass(frozen=True)
 class Work:
-    """A number of samples with their mean tokens."""
+    """Samples to score: their number, and their mean numbers of tokens."""
 
     samples: float
     tokens: SampleTokens
@@ -129,15 +130,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds of the phases of a study for one family on one device.
+    """Seconds of the phases of a study for one family of models on one device.
 
     Attributes:
         facts: Sizes of the models.
-        device: What engines compute with.
+        device: Speeds of the device.
         value_bytes: Bytes of a value in the engine's dtype.
         kv_bytes: Bytes of the keys and values of one token, over all of an engine's GPUs.
-        texts: Texts that an engine serves at once.
-        disk_bandwidth: Bytes per second that models are read from disk.
+        texts: Number of texts that an engine serves at the same time.
+        disk_bandwidth: Bytes per second at which models are read from disk.
     """
 
     facts: ModelFacts
@@ -152,9 +153,10 @@ class Speeds:
         return self.facts.parameters * self.value_bytes
 
     def pass_s(self, tokens: float, *, context: float, logits: float, read_bytes: float) -> float:
-        """Seconds of one pass over `tokens` tokens, whose mean context is `context` tokens.
+        """Seconds of one forward pass over `tokens` tokens, whose mean context is `context` tokens.
 
-        Logits are computed for `logits` tokens. `read_bytes` are bytes of weights and KV cache that are read.
+        Logits are computed for `logits` of the tokens. `read_bytes` are the bytes of weights and KV cache that the pass
+        reads.
         """
         facts, device, own = self.facts, self.device, self.device.calibration
         operations = tokens * (2 * facts.multiplied + facts.attention * context) + 2 * logits * facts.head
@@ -163,10 +165,10 @@ class Speeds:
         return max(arithmetic, memory) + facts.layers * own.layer_s + own.pass_s
 
     def evaluation_s(self, work: Work) -> float:
-        """Seconds to score samples of one merge that the engine holds: reading the prompts, and generating answers.
+        """Seconds to score samples of a merge that the engine already has: reading the prompts, and generating answers.
 
-        Prompts are read in passes of at most 4,096 tokens. Answers of as many samples as the engine serves at once are
-        generated together, a token of each in a pass.
+        Prompts are read in passes of at most 4,096 tokens. The engine generates the answers of up to `texts` samples
+        together, one token of each answer in a pass.
         """
         if not work.samples:
             return 0.0
@@ -215,7 +217,7 @@ class Speeds:
         return own.start_s + loading + moving + passes + self.swap_s
 
     def step_s(self, work: Work, *, recomputes: bool) -> float:
-        """Seconds of one gradient step over `work`: merging, a pass forward, one back, and derivatives of coefficients.
+        """Seconds of a gradient step: merging, a forward and a backward pass, and derivatives of coefficients.
 
         A backward pass takes twice as long as a forward pass, and recomputed activations take another one. Derivatives
         read the sources again.
@@ -228,9 +230,9 @@ class Speeds:
         return own.step_s + passes * operations / (self.device.products * own.step_products) + 2 * self.merge_s
 
     def verification_s(self, work: Work) -> float:
-        """Seconds to export one merge, to load it with transformers in float32, and to score samples one by one.
+        """Seconds of a verification: exporting a merge, loading it with transformers in float32, and scoring samples.
 
-        The speeds are those of this device, which is the host's CPU.
+        Samples are scored one by one. Verification runs on the CPU of the host, so `device` must be this CPU.
         """
         own, facts = self.device.calibration, self.facts
         full = facts.parameters * 4

@@ -1,6 +1,6 @@
-"""The work of a study, and the hours that it takes at given speeds.
+"""The phases of a study, and the hours that they take at given speeds.
 
-The estimate ignores proposals of merges that were scored before, and other work of the machine.
+The estimate assumes that no proposed merge was scored before, and that the machine does no other work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ __all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on a number: one for answers as long as the references, one for answers that end at their limits."""
+    """Bounds on a number, such as seconds.
+
+    `least` assumes that answers are as long as the reference answers, `most` that all answers end at their limits.
+    """
 
     least: float
     most: float
@@ -33,7 +36,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class StudyLengths:
-    """Mean lengths of samples in tokens, by the entry's name, for each section of the study file."""
+    """Mean lengths of samples in tokens, by section of the study file and name of the entry."""
 
     objectives: Mapping[str, Lengths]
     holdout: Mapping[str, Lengths]
@@ -42,9 +45,10 @@ class StudyLengths:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a study: how often it runs, its seconds each time, and how many engines share it.
+    """A phase of a study: its number of repetitions, the seconds of each, and how many engines share them.
 
-    `seconds` are bounds. `width` is the largest number of engines that can work on different repetitions at once.
+    `seconds` are bounds. `width` is the largest number of engines that can work on different repetitions at the same
+    time.
     """
 
     name: str
@@ -54,13 +58,13 @@ class Phase:
 
     @property
     def elapsed_s(self) -> Bounds:
-        """Bounds on the seconds that all repetitions take, with engines working side by side."""
+        """Bounds on the seconds that all repetitions take if `width` engines share them."""
         turns = self.number / max(1, self.width)
         return Bounds(turns * self.seconds.least, turns * self.seconds.most)
 
 
 def study_lengths(preflight: PreflightResult, result_dir: str) -> StudyLengths:
-    """Measure the mean lengths of the samples of all tasks, on the first samples of each.
+    """Measure the mean lengths of the samples of each task of a study, on its first samples.
 
     `result_dir` has the tokenizer and the configuration of merges. Raises InvalidStudy with every task whose prompts
     cannot be built.
@@ -94,11 +98,16 @@ def phases_of(
     host_speeds: Speeds,
     steps: tuple[int, int],
 ) -> tuple[Phase, ...]:
-    """The phases of a study in the order in which they run.
+    """The phases of a study, with their seconds, in the order in which they run.
 
-    `speeds` are those of engines, `deepest` the same for the deepest merges of the study, `gradient_speeds` those of
-    the device of gradients, and `host_speeds` those of the host's CPU. `steps` has the number of gradient steps and the
-    samples of each.
+    Args:
+        preflight: The study.
+        lengths: Mean lengths of the study's samples.
+        speeds: Speeds of the engines.
+        deepest: Speeds of the engines for merges with the largest number of layers.
+        gradient_speeds: Speeds of the device that computes gradients; None if no gradients are computed.
+        host_speeds: Speeds of the host's CPU.
+        steps: Number of gradient steps, and number of samples of each step.
     """
     replicas = preflight.study.engine.replicas
     phases = [Phase("engine start", replicas, Bounds(speeds.start_s, deepest.start_s), replicas)]
@@ -142,7 +151,10 @@ def phases_of(
 
 
 def _rungs(preflight: PreflightResult) -> Iterator[tuple[int, Mapping[str, float], str]]:
-    """The numbers of proposed trials that are scored at a rung, with their new samples there, and the rung's name."""
+    """Yield, for each rung, the number of trials scored there, the mean new samples of a trial, and the rung's name.
+
+    New samples are those that the trial was not scored on at an earlier rung; they are given by objective.
+    """
     rungs = preflight.budget.rung_samples
     found: dict[tuple[int, int], int] = {}
     for bracket in bracket_plan(preflight.budget.cycle, preflight.study.search.num_proposals):
@@ -163,7 +175,10 @@ def _rungs(preflight: PreflightResult) -> Iterator[tuple[int, Mapping[str, float
 
 
 def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple[Work, Work]:
-    """Samples of several tasks with their mean lengths, with answers as the references and with the longest answers."""
+    """Work of scoring samples of several tasks: with answers as long as the references, and with the longest answers.
+
+    `samples` has the number of samples and `lengths` the mean lengths, by task.
+    """
     total = sum(samples.get(name, 0.0) for name in lengths)
     if not total:
         nothing = Work(0, SampleTokens(0, 0))
@@ -176,7 +191,10 @@ def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple
 
 
 def mean_tokens(parts: Sequence[tuple[float, Mapping[str, float], Mapping[str, Lengths]]]) -> Bounds:
-    """Bounds on the mean tokens of a sample (prompt and answer) over `parts`: number of samples, shares, lengths."""
+    """Bounds on the mean number of tokens of a sample, prompt and answer together, over several parts of a study.
+
+    Each part is (number of samples, share of each task in the samples, mean lengths by task).
+    """
     least = most = number = 0.0
     for samples, shares, lengths in parts:
         short, long = _work(shares, lengths)

@@ -1,8 +1,8 @@
 """Studies whose layer-path policies are initialised with the trained policies of another study.
 
 When the new study first runs, the policies that the other study has at that time are stored as artifacts of the new
-study, and their digests as one of its documents. So the new study can be resumed even if the other study has changed or
-was deleted.
+study, and their digests as one of its documents. Therefore the new study can be resumed even if the other study has
+changed or was deleted.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _found(
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """For each policy of the new study, the iteration of the other study from whose checkpoint it starts.
+    """Choose, for each policy of the new study, the iteration of the other study whose checkpoint it starts from.
 
     A policy for one preference vector takes the latest checkpoint of the other study's policy for this vector. A single
     policy for all vectors takes the latest checkpoint. `other` is the other study's setting, and `checkpoints` has the

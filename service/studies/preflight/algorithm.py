@@ -69,8 +69,8 @@ def algorithm_of(
 def _warning_of_draws(study: Study) -> str:
     """Warning for a search in which most layer paths are drawn at random and few are chosen by its policies.
 
-    Mutants of the best known paths are not counted: `elite_share` states their share. Returns "" if policies choose at
-    least half of the other trials.
+    Mutants (random changes) of the best known paths are not counted: `elite_share` states their share. Returns "" if
+    policies choose at least half of the other trials.
     """
     drawn, chosen = _draws_of(study)
     if chosen >= drawn:

@@ -1,4 +1,4 @@
-"""The device on which a study computes gradients: a GPU that no engine uses, or the CPU beside the engines."""
+"""The device on which a study computes gradients: a GPU that no engine uses, or the CPU."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def gradient_place(
     """Choose the device for a study's gradients; return the choice (None if no device fits), and why none fits.
 
     A GPU that no engine of the study uses comes first, if model, gradients and activations fit into its memory, with
-    recomputed activations if they fit only then. Otherwise it is the CPU, if the host has room beside the engines.
-    Nothing shares a GPU with an engine. `machines` are the groups of machines that can run engines, and `plan`
-    computes the memory of a study with gradients at a place, or without gradients. If the study fits nowhere even
-    without gradients, the place is the CPU. `max_layers` is the number of layers of the longest merge if merges have
-    any number of layers, else 0.
+    recomputed activations if they fit only then. Otherwise it is the CPU, if the host's memory has room for engines and
+    gradients. Nothing shares a GPU with an engine. `machines` are the groups of machines that can run engines, and
+    `plan` computes the memory of a study with gradients at a place, or without gradients. If the study fits nowhere
+    even without gradients, the place is the CPU. `max_layers` is the number of layers of the longest merge if merges
+    have any number of layers, else 0.
     """
     has_gpus = any(group.num_gpus for group in machines)
     why = ""

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
     """Pin the models of a study file to the versions with which the study was created.
 
-    A hub model gets the commit that it had at that time. A merge of another study is replaced by the directory to which
-    it was exported.
+    A hub model gets the commit that it had at that time. A source that is a merge of another study is replaced by the
+    directory to which it was exported.
     """
 
     def name(model: str) -> str:

@@ -155,10 +155,10 @@ def plan_memory(
     """Plan a machine's memory for the bank (the source weights), the engines and, if any, the gradient actor.
 
     The plan is for one machine; if there are several, this machine has only a part of the replicas. `machines` are the
-    groups of machines that can run engines: the plan is for the first machine that the study fits on, or for the
-    machine with most memory if it fits on none. `max_layers` is the number of layers of the longest merge if merges
-    have any number of layers, else 0. With `aligns`, merges may have alignments between layers. `gradients_on` is the
-    device of the gradient actor; None if there is none.
+    groups of machines that can run engines. The plan is for the first machine that the study fits on. If it fits on
+    none, the plan is for the machine with most memory. `max_layers` is the number of layers of the longest merge if
+    merges have any number of layers, else 0. With `aligns`, merges may have alignments between layers. `gradients_on`
+    is the device of the gradient actor; None if there is none.
     """
     replicas = math.ceil(study.engine.replicas / sum(group.most for group in machines))
     plans = [

@@ -59,9 +59,9 @@ class ExpectedSamples:
 
     `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
     at full budget. All of them include baselines, which take `baselines` samples in the search and `holdout_baselines`
-    in the held-out stage. `benchmarks` is for the benchmark stage, with attacks that take as long as they can. With the
-    scheduler asha, `search` is a lower bound: asha decides early, so it also promotes trials that later turn out not to
-    be among the best of their rung.
+    in the held-out stage. `benchmarks` is for the benchmark stage, with the largest number of samples that attacks can
+    take. With the scheduler asha, `search` is a lower bound: asha decides early, so it also promotes trials that later
+    turn out not to be among the best of their rung.
     """
 
     search: int
@@ -125,7 +125,7 @@ class StudyTasks:
 
 @dataclass(frozen=True)
 class StudyBudget:
-    """Number of samples at each rung, by objective, and the brackets that the scheduler repeats in a cycle."""
+    """Numbers of samples at each rung, by objective, and the brackets (ladders of rungs) that the scheduler repeats."""
 
     rung_samples: tuple[Mapping[str, int], ...]
     cycle: tuple[Bracket, ...]
@@ -242,7 +242,7 @@ class PreflightResult:
         return min(max(staleness, episodes // 2), episodes * iterations)
 
     def search_setting(self, *, num_baselines: int, batch: int = 1, version: int | None = None) -> SearchSetting:
-        """Facts about a study that some searchers need besides its parameters and results.
+        """Facts about a study that some searchers need in addition to the search space and results.
 
         `num_baselines` is the number of trials before the first proposal. `batch` is the number of proposals in a row
         that are made from the same results. `version` is the version of the searcher that the study was created with;
@@ -266,9 +266,9 @@ class PreflightResult:
         )
 
     def gradient_inputs(self) -> GradientInputs | None:
-        """What the actor that computes gradients is started with; None if the study cannot need gradients.
+        """Arguments of the actor that computes gradients; None if the study cannot need gradients.
 
-        A study can need them if its space is differentiable, or if it refines its Pareto front.
+        A study can need gradients if its search space is differentiable, or if it refines its Pareto front.
         """
         space = self.space if isinstance(self.space, DifferentiableSpace) else None
         if space is None and self.study.search.refinement is None:
@@ -288,7 +288,7 @@ class PreflightResult:
         """Number of repeated proposals in a row after which a search by policies ends.
 
         A proposal is repeated if an earlier trial has its recipe. The result is the number of proposals in two
-        iterations of every policy, but at least two for each preference vector: if all of these proposals are repeated,
+        iterations of every policy, but at least two for each preference vector. If all of these proposals are repeated,
         the policies have nothing left to learn from.
         """
         search = self.study.search

@@ -135,10 +135,11 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int], device: str) -> list[Any]:
     """Compute one model's activations before each of certain layers; runs as a Ray task on `device`.
 
-    `alias` is the model's name in `inputs.pool`, `before` has the indices of the layers. GPUs are visible to tasks that
-    reserved none, so the device is not looked for. Returns a pair of NumPy arrays for each of these layers: the
-    activations of all tokens except the first of each text, and the activations of the first tokens. The last element
-    of the list is a boolean array that is True for the rows of the pairs' first arrays that are held out from fitting.
+    `alias` is the model's name in `inputs.pool`, `before` has the indices of the layers. The caller gives the device,
+    because GPUs are visible even to tasks that reserved none. Returns a pair of NumPy arrays for each of these layers:
+    the activations of all tokens except the first of each text, and the activations of the first tokens. The last
+    element of the list is a boolean array that is True for the rows of the pairs' first arrays that are held out from
+    fitting.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)

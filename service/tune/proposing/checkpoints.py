@@ -77,7 +77,7 @@ def kept_iterations(num_finished: int, num_policies: int) -> range:
 
 
 def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
-    """For each finished iteration, in order, the sha256 of the policy checkpoint that its update gave.
+    """Sha256 of the policy checkpoint that each finished iteration gave, in the order of iterations.
 
     The finished iterations are those whose updates are in `steps`. The digest is "" for an iteration in which nothing
     was learned.

@@ -37,7 +37,7 @@ class SourceCompletions:
         self._objectives = {objective.name: objective for objective in objectives}
 
     def find(self, request: CompletionsRequest) -> CompletionsResult:
-        """For each requested objective, the positions of the samples that some source model has completed correctly.
+        """Find, for each requested objective, the positions of the samples that a source model has completed correctly.
 
         The result also has, for each position, the trial number of the first source model that completed it correctly.
         """

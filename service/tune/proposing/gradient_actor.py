@@ -1,4 +1,4 @@
-"""The gradient actor: computes losses and gradients for a searcher with a transformers model, beside the engines."""
+"""The gradient actor: computes losses and gradients of merges for a searcher, with a transformers model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["GradientActor", "GradientInputs"]
 
 @dataclass(frozen=True)
 class GradientInputs:
-    """What a gradient actor starts with: models, engine options, tasks by objective, and the merge's coefficients.
+    """Inputs of a gradient actor: models, engine options, tasks by objective, and the coefficients of merges.
 
     `space` describes the coefficients of merges and the parameters that set them; a request has a value for each
     parameter. It is None if `use_coefficients` sets it before each request. `device` is the device on which the actor

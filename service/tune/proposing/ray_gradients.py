@@ -81,8 +81,11 @@ class RayGradients:
     def finish(self) -> LossesResult | GradientResult | None:
         """The result of the completed call, or None if the actor died and a new one repeats the request.
 
-        Raises InvalidModel and InvalidTask if the actor cannot use its models or task data, EngineUnavailable if it
-        cannot read its files or MAX_DEATHS actors have died in a row, StudyFailed after any other error.
+        Raises:
+            InvalidModel: The actor cannot use its models.
+            InvalidTask: The actor cannot use its task data.
+            EngineUnavailable: The actor cannot read its files, or MAX_DEATHS actors have died in a row.
+            StudyFailed: Any other error.
         """
         try:
             result: LossesResult | GradientResult = ray.get(self.pending)

@@ -174,7 +174,7 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _message(self) -> dict[str, Any]:
-        """The arguments for a call to the searcher's actor: those of the present proposal, with observations by index.
+        """The arguments for a call to the searcher's actor: those of the current proposal, with observations by index.
 
         Observations that the actor does not have yet are sent to it first.
         """

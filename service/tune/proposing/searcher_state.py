@@ -127,9 +127,9 @@ class SearcherState:
         return result, content
 
     def _restore_checkpoints(self, searcher: LearningSearcher, call: Mapping[str, Any]) -> None:
-        """If a checkpoint that the searcher needs is missing, compute all stored policy updates again in order.
+        """Compute all stored policy updates again, in order, if a checkpoint that the searcher needs is missing.
 
-        `call` has the arguments of the present proposal, whose observations the updates learn from.
+        `call` has the arguments of the current proposal, whose observations the updates learn from.
         """
         digests = checkpoint_digests(self._steps)
         needed = kept_iterations(len(digests), searcher.num_policies(self._setting))

@@ -73,7 +73,7 @@ class SampleCache:
         """The samples at a rung that are not stored for a recipe, as ranges of adjacent positions.
 
         `digest` identifies the recipe. Chunks are stored whole, so gaps between stored samples exist only where an
-        attempt was interrupted or void samples were removed.
+        attempt was interrupted or void samples (of an engine that failed a check) were removed.
         """
         samples, tasks = self._num_samples(digest, rung, split), self._tasks(split)
         known = self._values[split].get(digest, {})

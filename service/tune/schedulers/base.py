@@ -4,12 +4,13 @@ The table is rebuilt from the stored trials, rungs and brackets at every start, 
 scheduler is a subclass, which decides when a rung promotes trials and which results a proposal may use.
 
 A search gives the same trials for any number of replicas and after any interruption, because nothing depends on the
-order in which results arrive. The members of a rung have a fixed order, that of their promotion. Decisions are made on
+order in which results arrive. The members of a rung are in the order of their promotion to it. Decisions are made on
 the first k members once all k are evaluated. A proposal uses the results of a fixed set of earlier evaluations.
 Evaluations may still overlap, so engines have work while a rung waits for a result.
 
-The table is updated with each result and never computed anew. This is possible because results become visible to
-proposals in a fixed order and stay visible. So handling a result or a proposal takes no longer in a long search.
+Each result changes the table; the table is never computed again from all results. This is possible because results
+become visible to proposals in a fixed order and stay visible. Therefore handling a result or a proposal takes the same
+time in a long search as in a short one.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class RungTable(ABC):
 
     @abstractmethod
     def _num_promoted_early(self, num_decided: int) -> int:
-        """How many of a rung's best trials are promoted once its first `num_decided` members are evaluated.
+        """Number of a rung's best trials that are promoted once its first `num_decided` members are evaluated.
 
         The members are the trials that arrived at the rung; more may still arrive. The number includes trials that were
         promoted earlier.

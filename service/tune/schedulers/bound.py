@@ -2,12 +2,14 @@
 
 Anytime-valid means that the error rate holds for all rungs together.
 
-Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (JRSS B 86, 2024), section 5, and
-"Confidence sequences for sampling without replacement" (NeurIPS 2020). A gambler bets that a trial is worse than a
-rival: each sample multiplies the gambler's capital by a factor. If the trial is not worse on all samples together, the
-expectation of this factor is at most 1, so the capital is a nonnegative supermartingale. By Ville's inequality, the
-probability that it ever reaches 1 / alpha is then at most alpha. On paired differences of right and wrong answers, this
-bound needs far fewer samples than the bounds of Hoeffding and Serfling.
+A gambler bets that a trial is worse than a rival: each sample multiplies the gambler's capital by a factor. If the
+trial is not worse on all samples together, the expectation of this factor is at most 1, so the capital is a nonnegative
+supermartingale. By Ville's inequality, the probability that the capital ever reaches 1 / alpha is then at most alpha.
+On paired differences of right and wrong answers, this bound needs far fewer samples than the bounds of Hoeffding and
+Serfling.
+
+Sources: Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (JRSS B 86, 2024), section
+5, and "Confidence sequences for sampling without replacement" (NeurIPS 2020).
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ BETS = (np.arange(20) + 0.5) / 20
 
 
 def largest_capital(differences: Differences, *, population: int) -> float:
-    """Evidence, at least 1, that a population has a positive sum: the largest capital of a gambler who bets on it.
+    """Largest capital of a gambler who bets that the sum of a population is positive, a measure of evidence for this.
 
-    The gambler starts with the capital 1 and bets on a positive sum. If the sum is not positive, the capital reaches c
-    with a probability of at most 1 / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in a
-    random order. The capital is infinite if the sum must be positive for any remaining numbers in [-1, 1].
+    The gambler starts with the capital 1, so the result is at least 1. If the sum is not positive, the capital reaches
+    c with a probability of at most 1 / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in
+    a random order. The capital is infinite if the sum must be positive whatever the remaining numbers in [-1, 1] are.
     """
     drawn = np.arange(len(differences))
     sums = np.concatenate(([0.0], np.cumsum(differences)[:-1]))
@@ -48,19 +50,22 @@ def largest_capital(differences: Differences, *, population: int) -> float:
 
 @dataclass(frozen=True)
 class Bound:
-    """A statistical test of whether a trial is behind a rival in every objective, with one error rate for a study.
+    """Statistical test of whether a trial is worse than another trial, its rival, in every objective.
 
-    With a probability of at least 1 - `error_rate`, every trial that is stopped would have been worse than its rival on
-    all samples. The k-th trial that may be stopped, called candidate k, has the share 1 / (k (k + 1)) of the error
-    rate, for any number of candidates. This share is divided equally between the candidate's rivals. It is not divided
-    between rungs, because the bound holds at all rungs together. It is not divided between objectives either: a trial
-    that is not worse in one objective is stopped only if the bound of that objective is wrong. The bound assumes that a
-    trial's recipe does not depend on which samples come first. If a searcher learns from the lower rungs of earlier
-    trials, the error rate is only approximate.
+    All tests of a study together have one error rate: with a probability of at least 1 - `error_rate`, every trial that
+    is stopped would have been worse than its rival on all samples. The trials that may be stopped are called
+    candidates, and numbered from 1. Candidate k has the share 1 / (k (k + 1)) of the error rate. The shares sum to at
+    most 1 for any number of candidates.
+
+    A candidate's share is divided equally between its rivals. It is not divided between rungs, because the bound holds
+    at all rungs together. It is not divided between objectives either: a trial that is not worse in one objective is
+    stopped only if the bound of that objective is wrong. The bound assumes that a trial's recipe does not depend on
+    which samples come first. If a searcher learns from the lower rungs of earlier trials, the error rate is only
+    approximate.
 
     `differences(trial, rival, rung)` has an array for each objective: the cost of the trial minus that of the rival on
-    each sample of the rung, in [-1, 1], in the order of the samples. `populations` are the numbers of all samples, in
-    the order of the objectives.
+    each sample of the rung, in [-1, 1], in the order of the samples. `populations` has, for each objective, the number
+    of all its samples.
     """
 
     differences: Callable[[int, int, int], Sequence[Differences]]
@@ -68,10 +73,10 @@ class Bound:
     error_rate: float
 
     def is_behind(self, trial: int, rival: int, rung: int, *, candidate: int, num_rivals: int) -> bool:
-        """Whether the bound shows at this rung that a trial is behind the trial `rival` in every objective.
+        """Whether the samples up to this rung show that a trial is worse than the trial `rival` in every objective.
 
-        The trial is the study's candidate number `candidate`, counted from 1, and has `num_rivals` rivals; both
-        determine its share of the error rate.
+        The trial is the study's candidate number `candidate`, counted from 1, and has `num_rivals` rivals. Both numbers
+        determine the test's share of the error rate.
         """
         least = candidate * (candidate + 1) * num_rivals / self.error_rate
         found = zip(self.differences(trial, rival, rung), self.populations, strict=True)

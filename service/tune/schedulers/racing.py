@@ -1,9 +1,9 @@
-"""Racing: each trial is compared with the best trials on the same samples, and stopped when it is behind them.
+"""Racing: a scheduler that compares each trial with the best trials on the same samples, and stops it if it is worse.
 
 Trials are compared at each rung, which is a fixed number of samples of every objective. Birattari et al., "A racing
 algorithm for configuring metaheuristics" (2002), stop a trial by a statistical test. Here a trial is stopped as soon as
-it is behind: bad trials cost few samples, but a good trial that starts badly may be lost. With a `Bound`, a trial is
-stopped only if the probability of this is known to be small.
+its results are worse. Therefore bad trials cost few samples, but a good trial that starts badly may be lost. With a
+`Bound`, which is a statistical test, the probability that such a trial is lost is limited.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["RacingTable"]
 
 
 class RacingTable(RungTable):
-    """Scheduler by racing: at each rung, a trial is compared with the best earlier trials, and stopped if it is behind.
+    """Racing scheduler: compares a trial with the best earlier trials at each rung, and stops it if one is ahead.
 
     The trials with which it is compared are its rivals. A trial that is not stopped moves up to the next rung,
     independently of other trials. A rival is ahead if it has a smaller cost or, with several objectives, if it
@@ -74,16 +74,17 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _are_known(self, number: int) -> bool:
-        """Whether all possible rivals of trial `number`, the trials with which it may be compared, have ended.
+        """Whether all trials that may be rivals of trial `number`, and so be compared with it, have ended.
 
-        Possible rivals are the trials up to `number` - `max_staleness`.
+        These are the trials up to `number` - `max_staleness`.
         """
         return self._num_ended > number - self._max_staleness
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
-        """The trials with which trial `number` is compared at the rung, each with its costs there.
+        """Yield the rivals of trial `number` (the trials with which it is compared), each with its costs at the rung.
 
-        These rivals are the trials on the front of all trials up to `number` - `max_staleness`.
+        The rivals are the Pareto front of all trials up to `number` - `max_staleness`. A rival without costs at the
+        rung is left out.
         """
         for rival in self._front_of(max(0, number - self._max_staleness + 1)):
             entry = self._entries[rival.number]

@@ -50,7 +50,7 @@ class Ranking:
 
 
 class _Order(Protocol):
-    """The interface of classes that keep the trials of a rung in the order of promotion, by their costs.
+    """The interface of classes that sort the trials of a rung by their costs, in the order of promotion.
 
     The method `take` returns the best candidates that it has not returned before.
     """
@@ -89,9 +89,9 @@ class _Fronts:
     """Trials with several objectives in the order of promotion: by front, crowding distance, then trial number.
 
     The trials are candidates for promotion. The first front consists of the candidates that no other one dominates. The
-    second front is the first front of the remaining candidates, and so on. Within a front, a larger crowding distance
-    comes first. Candidates are numbered in the order of arrival, and named by these numbers. `_fronts` has the first
-    fronts. `_rest` has the candidates behind them, which are not divided into fronts yet.
+    second front consists of those that only candidates of the first front dominate, and so on. Within a front, a larger
+    crowding distance comes first. Candidates are numbered in the order of arrival, and named by these numbers.
+    `_fronts` has the first fronts. `_rest` has the candidates behind them, which are not divided into fronts yet.
     """
 
     def __init__(self, num_costs: int) -> None:
@@ -167,7 +167,10 @@ class _Fronts:
 
 
 def _are_dominated(points: Points, *, by: Points) -> NDArray[np.bool_]:
-    """For each of `points` [n, num_costs], whether at least one of the points `by` [m, num_costs] dominates it."""
+    """Whether each of the points is dominated by at least one of the points `by`, as a boolean array [n].
+
+    `points` are [n, num_costs], `by` are [m, num_costs].
+    """
     others, own = by[np.newaxis], points[:, np.newaxis]
     is_ahead = np.all(others <= own, axis=2) & np.any(others < own, axis=2)
     return np.asarray(np.any(is_ahead, axis=1))

@@ -1,7 +1,7 @@
 """Schedulers by successive halving: Hyperband and ASHA.
 
-Hyperband: Li et al., "Hyperband" (JMLR 18, 2018), algorithm 1. ASHA: Li et al., "A System for Massively Parallel
-Hyperparameter Tuning" (MLSys 2020), algorithm 2. `search_spaces.fidelity` computes the sizes of brackets.
+Hyperband is algorithm 1 of Li et al., "Hyperband" (JMLR 18, 2018). ASHA is algorithm 2 of Li et al., "A System for
+Massively Parallel Hyperparameter Tuning" (MLSys 2020). `search_spaces.fidelity` computes the sizes of brackets.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class HyperbandTable(RungTable):
     - all other results of the trials up to n - max_staleness whose brackets are at most b - open_brackets; bracket b
       opens when these brackets are closed
 
-    Other results are not used, even if they are known. So the evaluations of `open_brackets` brackets may overlap. In a
-    batch, all proposals use the same results: n is the last proposal of the batch, and b the bracket of its first one.
-    With one open bracket, brackets follow each other as in the paper.
+    Other results are not used, even if they are known. Therefore the evaluations of `open_brackets` brackets may
+    overlap. In a batch, all proposals use the same results: n is the last proposal of the batch, and b the bracket of
+    its first one. With one open bracket, brackets follow each other as in the paper.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -89,18 +89,18 @@ class HyperbandTable(RungTable):
 
 
 class AshaTable(RungTable):
-    """ASHA scheduler: with every result, a rung promotes the trials of its best 1/eta that are not promoted yet.
+    """ASHA scheduler: after every result, a rung promotes trials among the best 1/eta of its trials.
 
-    The search departs from the paper's in two ways, which make it independent of the order of results:
+    The search differs from the paper in two ways, which make it independent of the order of results:
 
     - The members of a rung are ordered by their arrival, not by the time of their result: decisions on the first k
       members are made when all k are evaluated. A slow member delays later promotions (and, `max_staleness` trials
       later, proposals), but nothing waits for a whole bracket. Promotions are the same as in the paper with one worker.
-    - The paper's search never ends. When this one ends, a rung that has promoted no trial promotes its best, so that
-      the full budget is reached, and the remaining trials are pruned. Trials added to a search that had ended form
-      another bracket.
+    - The search in the paper never ends. When this search ends, a rung that has promoted no trial promotes its best
+      trial, so that the full budget is reached, and the remaining trials are pruned. Trials added to a search that had
+      ended form another bracket.
 
-    The results that a proposal uses are fixed, too. Proposal n uses the first results of the trials up to n -
+    The results that a proposal uses are also fixed. Proposal n uses the first results of the trials up to n -
     max_staleness. For the result of a trial at its i-th rung (i > 1), let m be the newest trial whose first result was
     needed to promote the trial to this rung. Proposal n uses the result, and waits for it, if m is at most n - i *
     max_staleness. The factor is i because later evaluations take longer.
@@ -124,9 +124,9 @@ class AshaTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the study's trials can still take.
 
-        Each decision at a rung promotes at most one trial. So for each member of a rung on which no decision has been
-        made, one trial may still be scored at all rungs above this rung. `totals` has each rung's number of samples, of
-        all objectives together.
+        Each decision at a rung promotes at most one trial. Therefore, for each member of a rung on which no decision
+        has been made, one trial may still be scored at all rungs above this rung. `totals` has each rung's number of
+        samples, of all objectives together.
         """
         left = 0
         for entry in (self._entries[number] for number in self._runnable):

@@ -1,8 +1,8 @@
 """The interface of a searcher: a pure function from the known results to the next configuration.
 
 Searchers keep no state between proposals. Proposal n depends only on its context, so a resumed search makes the same
-proposals as an uninterrupted one. A searcher that needs more than scores is such a function too: it returns a request
-for a step, and finds the step's result in the context of its next call, until it returns a configuration.
+proposals as an uninterrupted one. A searcher that needs more than scores, such as gradients, returns a request for a
+step instead of a configuration. It finds the result of the step in the context of its next call.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """What some searchers need to know about a study, in addition to its parameters and results.
+    """Facts about a study that some searchers need in addition to its parameters and results.
 
     - `objectives`: the names of the objectives, in order
     - `num_samples`: the number of search samples of each objective
@@ -100,7 +100,7 @@ class SearchSetting:
         return number - (number - self.num_baselines) % self.batch
 
     def num_left_in_batch(self, number: int) -> int:
-        """How many proposals follow that of trial `number` in the same batch."""
+        """Number of proposals that follow the proposal of trial `number` in the same batch."""
         return self.first_in_batch(number) + self.batch - 1 - number
 
     def fitted(self, name: str) -> range:
@@ -166,8 +166,8 @@ class Searcher(Protocol):
 class LearningSearcher(Searcher, Protocol):
     """The interface of a search algorithm that trains policies between proposals.
 
-    The searcher computes its update steps itself. The checkpoint of iteration i is a function of the seed and of the
-    results of the trials up to that iteration, so a lost checkpoint can be computed again.
+    The searcher computes its update steps itself. The checkpoint of iteration i depends only on the seed and on the
+    trials' results up to that iteration, so a lost checkpoint can be computed again.
     """
 
     def learn(self, context: ProposalContext, /, *, iteration: int) -> tuple[UpdateResult, bytes | None]:

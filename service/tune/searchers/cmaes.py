@@ -1,9 +1,11 @@
 """CMA-ES: a search distribution whose covariance matrix adapts to the best trials.
 
-Hansen, "The CMA evolution strategy: a tutorial" (2016); Ros and Hansen, "A simple modification in CMA-ES" (2008) for
-its diagonal form, which spaces of many parameters use. The implementation is the package cmaes, on which Optuna's
-sampler is based. The distribution starts at the best baseline. For every proposal, the distribution is computed again
-from all proposed trials, in their order, each with its result at the highest rung that it has reached.
+Sources: Hansen, "The CMA evolution strategy: a tutorial" (2016); for the diagonal form, which spaces of many parameters
+use, Ros and Hansen, "A simple modification in CMA-ES" (2008). The implementation is the package cmaes, on which
+Optuna's sampler is based.
+
+The distribution starts at the best baseline. For every proposal, the distribution is computed again from all proposed
+trials, in their order, each with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class DifferentialEvolution:
         """The members of the population after all `trials`, by their index in the population.
 
         Trial n competes for the index n modulo `population_size` and becomes the member there if it is not worse than
-        the present one. An index for which no trial has succeeded has no member.
+        the current one. An index for which no trial has succeeded has no member.
         """
         members: dict[int, Observation] = {}
         for trial in trials:

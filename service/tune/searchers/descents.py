@@ -70,7 +70,7 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
 
 
 def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
-    """Which point of which gradient descent gives the proposal with index `index`.
+    """Find the gradient descent, and the point of this descent, that gives the proposal with index `index`.
 
     Returns the number of the descent and the index of the point in it. Proposals are counted from 0 without baselines.
     Returns None if the proposal comes after the points of all descents.

@@ -1,9 +1,10 @@
 """Configurations as rows of numbers, for searchers that learn from them.
 
-A column is a parameter, in the order of the space. Values are in [0, 1]: a real number is encoded by its position in
-its range, a whole number or a choice by the middle of its cell. INACTIVE marks a parameter that does not exist in that
-row. In a space with a structure, every row that this module makes encodes a repaired configuration, and random rows are
-drawn by the space itself. Arrays are [num_rows, num_parameters], float64.
+Each column is a parameter, in the order of the space. Values are in [0, 1]: a real number is encoded by its position in
+its range. The range of a whole number or a choice is divided into equal cells, and each value is encoded by the middle
+of its cell. INACTIVE marks a parameter that does not exist in a configuration. In a space with a structure, such as
+layer paths, every row that this module makes encodes a repaired configuration, and the space itself draws random rows.
+Arrays are [num_rows, num_parameters], float64.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Encoding:
 
     @property
     def is_categorical(self) -> NDArray[np.bool_]:
-        """For each column, whether it is a categorical parameter."""
+        """Boolean array [num_parameters] that is True for each column of a categorical parameter."""
         return self._is_categorical
 
     def fill(self, rows: Rows, rng: np.random.Generator) -> Rows:
@@ -132,7 +133,7 @@ class Encoding:
         return next((row for row, is_known in zip(rows, are_known, strict=True) if not is_known), None)
 
     def are_known(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> list[bool]:
-        """For each of `rows`, whether its configuration is in `known`."""
+        """Whether the configuration of each of `rows` is in `known`."""
         # Few of many known configurations agree with a row in its first columns; only these are compared in full.
         begins = set(self.keys(rows[:, :_NUM_COMPARED]))
         known_begins = self.keys(self._first_columns(known, min(_NUM_COMPARED, len(self._parameters))))

@@ -1,8 +1,10 @@
 """Optuna's Gaussian process: it proposes the configuration with the largest expected improvement.
 
-With several objectives, this is the expected improvement of the hypervolume. Jones et al., J. Global Optimization 13,
-1998; Ament et al., "Unexpected improvements to expected improvement" (NeurIPS 2023). A new Gaussian process is fitted
-for every proposal, which takes long with hundreds of parameters.
+With several objectives, it proposes the configuration with the largest expected improvement of the hypervolume. A new
+Gaussian process is fitted for every proposal, which takes long with hundreds of parameters.
+
+Sources: Jones et al., J. Global Optimization 13, 1998; Ament et al., "Unexpected improvements to expected improvement"
+(NeurIPS 2023).
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
 
 
 def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9, group: int = 1) -> ProposalContext:
-    """Reduce the observations of a context to so many that a searcher's model can be fitted to them quickly.
+    """Leave out observations of a context, so that a searcher's model can be fitted to the remaining ones quickly.
 
-    Models are fitted anew for every proposal, which takes too long with many observations of many parameters. The table
-    of observations [num_observations, num_parameters] may have `max_numbers` numbers and `max_rows` rows. If it is
-    larger, trials are left out:
+    A searcher fits its model again for every proposal, which takes too long with many observations of many parameters.
+    The table of observations [num_observations, num_parameters] may have `max_numbers` numbers and `max_rows` rows. If
+    it is larger, trials are left out:
     - Half of the trials that are kept are the newest.
     - The other half are the best of the earlier trials: those at the highest rungs, and at one rung the first in the
       order of promotion.

@@ -1,8 +1,8 @@
 """The searcher of HM3: a policy that builds layer paths and learns from the trials' results (`workers.training.hm3`).
 
-Every trial is an episode, and an update follows each iteration. Policies are read from checkpoints, so the searcher
-keeps no state that matters. The training of the last call is cached, because the episodes of an iteration are played
-together.
+Every trial is an episode, and the policy is updated after each iteration, a fixed number of episodes. Policies are read
+from checkpoints, so the searcher needs no state. The object that trains the policies is kept from the last call,
+because this is faster and changes no result.
 
 The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T:
 
@@ -13,8 +13,8 @@ The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T:
 
 A trial that failed counts with the worst known result of each objective.
 
-An iteration learns from its own trials, from those that earlier iterations of its policy learned from, and from no
-other results. So a search is the same with any number of replicas.
+An iteration learns from its own trials, from the trials that earlier iterations of its policy learned from, and from no
+other results. Therefore a search is the same with any number of replicas.
 """
 
 from __future__ import annotations
@@ -236,12 +236,12 @@ def training_of(
 
 
 def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
-    """How policies draw a step of a layer path: "categorical", from all allowed steps, or "wolpertinger".
+    """The way in which policies draw a step of a layer path, "categorical" or "wolpertinger".
 
-    With "wolpertinger", a policy draws a point in the space of the steps' embeddings, and one of the nearest allowed
-    steps is chosen. The result is the option `action`. With `auto`, it is "categorical" if at most FEW_STEPS steps are
-    allowed at any place. Policies of version 1, and those of paths whose layers have scales, have no other action than
-    "wolpertinger".
+    With "categorical", a policy draws from all allowed steps. With "wolpertinger", it draws a point in the space of the
+    steps' embeddings, and one of the nearest allowed steps is chosen. The result is the option `action`. With `auto`,
+    it is "categorical" if at most FEW_STEPS steps are allowed at any place. Policies of version 1, and policies for
+    paths whose layers have scales, can only be "wolpertinger".
     """
     from workers.training.hm3.actions import LegalSteps
 
@@ -253,10 +253,11 @@ def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
 
 
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
-    """Statistics of the weights of each layer that paths may use; they describe the layers to a policy.
+    """Statistics of the weights of each layer that paths may use, as input to the policy.
 
-    One of the models may itself be merged from several models, with weights that follow from a preference vector. Its
-    layers are described by the mean over the other models, because a policy is given the preference vector anyway.
+    One of the models may itself be merged from several models, with coefficients that follow from the preference vector
+    (the importances of the objectives). Its layers get the mean statistics of the other models, because the policy
+    receives the preference vector anyway.
     """
     import torch
 
@@ -270,9 +271,9 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
     """The configuration that an episode proposes: the policy's own layer path, or a mutant of it or of a good path.
 
     A share of the episodes propose a mutant of one of the best paths in the archive. A policy's path that was proposed
-    before is replaced by a mutant of it, if one is found that is new. The archive of the episode's preference vector
-    has the results of the iterations that are learned from before the episode is built, so that it is the same with any
-    number of replicas.
+    before is replaced by a mutant of it, if a new one is found. The archive of the episode's preference vector has only
+    results of baselines, and of iterations that are finished whenever the episode is built. Therefore the archive is
+    the same with any number of replicas.
     """
     options, paths = context.setting.options.hm3, paths_of(context.parameters)
     rng = np.random.default_rng(training.seed_of("elites", played.number))
@@ -310,8 +311,8 @@ def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Obse
 def _has_stalled(context: ProposalContext, training: PolicyTraining, iteration: int) -> bool:
     """Whether a policy is reset in `iteration`, because its last `restart_after` iterations found nothing better.
 
-    A result is better if no earlier one is as good for one of the policy's preference vectors. The policy is reset
-    again after as many iterations more.
+    A result is better if no earlier result is as good for one of the policy's preference vectors. The policy is reset
+    again after each further `restart_after` iterations without a better result.
     """
     patience = context.setting.options.hm3.restart_after
     if patience is None or training.options.version < FIRST_WITH_ELITES:

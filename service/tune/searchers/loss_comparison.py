@@ -1,10 +1,11 @@
 """Comparison of losses with scores over the baselines: it decides whether a search uses gradients.
 
-A descent lowers losses on reference answers. This helps only for objectives for which a lower loss goes with a better
-score. Therefore the losses of the baselines in the search space are first compared with their costs by rank. If the
-ranks disagree for an objective (for example because the references of a task that needs reasoning are bare answers),
-the sources' own correct completions are tried as references. If their ranks disagree too, gradients are not used. The
-decision is stored once per study. It takes all baselines into account, because the searcher waits for them.
+A gradient descent lowers losses on reference answers. This helps only for objectives for which a lower loss goes with a
+better score. Therefore, before any gradient, the baselines in the search space are ranked by their losses and by their
+costs. If the ranks disagree for an objective (for example because the references of a task that needs reasoning are
+bare answers), the source models' own correct completions are tried as references. If these ranks disagree too,
+gradients are not used. The decision is stored once per study. All baselines take part in it, because the searcher waits
+for them.
 """
 
 from __future__ import annotations

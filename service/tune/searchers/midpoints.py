@@ -1,9 +1,9 @@
 """Proposals halfway between two trials of the Pareto front.
 
-The mean of the coefficients of two good compromises is mostly another good compromise. Merges are averages of models,
-and losses of models that were fine-tuned from one base change smoothly along the line between them (linear mode
-connectivity: Frankle et al., ICML 2020; for fronts: Rame et al., "Rewarded soups", NeurIPS 2023). So a trial in the
-middle of a gap of the front costs one evaluation and no gradient.
+The mean of the coefficients of two good compromises between objectives is mostly another good compromise. Merges are
+averages of models, and losses of models that were fine-tuned from one base change smoothly along the line between them
+(linear mode connectivity: Frankle et al., ICML 2020; for fronts: Rame et al., "Rewarded soups", NeurIPS 2023).
+Therefore a trial in the middle of a gap of the front costs one evaluation and no gradient.
 """
 
 from __future__ import annotations

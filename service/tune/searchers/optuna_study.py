@@ -87,8 +87,7 @@ def _ask(
 def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
     """The costs [trial, objective] and constraint values [trial, constraint] of all trials, with failures filled in.
 
-    A failed trial gets, for each objective, the worst cost of the trials that did not fail, and for each constraint
-    their worst value.
+    A failed trial gets, for each objective and each constraint, the worst value of the trials that did not fail.
     """
     scored = [trial for trial in trials if trial.costs is not None]
     costs = np.array([trial.costs for trial in scored])

@@ -1,9 +1,9 @@
 """The choice of the results from which a surrogate model learns: results at all rungs, or at the highest rung alone.
 
 Results at lower rungs are many and cheap. They help if they order configurations in the same way as results at the full
-budget; otherwise they mislead. So the two choices are compared by cross-validation: for each, a model predicts results
-at the full budget of trials that it was not fitted to. A choice is stored as a step of the search, and is made again
-whenever twice as many trials have results at the full budget.
+budget; otherwise they mislead. Therefore the two choices are compared by cross-validation: for each choice, a model
+predicts the full-budget results of trials that it was not fitted to. A choice is stored as a step of the search, and is
+made again whenever twice as many trials have results at the full budget.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The last stored choice of what the surrogate model learns from, and the number of results that it was based on.
+    """The last stored choice of the surrogate model's data, and the number of results that the choice was based on.
 
     Only results at the full budget are counted. Returns None if no choice was made yet.
     """
@@ -47,11 +47,12 @@ def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
 def choice_of(
     numbers: Rows, rows: Rows, fidelities: Rows, costs: Rows, *, last: int | None, predict: Predict
 ) -> NoteRequest | None:
-    """Choose anew which results the surrogate model learns from; None if no new choice is due.
+    """Choose which results the surrogate model learns from; None if no new choice is due.
 
-    A choice is returned as a request to store it. The first choice is due at MIN_RESULTS results at the full budget,
-    the next whenever the number of these results has doubled. The choice whose model predicts results better, by the
-    rank correlation of predictions with results, is made; if both are equal, it is the choice of all rungs.
+    The result is a request to store the choice. The first choice is due when MIN_RESULTS results at the full budget are
+    known, the next whenever the number of these results has doubled. For each choice, a model is fitted and predicts
+    results that it was not fitted to. The choice with the larger rank correlation of predictions and results is made.
+    If both are equal, the model learns from all rungs.
 
     - `numbers`, `rows`, `fidelities`, `costs`: trial number, encoded configuration, fidelity and cost of each result
     - `last`: the number of results at the full budget that the last choice was made from; None if there was none

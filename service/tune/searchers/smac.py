@@ -1,14 +1,18 @@
 """SMAC: a random forest learns from results, and expected improvement at the full budget picks the next configuration.
 
-Lindauer et al., SMAC3, JMLR 23(54), 2022 (forest, expected improvement, interleaved random proposals); Knowles, ParEGO,
-IEEE TEC 10(1), 2006, and Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2 (several objectives). The
-forest and the acquisition function are SMAC's. Its rungs, promotion and state are not used: the forest is trained for
-every proposal. It learns from all rungs, with the fidelity as one more feature, or from the highest rung that has
+The forest and the acquisition function are SMAC's. Its rungs, promotion and state are not used: the forest is trained
+for every proposal. It learns from all rungs, with the fidelity as one more feature, or from the highest rung that has
 enough results, as in SMAC (`rung_choice`).
 
 SMAC's own maximiser is not used either. Its local search counts an inactive parameter as changed (NaN differs from NaN)
-and skips every neighbour that changes more than one parameter. So in a conditional space it never leaves its starting
-points, and it can never change a method, because that changes which parameters exist.
+and skips every neighbour that changes more than one parameter. Therefore, in a conditional space, it never leaves its
+starting points. It can also never change a method, because that changes which parameters exist.
+
+Sources:
+
+- forest, expected improvement, interleaved random proposals: Lindauer et al., SMAC3, JMLR 23(54), 2022
+- several objectives: Knowles, ParEGO, IEEE TEC 10(1), 2006, and Su and Geiping, "Fine, I'll Merge It Myself" (2025),
+  section 3.3.2
 """
 
 from __future__ import annotations
@@ -102,7 +106,7 @@ class SmacSearcher:
     def _choice(
         self, context: ProposalContext, observations: Sequence[Observation], rows: Rows, fidelities: Rows
     ) -> RungChoice | NoteRequest:
-        """Which results the forest learns from, or a request to store a new choice of them.
+        """Choose the results that the forest learns from, or return a request to store a new choice.
 
         With results at a single rung, and with the default `all_rungs`, the forest learns from all results, and nothing
         is stored.
@@ -195,9 +199,9 @@ class SmacSearcher:
     ) -> Rows:
         """Candidates for the next configuration, as encoded rows, sorted by expected improvement, the largest first.
 
-        The candidates are random rows, and mutants of those rows of `observed` that the forest predicts to be best.
-        With probability `tied_share`, only rows are used in which all parameters with the same role have the same
-        value.
+        The candidates are random rows, and random changes (mutants) of those rows of `observed` that the forest
+        predicts to be best. With probability `tied_share`, only rows are used in which all parameters with the same
+        role have the same value.
         """
         by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
         parents = np.repeat(observed[by_cost[: self.num_parents]], self.num_mutants, axis=0)

@@ -1,7 +1,7 @@
 """Optuna's TPE: configurations that are likely under the good trials and unlikely under the other trials.
 
-Bergstra et al., "Algorithms for hyper-parameter optimization" (NeurIPS 2011); Watanabe, arXiv 2304.11127 (2023) for the
-form with all parameters at once; Ozaki et al., GECCO 2020, for several objectives.
+Sources: Bergstra et al., "Algorithms for hyper-parameter optimization" (NeurIPS 2011); Watanabe, arXiv 2304.11127
+(2023), for the form with all parameters at once; Ozaki et al., GECCO 2020, for several objectives.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ ATTENTION = "eager"
 
 
 class Reference:
-    """A float32 transformers model that completes prompts greedily and records the margin of each chosen token.
+    """Transformers model in float32 that completes prompts greedily and records the margin of each chosen token.
 
-    `gaps` maps the token ids of a prompt to one (text so far, gap) for each generated token. The gap is the margin: the
-    difference between the two largest log-probabilities at the token's position. If `model` is given, it is used
-    instead of the model in `directory`, which then needs only the tokenizer and the configuration.
+    The margin of a token, called gap, is the difference between the two largest log-probabilities at its position.
+    `gaps` maps the token ids of a prompt to one (text so far, gap) for each generated token. If `model` is given, it is
+    used instead of the model in `directory`, which then needs only the tokenizer and the configuration.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
@@ -106,9 +106,9 @@ class Reference:
     ) -> str | None:
         """Append one generated token to a completion, and return the final text if the completion ends with it.
 
-        The token is appended to `chosen`, the tokens so far, and the pair (text so far, `gap`) to `steps`. `gap` is by
-        how much the token's log-probability is larger than that of the second likeliest. A completion ends with an
-        end-of-text token, a stop string, or the last of `max_tokens`. If it does not end yet, the result is None.
+        The token is appended to `chosen`, the tokens so far, and the pair (text so far, `gap`) to `steps`. `gap` is the
+        difference between the log-probabilities of the token and of the second likeliest token. A completion ends with
+        an end-of-text token, a stop string, or the last of `max_tokens`. If it does not end yet, the result is None.
         """
         chosen.append(token)
         is_end = token in self.prompts.stop_token_ids
@@ -130,9 +130,10 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """For each token of `completion`, how much smaller its log-probability is than the likeliest token's.
+    """Difference between the log-probabilities of the likeliest token and of the chosen token, for each chosen token.
 
-    The likeliest token is that at the same position, given `prompt` and the preceding tokens of `completion`.
+    The chosen tokens are those of `completion`. The likeliest token is that at the same position, given `prompt` and
+    the preceding tokens of `completion`.
     """
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]

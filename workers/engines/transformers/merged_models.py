@@ -29,7 +29,7 @@ def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
 
     The number of layers may differ from the base's. The weights are rounded to `dtype`; the model computes in float32.
     The recipe's alignments are applied to the inputs of their layers. Memory is needed for one copy of the weights.
-    Raises the errors of `plan_tensors`, `alignments_before` and `read_alignment`.
+    Raises the errors of `plan_tensors`, `alignments_before` and `read_alignments`.
     """
     import transformers
 

@@ -33,10 +33,10 @@ MOST_SHARE = 0.02
 
 
 def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
-    """For each token except the first, the largest change of its log-probability that float32 rounding explains.
+    """Largest change of each token's log-probability that float32 rounding explains, for all tokens except the first.
 
-    No bound is larger than `MOST`. `model` is a transformers model in float32. The random errors are the same at every
-    call.
+    No bound is larger than `MOST`. `model` is a transformers model in float32. The random errors from which the bounds
+    are estimated are the same at every call.
     """
     plain = torch.tensor(logprobs(model, tokens))
     squares = torch.zeros_like(plain)
@@ -53,8 +53,9 @@ def explained(
     """Separate differences of log-probabilities that rounding explains from those that it does not.
 
     Returns the largest unexplained difference, and the number of explained differences above `tolerance`. `ours` and
-    `theirs` are the log-probabilities of the same tokens by the engine and by transformers, and `bounds` are those of
-    `rounding_bounds`. Only differences above `tolerance` need an explanation. If more than a few do, none is explained.
+    `theirs` are the log-probabilities of the same tokens by the engine and by transformers, and `bounds` the result of
+    `rounding_bounds` for these tokens. Only differences above `tolerance` need an explanation. If more than a few of
+    them do, none is explained.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     beyond = [not each <= tolerance for each in apart]
@@ -66,7 +67,7 @@ def explained(
 
 @contextmanager
 def _with_errors(model: Any, seed: int) -> Iterator[None]:
-    """Context manager that adds random errors of the size of float32 rounding to the outputs of a model's modules.
+    """Context manager that adds random errors to the outputs of a model's modules, as large as float32 rounding errors.
 
     Only modules without submodules are changed.
     """

@@ -2,8 +2,8 @@
 
 Users get this checkpoint, so the comparison covers all steps behind a score: merge, swap, scoring and export. Samples
 are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities within the
-tolerance for rounding. A completion may still differ from its first unclear token on. A token is unclear if
-transformers finds the engine's choice as likely as its own, within the tolerance.
+tolerance for rounding. From its first unclear token on, a completion may differ. A token is unclear if transformers
+finds the engine's choice as likely as its own, within the tolerance.
 """
 
 from __future__ import annotations
@@ -196,8 +196,9 @@ class _Comparison:
     def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
         """Compare two lists of log-probabilities for one sample, and record how much they differ.
 
-        `ours` and `theirs` are those by the engine and by transformers, for the options of a multiple choice or for the
-        tokens of `text`. For tokens in float32, differences that rounding explains are left out.
+        `ours` has the engine's log-probabilities, and `theirs` those of transformers. Both are for the options of a
+        multiple choice, or for the tokens of `text`. For tokens in float32, differences that rounding explains are left
+        out.
         """
         apart = _finite(typical_difference(ours, theirs, dtype=self._dtype))
         if self._dtype == "float32" and self.tolerance < apart < FAR and text:
@@ -208,7 +209,7 @@ class _Comparison:
         self.num_logprobs += len(ours)
 
     def difference(self, pair: _Pair) -> SampleDifference | None:
-        """The difference between the engine's and transformers' answers to one sample; None if they are equal.
+        """Difference between the engine's and transformers' answers to one sample; None if the answers are equal.
 
         The difference counts as larger than rounding explains if the log-probabilities differ by more than the
         tolerance, or if answers differ although no token is unclear. The method `read` must have been called before.
@@ -238,7 +239,7 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """How the engine's completions of a sample differ from those by transformers; None if they are equal.
+        """Find the first difference between the engine's completions of a sample and transformers'; None if equal.
 
         The result is "tokens" or "text", with a gap: a difference of log-probabilities by transformers. For "tokens" it
         is the largest amount by which a token of the engine's completion is less likely than the likeliest token in its
@@ -253,7 +254,7 @@ class _Comparison:
         return None
 
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
-        """The largest amount by which a token of `completion` is less likely than the likeliest token in its place.
+        """Largest amount by which a token of `completion` is less likely than the likeliest token in its place.
 
         The amount is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
         token that the exported model lacks.
@@ -263,10 +264,10 @@ class _Comparison:
         return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
 
     def _gap_of_text(self, pair: _Pair) -> float:
-        """How sure transformers was of its token at the position where its text and the engine's begin to differ.
+        """Margin of transformers' token at the position where its completion and the engine's begin to differ.
 
-        The result is the log-probability of the likeliest token minus that of the second. The texts are the completion
-        by transformers and the stored completion by the engine.
+        The margin is the log-probability of the likeliest token minus that of the second likeliest. The completions are
+        compared as texts.
         """
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))

@@ -8,7 +8,7 @@
 - `memory`: divide a machine's memory between engine and source weights
 - `worker_extension`: inside vLLM's worker: hold one merge after another, and report which merge is held
 - `held`: the weights of the model in the worker, and how a merge is written over them
-- `loading`: where vLLM's loader writes each tensor
+- `loading`: finds where vLLM's loader writes each tensor
 - `checksum`: a checksum of all parameters
 - `plugin`: vLLM's entry point, which keeps plain weights next to packed ones
 - `support`: whether vLLM can run a model, according to its configuration

@@ -1,7 +1,8 @@
-"""The canary: a check that compares an engine's log-probabilities of fixed prompts with those of transformers.
+"""The canary: a regular check that an engine computes correctly, by comparing its log-probabilities with transformers'.
 
-Both use the same merge. A wrong swap gives wrong scores without any error; this comparison detects it. The tolerance is
-measured for each model: how much rounding to the engine's dtype changes the base model's log-probabilities in
+Both compute the log-probabilities of fixed prompts for the same merge. A wrong swap (writing of a merge into the
+engine) gives wrong scores without any error, and only this comparison detects it. The tolerance is measured for each
+model. It follows from how much rounding to the engine's dtype changes the base model's log-probabilities in
 transformers.
 """
 
@@ -48,11 +49,12 @@ MAX_STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements on the base model from which a canary decides whether an engine agrees with transformers.
+    """Measurements on the base model, from which a canary computes its tolerances.
 
-    `base` has the log-probabilities that transformers computes in float32. `dtype` is the engine's dtype. `rounding` is
-    the root mean square by which these log-probabilities change when the weights are rounded to `dtype`. It is None for
-    "float32", and if transformers cannot compute in `dtype`.
+    A canary is a comparison of an engine's log-probabilities with those of transformers. `base` has the
+    log-probabilities that transformers computes for the base model in float32. `dtype` is the engine's dtype.
+    `rounding` is the root mean square by which these log-probabilities change when the weights are rounded to `dtype`.
+    It is None for "float32", and if transformers cannot compute in `dtype`.
     """
 
     dtype: str
@@ -61,24 +63,25 @@ class Calibration:
 
     @property
     def tolerance(self) -> float:
-        """The largest difference between an engine's and transformers' log-probabilities that rounding explains.
+        """Largest difference between the log-probabilities of the engine and of transformers that rounding explains.
 
-        The `typical_difference` of the two lists is compared with it. It is a multiple of `rounding`, with a lower
-        bound for each dtype, or a constant for each dtype if `rounding` is None.
+        `typical_difference` computes the difference that is compared with it. The tolerance is a multiple of
+        `rounding`, with a lower bound for each dtype. If `rounding` is None, it is a constant for each dtype.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """The base model's share in an engine's log-probabilities, and the largest share that rounding explains.
+        """Estimate the base model's share in an engine's log-probabilities, to detect weights that were not written.
 
-        The share says whether a swap left weights of the base model in the engine. `ours` are the engine's
-        log-probabilities, `theirs` those of the merge by transformers. The share is 0 if `ours` equals `theirs`, and 1
-        if `ours` equals the base model's. It is a least squares estimate, which averages the rounding of all tokens.
-        The share detects weights that a swap did not write much earlier than the typical difference does. The second
-        result is the largest magnitude of the share that rounding explains. The result is (0, infinity) if rounding was
-        not measured or the merge equals the base model.
+        `ours` are the engine's log-probabilities, and `theirs` those that transformers computes for the merge. The
+        share is 0 if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. It is a
+        least squares estimate over all tokens, which averages their rounding errors. Therefore it detects unwritten
+        weights much earlier than `typical_difference` does.
+
+        Returns the share, and the largest magnitude of it that rounding explains. Returns (0, infinity) if `rounding`
+        was not measured, or if the merge has the log-probabilities of the base model.
         """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))
@@ -96,13 +99,15 @@ class Calibration:
         of: str,
         bounds: Callable[[], Sequence[float]] | None = None,
     ) -> float:
-        """Raise EvidenceMismatch if log-probabilities of engine and transformers differ by more than rounding.
+        """Compare an engine's log-probabilities with those of transformers, and return how much they differ.
 
-        `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens. Returns how much
-        they differ: a root mean square, in float32 the largest difference (`typical_difference`). `of` names the
+        Raises EvidenceMismatch if they differ by more than rounding explains, or if the magnitude of the base model's
+        share in the engine's log-probabilities (`base_share`) is larger than rounding explains.
+
+        `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens. `of` names the
         compared texts in the message. `bounds` is called for the bounds of single tokens (`rounding_bounds`) if a
-        difference in float32 is larger than the tolerance. The error is also raised if the share of the base model in
-        `ours` (`base_share`) is larger than rounding explains.
+        difference in float32 is larger than the tolerance. The returned difference (`typical_difference`) is the
+        largest one in float32, and a root mean square in other dtypes.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:
@@ -122,10 +127,10 @@ class Calibration:
 
 
 class Canary:
-    """Regular comparisons of one engine with transformers, and the number of comparisons (canaries) that it passed.
+    """Regular comparisons of one engine with transformers (canaries), and the number of comparisons that it passed.
 
-    A comparison for which there is too little memory, or whose logits are not finite, is skipped, and the reason of the
-    last skipped comparison is kept.
+    A comparison is skipped if there is too little memory for it, or if logits are not finite. The reason of the last
+    skipped comparison is kept.
 
     - `base`: the recipe whose merge is the base model
     - `replica`: the name of the engine's replica
@@ -223,7 +228,7 @@ class Canary:
 
 
 def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
-    """Prompts of token ids spread over the vocabulary, the same for every engine of a model.
+    """Make prompts of token ids spread over the vocabulary; they are the same for every engine of a model.
 
     `vocabulary` is the number of token ids. Each prompt has fewer than `max_length` tokens.
     """
@@ -232,7 +237,7 @@ def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
 
 
 def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Calibration:
-    """Measure the base model's log-probabilities in float32, and how much rounding to `dtype` changes them.
+    """Measure the base model's log-probabilities in float32, and their changes by rounding to `dtype`.
 
     The parameters of `model` must be in float32; they are rounded to `dtype` in place.
     """
@@ -251,7 +256,7 @@ def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Ca
 
 
 def read(model: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
-    """The log-probabilities of all prompts' tokens by a transformers model, in one list.
+    """Log-probabilities that a transformers model gives to the tokens of `prompts`, in one list for all prompts.
 
     The first token of each prompt has no log-probability.
     """

@@ -1,4 +1,4 @@
-"""Program of a separate process that asks vLLM, from models' configurations, whether and how it can run them.
+"""Program of a separate process that asks vLLM whether and how it can run models, given their configurations.
 
 No weights are loaded and no device is used. The module `support` starts the process, whose function is `main`, and
 decides from its answers which models can run.

@@ -57,13 +57,16 @@ MAX_NUM_BATCHED_TOKENS = 4096
 class SwapReport:
     """Evidence and duration of a swap, which writes a merge into a running engine.
 
-    `digest` is the recipe's digest. `materialise_s` is the number of seconds for computing the merge. `swap_s` is the
-    number of seconds for writing it, including `repack_s`, the seconds for packing weights for vLLM's CPU kernels.
-    `is_new` is false if the engine already held the recipe and nothing was done. `canary` is the report of the
-    comparison with transformers after the swap; None if no comparison was due. `off_device` says in words which part of
-    the merge was computed on another device than the engine's; "" if none was. `whole` says of how many tensors, and
-    why, each rank computed more than the elements that it holds. `elements_read` is the number of elements of the
-    sources that all ranks together read.
+    - `digest`: the recipe's digest
+    - `materialise_s`: the seconds for computing the merge
+    - `swap_s`: the seconds for writing it, including `repack_s`
+    - `repack_s`: the seconds for packing weights, that is, copying them to the layout of vLLM's CPU kernels
+    - `is_new`: false if the engine already held the recipe and nothing was done
+    - `canary`: the report of the comparison with transformers after the swap; None if no comparison was due
+    - `off_device`: text that says which part of the merge was computed on another device than the engine's; "" if none
+      was
+    - `whole`: text that says of how many tensors, and why, each rank computed more than the elements that it holds
+    - `elements_read`: the number of elements of the sources that all ranks together read
     """
 
     digest: str
@@ -87,7 +90,7 @@ class _SourcesChanged(EvidenceMismatch):
 
 
 class Engine:
-    """One vLLM engine beside a base model and its experts, which holds the weights of one merge at a time.
+    """vLLM engine for merges of a base model and its experts; it holds the weights of one merge at a time.
 
     The engine implements `workers.evaluation.prompts.Backend` for the recipe that it holds, which is at first the
     recipe of the base model. `name` is the name of the engine's replica. Raises EngineUnavailable, with the reason, if
@@ -179,7 +182,7 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
-        """A directory from which vLLM loads the tokenizer that this engine's prompts are built with.
+        """Directory from which vLLM loads the same tokenizer as the one for this engine's prompts.
 
         It is the model's directory, if vLLM loads the same tokenizer from there. Otherwise it is a temporary directory
         with a copy of the tokenizer, whose files name the tokenizer's class.
@@ -210,7 +213,7 @@ class Engine:
 
     @property
     def weights_checksum(self) -> str:
-        """The checksum of the model's parameters at the last swap."""
+        """The checksum of the model's parameters after the last swap, which wrote a merge into the engine."""
         return str(self._state["checksum"])
 
     def compute_checksum(self) -> str:
@@ -233,7 +236,7 @@ class Engine:
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Context manager that turns an EvidenceMismatch into an EngineFault, after which the engine refuses all calls.
+        """Context manager that converts an EvidenceMismatch to an EngineFault; the engine then refuses all calls.
 
         If files of the sources have changed, the EvidenceMismatch is raised unchanged, because the engine is not at
         fault. Raises EngineFault at once if the engine has failed a check before.
@@ -249,9 +252,12 @@ class Engine:
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
         """Write the merge of `recipe` over the engine's weights, unless the engine already holds the recipe.
 
-        With `check` the engine is compared with transformers afterwards. Raises TrialFailed if the merge cannot be
-        computed, EvidenceMismatch if files of the sources have changed, and EngineFault if the engine does not hold the
-        merge afterwards, or has failed a check before.
+        With `check` the engine is compared with transformers afterwards.
+
+        Raises:
+            TrialFailed: The merge cannot be computed.
+            EvidenceMismatch: Files of the sources have changed.
+            EngineFault: The engine does not hold the merge afterwards, or has failed a check before.
         """
         with self._failing_for_good():
             return self._swap(recipe, check=check)
@@ -331,9 +337,10 @@ class Engine:
     def generate(
         self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
     ) -> list[Completion]:
-        """Generate one batch of completions; `finished` gets each completion with its index as soon as it is ready.
+        """Generate one batch of completions, and return them in the order of `requests`.
 
-        Raises TrialFailed if the model's logits were NaN or infinite at any step.
+        `finished` is called with the index and the completion of a request as soon as the completion is ready. Raises
+        TrialFailed if the model's logits were NaN or infinite at any step.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -391,7 +398,7 @@ class Engine:
         return [[logprob for logprob, _ in tokens] for tokens in scored]
 
     def _scored(self, continuations: Sequence[Continuation]) -> list[list[Scored]]:
-        """For each continuation, each scored token's log-probability, and whether the token is the likeliest.
+        """Log-probability of each scored token of each continuation, and whether the token is the likeliest.
 
         Raises TrialFailed if the model's logits were NaN or infinite.
         """

@@ -41,10 +41,10 @@ def not_started(family: Family, error: BaseException, log_file: str | None) -> E
 
 
 def _reason(error: BaseException) -> str:
-    """One line for users with the text of an error.
+    """First line of an error's message, for users.
 
-    It is the first line of the error's message. If vLLM rejects an option, it is the first problem that pydantic
-    reports, because vLLM checks its options with pydantic.
+    If vLLM rejects an option, it is the first problem that pydantic reports, because vLLM checks its options with
+    pydantic.
     """
     details = error.errors() if hasattr(error, "errors") else ()
     text = str(details[0]["msg"] if details else error).strip()

@@ -1,6 +1,7 @@
-"""The weights of the model in vLLM's worker, and the writing of a merge over them in place.
+"""Writing of merges over the weights of the model in vLLM's worker, in place.
 
-`HeldWeights` is for merges with the layers of the base; `paths.held.HeldPath` is for paths through a pool of layers.
+`HeldWeights` writes merges with the layers of the base model. `paths.held.HeldPath` writes layer paths, whose layers
+come in any order from a pool of layers.
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ Into = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
 class NotPacked(Exception):
-    """Raised if the packed weights that vLLM's CPU kernels use differ from the plain weights after packing.
+    """Raised if packed weights differ from the plain weights after they were packed again.
 
-    The message names the modules.
+    Packed weights are the copies of weights in the layout that vLLM's CPU kernels compute with. The message names the
+    modules.
     """
 
 
 @dataclass(frozen=True)
 class Writing:
-    """How many tensors the writing of a merge wrote, and how long computing and packing took (seconds).
+    """Number of tensors that were written for one merge, and the seconds for computing and for packing them.
 
-    `materialise_s` is the time for computing the merge, `repack_s` the time for packing weights for vLLM's CPU kernels.
+    `materialise_s` is the time for computing the merge. `repack_s` is the time for packing weights, that is, copying
+    them to the layout of vLLM's CPU kernels.
     """
 
     tensors_written: int = 0
@@ -54,10 +57,10 @@ class Writing:
 
 
 class HeldWeights:
-    """The parameters of the model in vLLM's worker, over which merges are written in place.
+    """Parameters of the model in vLLM's worker, over which merges are written in place.
 
-    A tensor that a merge computes in the same way as the previous merge did is not written again. After a failed write,
-    the next write covers every tensor.
+    A tensor is not written again if the previous merge computed it in the same way. After a failed write, the next
+    write covers every tensor.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -79,19 +82,22 @@ class HeldWeights:
 
     @property
     def is_as_written(self) -> bool:
-        """Whether the model still computes with the weights written last, according to a cheap check."""
+        """Whether a cheap check finds that the model still computes with the weights written last.
+
+        In this class the result is always True.
+        """
         return True
 
     @property
     def computed_on(self) -> Mapping[str, str]:
-        """The type of device, such as "cuda", that computed each tensor of the held merge, by tensor name."""
+        """Type of the device that computed each tensor of the held merge, such as "cuda", by tensor name."""
         return self._devices
 
     def mark_unwritten(self) -> None:
-        """Fill all weights with NaN, so that every weight that no merge writes is found (`_check_written`).
+        """Fill all weights with NaN, so that `_check_written` finds weights that no merge has written.
 
-        An engine starts with random weights. vLLM gives random values also to buffers, but computes some of them
-        afterwards; those that are still in its range of random numbers are filled with NaN, too.
+        An engine starts with random weights. vLLM gives random values to buffers too, but computes some buffers
+        afterwards. Buffers that still have values in vLLM's range of random numbers are filled with NaN as well.
         """
         parameters = self._parameters()
         buffers = {name: each for name, each in self.model.state_dict().items() if name not in parameters}
@@ -103,7 +109,7 @@ class HeldWeights:
         self._random_buffers = frozenset(random)
 
     def _check_written(self, parameters: Collection[str]) -> None:
-        """Raise RuntimeError if `parameters`, or buffers, still have parts of the NaN of `mark_unwritten`."""
+        """Raise RuntimeError if `parameters` or buffers still have NaN elements that `mark_unwritten` set."""
         for name in self._unwritten.keys() & (set(parameters) | self._random_buffers):
             flat = self._unwritten[name].view(-1)
             missing = sum(int(part.isnan().sum()) for part in torch.split(flat, CHECKED))
@@ -127,16 +133,19 @@ class HeldWeights:
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
         """Write the merge of `recipe` over the model's parameters.
 
-        `into(name, shape)` returns memory for computing a tensor. Raises InvalidRecipe, with nothing written, if the
-        recipe cannot be planned. Raises NotPacked if the copies of weights that vLLM's CPU kernels use differ from the
-        weights, and EvidenceMismatch if files of the sources have changed.
+        `into(name, shape)` returns memory for computing a tensor.
+
+        Raises:
+            InvalidRecipe: The recipe cannot be planned; nothing was written.
+            NotPacked: The packed copies of weights, which vLLM's CPU kernels use, differ from the weights.
+            EvidenceMismatch: Files of the sources have changed.
         """
         from workers.merging.plan import plan_tensors
 
         return self._write(plan_tensors(recipe, bank), bank, into)
 
     def checksum(self) -> str:
-        """The checksum of the parameters as they were written last, computed at that time."""
+        """Checksum of the parameters that was computed when they were last written."""
         return combined(self._parameters(), self._sums)
 
     def checksum_now(self) -> str:
@@ -148,7 +157,7 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """Select from `parameters` the names of those without which the model is incomplete; here, all of them.
+        """Select the names of parameters without which the model is incomplete; in this class, all names.
 
         Writing a merge fails if one of these parameters has never been written, by this swap or an earlier one.
         """
@@ -196,9 +205,9 @@ class HeldWeights:
     ) -> tuple[set[str], float]:
         """Compute the merged tensors with the names `changed`, and write them into the model's parameters.
 
-        A tensor of which vLLM's weight loader only copies elements is written to the same place without the loader; of
-        a tensor of which this rank holds a shard, only the shard is computed. The loader writes the others. Returns the
-        names of the written parameters, and the seconds for computing the tensors.
+        If vLLM's weight loader only copies a tensor's elements, the tensor is written to the same place without the
+        loader. Of such a tensor, only the shard that this rank holds is computed. The loader writes the other tensors.
+        Returns the names of the written parameters, and the seconds for computing the tensors.
         """
         from workers.merging.materialize import merge_into, merged_tensors
         from workers.merging.plan import merged_names
@@ -259,18 +268,18 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules, by name, whose weights vLLM has also packed for its CPU kernels; none on a GPU."""
+    """Modules, by name, whose weights vLLM has packed (copied to the layout of its CPU kernels); none on a GPU."""
     return {name: module for name, module in model.named_modules() if hasattr(module, PACK)}
 
 
 def _repack(
     packed: Mapping[str, torch.nn.Module], changed: Iterable[torch.nn.Parameter], comparable: Collection[str]
 ) -> tuple[str, ...]:
-    """Pack the weights of modules with changed parameters again for vLLM's CPU kernels.
+    """Pack weights again: replace the packed copies in modules whose parameters have changed.
 
-    vLLM's CPU kernels compute with packed copies of the weights, which are replaced in place. `packed` are the modules
-    with packed copies, by name, and `changed` the changed parameters. Returns the names of the modules in `comparable`
-    whose packed copy differs from the weights afterwards.
+    Packed copies are the weights in the layout that vLLM's CPU kernels compute with. `packed` has the modules with
+    packed copies, by name, and `changed` the changed parameters. Returns the names of the modules in `comparable` whose
+    packed copy differs from the weights afterwards.
     """
     ids = set(map(id, changed))
     stale = []
@@ -283,12 +292,12 @@ def _repack(
 
 
 def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
-    """The names of the modules in `packed` whose packed weights can be compared with the plain ones.
+    """Names of the modules in `packed` whose packed weights can be compared with the plain weights.
 
-    vLLM's CPU kernels compute with packed copies. Some kernels round the numbers that they multiply, so that the
-    comparison fails even for a correct copy. Therefore the comparison is tried on copies that vLLM has just made, and a
-    module is comparable if it succeeds. For all other modules only the canary, a comparison with transformers, detects
-    an outdated copy.
+    Packed weights are copies in the layout that vLLM's CPU kernels compute with. Some kernels round the numbers that
+    they multiply, and then the comparison fails even for a correct copy. Therefore the comparison is tried on copies
+    that vLLM has just made, and a module is comparable if it succeeds. For all other modules only the canary, a
+    comparison with transformers, detects an outdated copy.
     """
     with torch.inference_mode():
         comparable = frozenset(

@@ -1,6 +1,6 @@
-"""An observer of vLLM's weight loader, which records where the loader writes each tensor.
+"""Observer of vLLM's weight loader, which records where the loader writes each tensor.
 
-A tensor that the loader only copies, whole or the shard of it that a rank holds, into one part of a parameter can be
+If the loader only copies a tensor, or the shard of it that a rank holds, to one part of a parameter, the tensor can be
 written there directly, without the loader.
 """
 
@@ -21,10 +21,10 @@ __all__ = ["Destination", "LoadObserver"]
 
 @dataclass(frozen=True)
 class Destination:
-    """The part of a parameter's memory that holds one tensor of the merged model, or a shard of it.
+    """Part of a parameter's memory that holds one tensor of the merged model, or a shard of the tensor.
 
-    `parameter` is the name of the parameter, `memory` a view of this part. `shard` says which elements of the tensor
-    it holds; it is None if it holds all.
+    `parameter` is the name of the parameter, `memory` a view of this part. `shard` says which elements of the tensor it
+    holds; it is None if it holds all.
     """
 
     parameter: str

@@ -92,13 +92,13 @@ def divide_memory(
 ) -> EngineMemory:
     """Divide the memory of GPUs and host between engine and source weights.
 
-    Each GPU has `gpu_total` bytes, of which `gpu_free` are free; the host has `host_free` bytes free. `processes` is
-    the number of processes on the host that may merge at once: each keeps statistics of the sources, and a copy of the
-    sources unless the processes share one (`is_shared`). The sources are kept in the first of these places that is
-    possible:
+    Each GPU has `gpu_total` bytes, of which `gpu_free` are free. The host has `host_free` bytes free. `processes` is
+    the number of processes on the host that may merge at once. Each of them keeps statistics of the sources, and a copy
+    of the sources unless the processes share one copy (`is_shared`). The sources are kept in the first of these places
+    that is possible:
 
-    - on the GPU, if that leaves memory for an engine that serves many texts at once, or a few texts if the host has
-      too little memory
+    - on the GPU, if that leaves memory for an engine that serves many texts at once, or a few texts if the host has too
+      little memory
     - in host memory, if the sources and statistics of all processes fit into a part of it
     - in files mapped into memory
 

@@ -1,11 +1,13 @@
 """vLLM plugin (entry point group `vllm.general_plugins`) that vLLM loads in each of its processes.
 
-On CPU, vLLM packs the weights of linear layers and of mixtures of experts for its kernels and drops the plain weights,
-so that no merge could be written in place. This module makes engines of this package keep the plain weights next to the
-packed copies. A layer with both kinds of weights has two more attributes: `PACK`, a function that packs the layer
-again, and `IS_PACKED`, a function that returns whether the packed copies equal the plain weights. The module also keeps
-vLLM from changing transformers' classes, so that plain transformers remains available for comparison, and registers the
-model of path engines.
+On CPU, vLLM packs the weights of linear layers and of mixtures of experts: it copies them to the layout of its kernels,
+and drops the plain weights. Merges are written over plain weights in place. Therefore this module makes engines of this
+package keep the plain weights next to the packed copies. A layer with both kinds of weights has two more attributes:
+`PACK`, a function that packs the layer again, and `IS_PACKED`, a function that returns whether the packed copies equal
+the plain weights.
+
+The module also keeps vLLM from changing transformers' classes, so that plain transformers remains available for
+comparison, and registers the model of layer paths.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def _keep_linear_weights(utils: Any) -> None:
 
 
 def _gives_its_columns(layer: Any) -> bool:
-    """Check, on some columns, that a linear layer's packed weights equal its plain weights [rows, columns].
+    """Check on some columns whether a linear layer's packed weights equal its plain weights [rows, columns].
 
     Packed weights are a copy in the layout of vLLM's CPU kernels. The packed weights are multiplied with some rows of
     the identity matrix, and the results are compared with columns of the plain weights. Each result is one weight plus
@@ -105,9 +107,9 @@ def _keep_expert_weights() -> None:
 
 
 def _bits(weights: torch.Tensor) -> int:
-    """A checksum of weights modulo 2^64, for comparing two copies of weights in different layouts.
+    """Checksum of weights modulo 2^64, which is equal for copies of the weights in different layouts.
 
-    It depends on every weight, but not on the order of the weights, or on added zeros.
+    It depends on every weight, but not on the order of the weights or on added zeros.
     """
     word = {2: torch.int16, 4: torch.int32}[weights.element_size()]
     total = 0
@@ -120,7 +122,7 @@ def _bits(weights: torch.Tensor) -> int:
 def _keep_transformers_classes() -> None:
     """Prevent vLLM from changing classes of transformers.
 
-    vLLM uses transformers' modules for models for which it has no code of its own. To compile these modules, vLLM
+    vLLM uses transformers' modules for models that vLLM does not implement itself. To compile these modules, vLLM
     changes their classes, after which other code cannot use them. Engines of this package do not compile such models.
     """
     from vllm.model_executor.models.transformers.base import Base

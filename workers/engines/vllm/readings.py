@@ -1,10 +1,11 @@
 """Planning of the prompts from which an engine computes the log-probabilities of continuations.
 
-One prompt gives the log-probabilities of its last tokens, and those of tokens that may follow it. The latter need one
-row of logits, and the prompt's beginning comes from the prefix cache. Therefore all options of one token need one
-prompt, which ends where they begin. Longer options need this prompt, and one prompt each for their other tokens.
+One prompt gives the log-probabilities of its last tokens, and of tokens that may follow it. A token that may follow
+needs only one row of logits, and the prompt's beginning comes from the prefix cache. Therefore all options of one token
+need a single prompt, which ends where the options begin. Longer options need this prompt, and one more prompt each for
+their other tokens.
 
-This module knows neither vLLM nor models.
+This module does not depend on vLLM or models.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class Reading:
 
     @property
     def num_rows(self) -> int:
-        """How many of the prompt's last tokens get a log-probability, each from one row of logits."""
+        """Number of the prompt's last tokens that get a log-probability, each from one row of logits."""
         return len(self.tokens) - self.start
 
 
 @dataclass(frozen=True)
 class Read:
-    """The log-probabilities that the engine returned for one prompt (`Reading`).
+    """Log-probabilities that the engine returned for one prompt (`Reading`).
 
     `rows` has those of the prompt's tokens from `start` on. `choices` has those of tokens that may follow the prompt,
     by token.
@@ -65,7 +66,7 @@ class Read:
 
 
 class ReadingPlan:
-    """A set of prompts that together give the log-probability of every scored token of `continuations`.
+    """Prompts that together give the log-probability of every scored token of `continuations`.
 
     `readings` are in the order in which an engine should read them. `block` is the number of tokens in a block of the
     engine's prefix cache, which keeps whole blocks only; 0 means that there is no prefix cache.
@@ -73,7 +74,7 @@ class ReadingPlan:
     With a prefix cache, a reading has at most MAX_ROWS rows, and the cache has none of its tokens from `start` - 1 on,
     so that vLLM computes all its rows. Exceptions are texts that the cache has from earlier requests, and contexts that
     begin with another context and tokens of its continuation. Without a prefix cache, every continuation is read with
-    its whole prompt; those that differ in their last token share one.
+    its whole prompt. Continuations that differ only in their last token share a prompt.
     """
 
     def __init__(self, continuations: Sequence[Continuation], *, block: int) -> None:
@@ -143,11 +144,11 @@ class ReadingPlan:
 
 
 def _num_shared(tails: Sequence[Tokens]) -> int:
-    """The length of the longest common prefix of several token sequences (`tails`)."""
+    """Length of the longest common prefix of several token sequences (`tails`)."""
     places = enumerate(zip(*tails, strict=False))
     return next((place for place, tokens in places if len(set(tokens)) > 1), min(map(len, tails)))
 
 
 def neighbours(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """The indices of prompts in an order in which prompts with a common prefix are neighbours, a shorter one first."""
+    """Order prompts so that those with a common prefix are neighbours, a shorter one first; return their indices."""
     return sorted(range(len(prompts)), key=lambda index: array("I", prompts[index]).tobytes())

@@ -60,7 +60,7 @@ class MergeExtension:
         ranks: int = 1,
         is_shared: bool = False,
     ) -> str:
-        """Open the source weights (the bank), and start to count rows of logits that are NaN or infinite.
+        """Open the source weights (the bank), and start to count logit rows that contain NaN or infinite values.
 
         `family` is JSON in the form of `family_to_json`. The bank is kept in the first of `placements` that has enough
         memory for it; a GPU must also have `scratch_bytes` for merging a tensor. `reason` says in words why the first
@@ -102,11 +102,11 @@ class MergeExtension:
         return str(self._mergesearch_bank.fingerprint)
 
     def _mergesearch_merged(self, write: Callable[[Bank, Into], T]) -> T:
-        """Call `write(bank, into)` on a device with enough memory for merging, and return its result.
+        """Call `write(bank, into)` for a device that has enough memory for merging, and return its result.
 
-        `bank` are the source weights, `into` returns memory for computing a tensor. The bank merges on the engine's
-        device, or on the CPU if a GPU has too little memory for merging. After a GPU had too little memory, it merges
-        again once it has as much free as was planned for merging.
+        `bank` has the source weights, and `into` returns memory for computing a tensor. The device is the engine's
+        device, or the CPU if a GPU has too little memory for merging. After that, merges are computed on the GPU again
+        once as much of its memory is free as was planned for merging.
         """
         bank = self._mergesearch_bank
         if self._mergesearch_lack and _room(bank.device) >= self._mergesearch_scratch_bytes:
@@ -131,7 +131,7 @@ class MergeExtension:
         return self._mergesearch_scratch[bank.device].tensor
 
     def mergesearch_sources(self) -> str:
-        """Human-readable size and placement of the source weights."""
+        """Describe the size of the source weights and where they are kept, as a text for people."""
         bank = self._mergesearch_bank
         return f"{bank.num_bytes / 1e9:.2f} GB of sources {IN_WORDS[bank.placement]}"
 
@@ -139,14 +139,15 @@ class MergeExtension:
         """Write the merge of a recipe over the engine's weights in place; addresses and CUDA graphs stay valid.
 
         A tensor that the held merge computes in the same way is not written again. If a GPU has too little memory for
-        merging, the merge is computed on the CPU. Returns {digest, swaps, checksum, tensors_written, materialise_s,
-        repack_s, swap_s (packing included), off_device, whole, elements_read, bank (its summary)}. While weights are
-        written, and if this fails, the engine holds no digest. In words, or "" if there is nothing to say, are:
+        merging, the merge is computed on the CPU. While weights are written, and if this fails, the engine holds no
+        digest.
 
-        - off_device: which part of the held merge was not computed on the engine's device
-        - whole: of how many tensors, and why, this rank computed more than the elements that it holds
+        Returns {digest, swaps, checksum, tensors_written, materialise_s, repack_s, swap_s (packing included),
+        off_device, whole, elements_read, bank (its summary)}. Of these, `elements_read` is the number of elements of
+        the sources that this rank read. Two values are texts for people, "" if there is nothing to report:
 
-        `elements_read` is the number of elements of the sources that this rank read.
+        - off_device: the part of the held merge that was not computed on the engine's device
+        - whole: the number of tensors of which this rank computed more than the elements that it holds, and the reason
 
         Expected failures are returned, because with several ranks an exception would lose its class:
 
@@ -222,10 +223,10 @@ class MergeExtension:
         return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
-        """The numbers of logit rows that contained NaN and that were infinite, since the last call.
+        """Numbers of logit rows that contained NaN, and of rows that contained infinite values, since the last call.
 
-        If the numbers are not both 0, all cached keys and values are set to zero, because NaN in a block of the cache
-        spreads to other texts that reuse the block, even where the block is masked.
+        If the numbers are not both 0, all cached keys and values are set to zero. Otherwise NaN in a block of the cache
+        would spread to other texts that reuse the block, even where the block is masked.
         """
         counts: list[int] = self._mergesearch_bad_rows.tolist()
         self._mergesearch_bad_rows.zero_()
@@ -257,12 +258,12 @@ def open_bank(
 ) -> Bank:
     """Open the source weights of a family (the bank); `family` is JSON in the form of `family_to_json`.
 
-    A process has one bank, that of the family that was opened last; if it is open already, it is returned. In a process
-    that has an engine, it is the engine's bank. In any other process, for example one that computes a canary, it is a
-    bank of mapped files that merges on the CPU.
+    A process has one bank, for the family that was opened last. If this family is open already, its bank is returned.
+    In a process that has an engine, this is the engine's bank. In any other process, for example one that compares the
+    engine with transformers (canary), it is a bank of mapped files that merges on the CPU.
 
     The weights are kept in the first of `placements` that has enough memory for them; a GPU must also have
-    `scratch_bytes` for merging a tensor. With `is_shared` it is shared with other processes of the node. Raises
+    `scratch_bytes` for merging a tensor. With `is_shared`, the bank is shared with other processes of the node. Raises
     InvalidModel if the models cannot be opened.
     """
     if family not in _opened:

@@ -1,4 +1,4 @@
-"""Check, before a study starts, that the prompts of a task can be attacked."""
+"""Checks, before a study starts, that the prompts of a task can be attacked."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ __all__ = ["prepared_attack"]
 def prepared_attack(option: AttackSpec, info: TaskInfo) -> PromptAttack:
     """Build the prompt attack of one task from its description in the study file, `option`.
 
-    A prompt attack searches for a changed prompt template with which a model's metric is worse. Raises InvalidTask,
-    with the field of `option` that is wrong, if the task has no template that can be changed, if no label would be
-    protected from changes, or if the fill-mask model or the sentence encoder does not exist.
+    A prompt attack searches for a changed prompt template with which a model's metric is worse.
+
+    Raises:
+        InvalidTask: The task has no template that can be changed, no label would be protected from changes, or the
+            fill-mask model or the sentence encoder does not exist. The error has the field of `option` that is wrong.
     """
     if not info.template:
         raise InvalidTask(

@@ -33,8 +33,8 @@ __all__ = ["MaskedModel", "check_masked_model"]
 def check_masked_model(model: str, *, is_encoder: bool = False) -> Path:
     """Check the files of a fill-mask model or an encoder without loading weights, and return its directory.
 
-    `model` is a directory, a hub id or a URL. Raises InvalidModel if it is not there, which says where it was looked
-    for, and if it is another kind of model.
+    `model` is a directory, a hub id or a URL. Raises InvalidModel if the model does not exist or is of another kind. If
+    it does not exist, the message names the places where it was looked for.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -83,11 +83,11 @@ class MaskedModel:
         return tuple(word for word, found in zip(words, similar, strict=True) if found >= option.min_similarity)
 
     def proposals(self, text: str, span: tuple[int, int], *, limit: int) -> tuple[str, ...]:
-        """Words that the fill-mask model finds likely in place of the characters `span` of `text`.
+        """Words that the fill-mask model finds likely in place of a part of `text`, the most probable first.
 
-        `span` is (first, one after the last). The words come from the `limit` most probable token sequences, the most
-        probable first. Only whole words are proposed, and not the word that is there. There are none for a word that is
-        cut off.
+        `span` has the part's first character and the character after its last one, as indices. The words come from the
+        `limit` most probable token sequences. Only whole words that differ from the word in the text are proposed. The
+        result is empty if the word is beyond the end at which a long text is cut off.
         """
         import torch
 
@@ -180,10 +180,10 @@ def _loaded(kind: Any, directory: Path) -> Any:
 
 
 def _most_probable(log_probabilities: torch.Tensor, *, limit: int) -> list[tuple[int, ...]]:
-    """The most probable sequences of one token for each place, at most `limit`, by the sum of log-probabilities.
+    """Most probable token sequences with one token for each place, at most `limit`, by the sum of log-probabilities.
 
-    `log_probabilities` are [num_places, vocabulary]; the most probable sequence is the first. The best sequences of the
-    first places are the beginnings of the best of all.
+    `log_probabilities` are [num_places, vocabulary]; the most probable sequence is the first. The search goes from
+    place to place: the best sequences for all places begin with the best sequences for the first places.
     """
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for row in log_probabilities:

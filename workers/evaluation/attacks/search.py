@@ -132,7 +132,7 @@ def run(steps: Search, score: Callable[[str], float]) -> Attacked:
 
 @dataclass
 class _Queries:
-    """Counter of the scored templates, which limits them to `most`; None is no limit."""
+    """Counter of the scored templates, with a limit of `most` templates; None is no limit."""
 
     most: int | None
     count: int = 0
@@ -164,7 +164,7 @@ def _worst(found: Sequence[tuple[Template, float]]) -> tuple[Template, float]:
 def _changes(
     original: Template, option: DeepWordBugAttack | BertAttack, seed: int, replacements: Replacements | None
 ) -> _Changes:
-    """Make a function that proposes replacements for one word, as the kind of the attack does.
+    """Make a function that proposes replacements for one word, by the kind of the attack.
 
     The function takes a template and the index of the word's piece.
     """

@@ -88,7 +88,7 @@ class Template:
         return "".join(map(_read, self.pieces))
 
     def span(self, index: int) -> tuple[int, int]:
-        """The characters of piece `index` in the text that `read` returns, as (first, one after the last)."""
+        """Position of piece `index` in the text that `read` returns, as (first character, one after the last)."""
         start = sum(len(_read(piece)) for piece in self.pieces[:index])
         return start, start + len(_read(self.pieces[index]))
 

@@ -217,7 +217,7 @@ def model_stock(
     products: Products | None = None,
     name: str = "",
 ) -> torch.Tensor:
-    """Model Stock (arXiv:2403.19522): the base plus the mean task vector, scaled by how similar the task vectors are.
+    """Model Stock (arXiv:2403.19522): the base plus the mean task vector, scaled by the similarity of the task vectors.
 
     The factor is t = N cos / (1 + (N - 1) cos), with N the number of models and cos the mean cosine between the task
     vectors of this tensor. A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is

@@ -51,12 +51,12 @@ def sce(
 ) -> torch.Tensor:
     """SCE (FuseChat, arXiv:2408.07990): select the most variable elements, compute weights, erase minority signs.
 
-    theta_pre is the base, and tau_t the task vectors, the differences of the models from the base. Only elements that
-    vary between the task vectors count. Of these, SCE selects the share `select_topk` with the largest variance. The
-    weight w_t of a model is the mean square of its selected elements over the tensor. In each task vector, elements
-    whose sign differs from the sign of the sum of the task vectors are erased. The result is theta_pre + sum_t w_t
-    tau_t / sum_t w_t over the elements that are left, and the base if the sum is zero or no element is selected.
-    `variances` is the table of the elements' variances, if known; `order` orders elements of equal variance.
+    theta_pre is the base, and tau_t are the task vectors, the differences of the models from the base. Only elements
+    whose values differ between the task vectors count. Of these, SCE selects the share `select_topk` with the largest
+    variance. The weight w_t of a model is the mean square of its selected elements over the tensor. In each task
+    vector, elements whose sign differs from the sign of the sum of the task vectors are erased. The result is theta_pre
+    + sum_t w_t tau_t / sum_t w_t over the elements that are left, and the base if the sum is zero or no element is
+    selected. `variances` is the table of the elements' variances, if known; `order` orders elements of equal variance.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -110,7 +110,7 @@ def sce_mergekit(
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
-    """The number of elements that SCE selects: a share of the elements that differ between task vectors.
+    """Number of elements that SCE selects: a share of the elements that differ between task vectors.
 
     `num_variable` is the number of elements that differ, `select_topk` the share.
     """
@@ -304,12 +304,12 @@ def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[fl
 
 
 def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
-    """The variance of each element between the task vectors (`tensors` minus the base), in float32."""
+    """Variance of each element across the task vectors (`tensors` minus the base), in float32."""
     return _variance([tensor.float() - base.float() for tensor in tensors])
 
 
 def _most_variable(taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: Ranked | None) -> torch.Tensor:
-    """Mask (bool) of the elements with the largest variances between the task vectors `taus`.
+    """Mask (bool) of the elements with the largest variances across the task vectors `taus`.
 
     The mask has the share `share` of the elements whose variance is not zero. `order` orders elements of equal
     variance. `known` is the table of the variances, if there is one.

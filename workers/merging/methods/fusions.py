@@ -28,9 +28,9 @@ def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Importance:
-    """The rule by which Arcee Fusion selects elements of the second of two models: row factors and a threshold.
+    """Rule by which Arcee Fusion selects the elements of the second of two models: row factors and a threshold.
 
-    The importance of an element is the magnitude of the two models' difference, times the number of the element's row
+    The importance of an element is the magnitude of the two models' difference, times the factor of the element's row
     in `rows` (float32 [..., 1]). The element is taken if its importance is at least `threshold`, a float32 value.
     """
 
@@ -61,17 +61,17 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 def importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The elements' importances in Arcee Fusion at the indices `indices` of their ascending order.
+    """Importances of elements in Arcee Fusion at the given indices of their ascending order; index 0 is the smallest.
 
-    Index 0 is the smallest. The importance of an element is the absolute difference of `first` and `second`, times the
-    number of its row in `rows`. Arcee Fusion takes elements of high importance from the second model.
+    The importance of an element is the absolute difference of `first` and `second`, times the factor of its row in
+    `rows`. Arcee Fusion takes elements of high importance from the second model.
     """
     importances = ((second.float() - first.float()).abs_() * rows).flatten()
     return [torch.kthvalue(importances, index + 1).values for index in indices]
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
-    """Row factors and threshold that select the elements which Arcee Fusion takes from `second`.
+    """Row factors and the threshold by which Arcee Fusion selects the elements to take from `second`.
 
     The other elements of the merge are those of `first`. The result has a factor for each row, and the smallest
     importance of elements that are taken. The tensors are on CPU and have at least one element. `select` is a function
@@ -87,7 +87,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor, select: Importances
 
 
 def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The Kullback-Leibler divergence of softmax(row of `first`) from softmax(row of `second`), for each row.
+    """Kullback-Leibler divergence of softmax(row of `first`) from softmax(row of `second`), for each row.
 
     Rounding may make the divergence of nearly equal rows slightly negative.
     """

@@ -134,11 +134,11 @@ def magnitude_sampled(
     their probability.
 
     The paper's epsilon is twice the argument `epsilon`. Its drop probability is p_min + epsilon r / n, where rank r is
-    0 for the largest element. So the smallest element is kept with a probability one step above density - epsilon. With
-    `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density - epsilon. Equal magnitudes are
-    ranked by `order`; in recipes of format 1 they are ranked by position, where the earlier element counts as the
-    smaller one. A tensor with fewer than two dimensions is one row. `ranks` are the ranks of magnitudes in their rows,
-    where 0 is the smallest, if known.
+    0 for the largest element. Therefore the smallest element is kept with a probability one step above density -
+    epsilon. With `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density - epsilon. Equal
+    magnitudes are ranked by `order`; in recipes of format 1 they are ranked by position, where the earlier element
+    counts as the smaller one. A tensor with fewer than two dimensions is one row. `ranks` are the ranks of magnitudes
+    in their rows, where 0 is the smallest, if known.
     """
     ranks = _sorted_ranks(tau, order) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)

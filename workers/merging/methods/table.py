@@ -1,4 +1,4 @@
-"""The Markdown table of the merge methods in this folder's README.md.
+"""Markdown table of the merge methods, for the README.md in this folder.
 
 Run the module to print the table: `python -m workers.merging.methods.table`.
 """

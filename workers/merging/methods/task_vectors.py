@@ -201,10 +201,10 @@ def m3_ties(
     keeps is used without a weight. The result is multiplied by lambda and added to the base.
 
     The paper has two models with weights w and 1 - w. With more models, the weights of the models that keep an element
-    are divided by their sum; where this sum is zero, the result is the base. So the result is not continuous where the
-    weights of all models that keep an element go to zero; `m3_ties_majority` is continuous. `magnitudes` has, for each
-    model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model, the order of
-    elements of equal magnitude.
+    are divided by their sum; where this sum is zero, the result is the base. Therefore the result is not continuous
+    where the weights of all models that keep an element go to zero; `m3_ties_majority` is continuous. `magnitudes` has,
+    for each model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model, the
+    order of elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
@@ -387,7 +387,7 @@ def m3_dare(
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """For each model, the lambda with which `dare_linear` gives the result of `m3_dare`.
+    """Lambdas with which `dare_linear` gives the result of `m3_dare`, one for each model.
 
     The lambda of a model is `lambda_` times the model's weight, divided by the sum of the weights.
     """

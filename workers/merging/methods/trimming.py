@@ -58,9 +58,9 @@ def trimmed_breadcrumbs(
 ) -> list[torch.Tensor]:
     """The task vectors (tensors minus base) with their largest and smallest elements set to zero (Model Breadcrumbs).
 
-    For each tensor, `densities` has the share of elements to keep, `gammas` the share to drop at the top, `magnitudes`
-    the table of |tensor - base|, if known, and `orders` the order of equal magnitudes. With `rescale` the results are
-    scaled to the sum of magnitudes of the whole task vectors.
+    Each argument has an entry for each tensor: `densities` the share of elements to keep, `gammas` the share to drop at
+    the top, `magnitudes` the table of |tensor - base|, if known, and `orders` the order of equal magnitudes. With
+    `rescale` the results are scaled to the sum of magnitudes of the whole task vectors.
     """
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
@@ -71,7 +71,7 @@ def trimmed_breadcrumbs(
 
 
 def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
-    """For each source, the ranks of the magnitudes that the method of `merge` uses as thresholds.
+    """Ranks of the magnitudes that the method of `merge` uses as thresholds, for each source.
 
     Rank 1 is the largest of `num_elements` magnitudes. TIES has one threshold; Model Breadcrumbs has two, or none if it
     keeps all or nothing. The method must be one that trims (`MergeMethod.trims`).
@@ -86,7 +86,7 @@ def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """For each of `tensors`, how its elements of equal magnitude are ordered: by `orders`, or by a default.
+    """Order of the elements of equal magnitude, for each of `tensors`: from `orders`, or a default order.
 
     By default each tensor has a separate order, which is the same at every call.
     """

@@ -1,4 +1,4 @@
-"""Reading of a LoRA adapter, which is applied to a base model; all problems of the adapter are reported together."""
+"""Reader of LoRA adapters, which applies an adapter to a base model, or reports all of the adapter's problems."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Yield problems of an adapter that trained the embedding or the output head alone, although the base ties them.
+    """Yield problems of an adapter that trained only one of embedding and output head, although the base ties them.
 
     In the base, embedding and output head are one tensor; in the adapted model they would differ. There is no problem
     for an adapter with the setting `ensure_weight_tying` and matrices of the embedding, because peft trained embedding

@@ -1,15 +1,15 @@
 """Models and task files on the hub and in object stores: located, checked without weights, and downloaded.
 
-- `locations`: `locate`: the directory of a model; which commit of the hub a directory holds
+- `locations`: `locate`: the directory of a model; the commit of the hub model in a directory
 - `snapshots`: metadata-only snapshots: small files, and headers in place of weights
 - `model_files`: the files that a model consists of
-- `downloads`: the weights: which are missing, whether the disk has room for them, and their download
+- `downloads`: the weights that are missing, their disk space, and their download
 - `hub`: the hub as the origin of models
 - `objects`: object stores as the origin of models
 - `files`: files in object stores, downloaded once
 - `task_files`: `local_file`: task files and data in object stores
 - `reachability`: checks whether the hub answers, to avoid long waits
-- `errors`: why a hub model cannot be used, for messages
+- `errors`: messages with the reason why a hub model cannot be used
 """
 
 from workers.models.remote.downloads import absent_bytes, fetched, lack_of_space

@@ -43,7 +43,7 @@ _VERSION = re.compile(rf"@[0-9a-f]{{{VERSION_DIGITS}}}$")
 def local_file(name: str | Path) -> Path:
     """Local copy of `name`, which is a path or the URL of a file in an object store.
 
-    A file at a URL is downloaded unless this machine has its present version. An lm-eval YAML file (.yaml, .yml) is
+    A file at a URL is downloaded unless this machine has its current version. An lm-eval YAML file (.yaml, .yml) is
     downloaded with all files in its folder, to which it may refer by relative paths. If the store does not answer, the
     version that was last downloaded is used. Raises InvalidTask if the URL is invalid, or the file cannot be read.
     """

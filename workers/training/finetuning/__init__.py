@@ -2,15 +2,15 @@
 
 - `spec`: the specification file as validated models; imports nothing heavy
 - `fleet`: one file for several experts, one per task, and the study that merges them
-- `data`: documents of tokens, with the tokens whose loss counts, packed into rows of one length
+- `data`: tokenized documents, packed into rows of one length, with a mark for each token whose loss counts
 - `methods`: the optimizers by name
 - `sharding`: shards of the weights, the gradients and the optimizer's state on each rank
 - `target_loss`: the loss over target tokens, with few logits in memory at once
 - `memory_plan`: the memory of a training on each worker, from the headers of the base model's files
 - `models`: the model that is trained: all weights, some layers, or LoRA
 - `trainer`: the loop over steps, the same on one rank and on several
-- `history`: the numbers of every update and evaluation
-- `checkpoints`: the state of a training on disk, complete or absent
+- `history`: the file with the losses and other numbers of every update and evaluation
+- `checkpoints`: the state of a training on disk, which is either complete or absent
 - `evaluation`: scores the tasks of studies during training
 - `task_vectors`: the distribution of a trained expert's task vector
 - `merge_losses`: the losses of merges of trained experts

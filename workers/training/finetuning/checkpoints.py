@@ -69,9 +69,9 @@ def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], opt
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """Context manager that yields, on all ranks, the same new directory, which is renamed to `out` when it is complete.
+    """Context manager for a new directory that gets the name `out`, on all ranks, only when it is complete.
 
-    Files that a killed training left in the directory are removed, because its ranks may have been others.
+    Files that a killed training left in the directory are removed, because that training may have had other ranks.
     """
     if _rank() != 0:
         yield Path(_of_writer(None))
@@ -90,7 +90,7 @@ def _rank() -> int:
 
 
 def _of_writer(value: Any) -> Any:
-    """The value that rank 0 passes, on all ranks."""
+    """Return on all ranks the value that rank 0 passes."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -112,18 +112,18 @@ def _quiet() -> Iterator[None]:
 
 
 def latest(directory: Path) -> Path | None:
-    """The directory of the newest complete checkpoint below `directory`; None if there is none."""
+    """Directory of the newest complete checkpoint below `directory`; None if there is none."""
     found = _all(directory)
     return found[-1] if found else None
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """The number of updates after which a checkpoint was written; 0 if `checkpoint` is None."""
+    """Number of updates after which a checkpoint was written; 0 if `checkpoint` is None."""
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix(PREFIX))
 
 
 def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
-    """The optimizer's state in a checkpoint without its tensors, with the keys of the optimizer's `state_dict`."""
+    """Read the optimizer's state in a checkpoint without its tensors, with the keys of the optimizer's `state_dict`."""
     state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
     return state
 
@@ -171,7 +171,10 @@ def _check_names(checkpoint: Path, names: Any, trained: Mapping[str, torch.Tenso
 
 
 def _places(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """New tensors for the optimizer's states that a checkpoint has, by its names; sharded as their parameters are."""
+    """Make tensors into which the optimizer's state in a checkpoint is loaded, by the names in the checkpoint.
+
+    A tensor with the shape of its parameter is sharded as the parameter is.
+    """
     parameters = list(trained.values())
     found = {}
     for key, like in stored.items():

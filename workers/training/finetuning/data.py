@@ -1,7 +1,7 @@
 """Training data: entries of a JSONL file or dataset as tokenized documents, packed into rows of one length.
 
 A token's loss counts if the token belongs to a completion, or ends a completion. The order of rows depends only on the
-seed, so that every rank has the same rows and takes its own part of each batch.
+seed. Therefore every rank has the same rows, and takes its own part of each batch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 
 @dataclass(frozen=True)
 class Document:
-    """A training text as token ids, with the information which tokens count for the loss.
+    """A training text as token ids, with a flag for each token that says whether its loss counts.
 
-    `has_loss` says for each token whether its loss counts. `origin` says where the text comes from, for messages.
+    The flags are in `has_loss`. `origin` says where the text comes from, for messages.
     """
 
     tokens: tuple[int, ...]
@@ -59,8 +59,9 @@ class Batch:
 def read_documents(data: Data, prompts: Prompts) -> list[Document]:
     """Read and tokenize all documents of the training data, in the order of the data.
 
-    Raises InvalidTask if data are missing, malformed or empty (with the line), if there is no completion to learn from,
-    if a document is longer than a row, or if the tokenizer has no end-of-text token.
+    Raises:
+        InvalidTask: Data are missing, malformed or empty (with the line), there is no completion to learn from, a
+            document is longer than a row, or the tokenizer has no end-of-text token.
     """
     eos = prompts.tokenizer.eos_token_id
     if eos is None:
@@ -137,7 +138,7 @@ MAX_OPEN = 63
 
 
 def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
-    """The indices of the `batch` rows in the batch of update number `step` (counted from 0).
+    """Indices of the `batch` rows that make up the batch of update number `step` (counted from 0).
 
     Each pass over all rows has its own order, which `seed` determines.
     """

@@ -21,7 +21,7 @@ __all__ = ["Evaluator", "TaskScorer"]
 
 
 class TaskScorer:
-    """Scores samples of tasks on a transformers model in this process, whose weights may change between calls.
+    """Scorer of tasks on a transformers model in this process, whose weights may change between calls.
 
     `directory` has the tokenizer. `options` say how prompts are made. Raises InvalidTask if `options` require a chat
     template and the tokenizer has none.
@@ -38,7 +38,7 @@ class TaskScorer:
         return self._evaluator.describe(task).num_samples
 
     def values(self, spans: Sequence[Span]) -> dict[str, float]:
-        """The mean metric of each objective over its samples in `spans`.
+        """Mean metric of each objective over its samples in `spans`.
 
         A span names an objective, its task, and a range of the task's samples.
         """
@@ -49,12 +49,13 @@ class TaskScorer:
 
 
 class Evaluator:
-    """Scores the evaluation objectives of a fine-tuning's specification (`section`) on the model in training.
+    """Scorer of a fine-tuning's evaluation objectives on the model in training.
 
-    `base` is the directory of the base model, whose tokenizer is used. `max_length` is the largest number of tokens in
-    a text. With `chat_template`, prompts are formatted with the tokenizer's chat template. `called`, a linearization of
-    `model` or an adapter around its shards, is called in its place. `access` limits the files that tasks may use, or is
-    None for no limit. Raises InvalidTask if a task cannot be built, and if there is no chat template.
+    `section` is the section `evaluation` of the specification. `base` is the directory of the base model, whose
+    tokenizer is used. `max_length` is the largest number of tokens in a text. With `chat_template`, prompts are
+    formatted with the tokenizer's chat template. `called` is what is called in place of `model`: its linearization, or
+    an adapter around its shards. `access` limits the files that tasks may use, or is None for no limit. Raises
+    InvalidTask if a task cannot be built, or if the chat template is missing.
     """
 
     def __init__(

@@ -81,21 +81,21 @@ class Pipeline:
     parallel_experts: int | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
-        """The directory in which each expert is trained, by alias.
+        """Directories in which the experts are trained, by alias.
 
         The directory of a single expert is `out`; each expert of a fleet has a separate directory below `out`.
         """
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 
     def field_of(self, alias: str, field: str = "") -> str:
-        """The dotted path of an expert's option `field` in the specification file, such as "experts.math.data".
+        """Dotted path of an expert's option `field` in the specification file, such as "experts.math.data".
 
         Messages name options by this path. If `field` is "", the result is the path of the expert.
         """
         return ".".join(filter(None, [*((EXPERTS, alias) if self.is_fleet else ()), field]))
 
     def canonical(self) -> dict[str, Any]:
-        """The pipeline as plain data, with all defaults and absolute paths.
+        """Convert the pipeline to plain data, with all defaults and absolute paths.
 
         `parse_pipeline` returns an equal pipeline from these data, except for `directory`, which then has no effect.
         """
@@ -113,7 +113,7 @@ class Pipeline:
         return document
 
     def study_of(self, experts: Mapping[str, Path | str]) -> Study | None:
-        """The study that merges the trained experts; None if the pipeline has no study.
+        """Make the study that merges the trained experts; None if the pipeline has no study.
 
         `experts` has the directory or URL of each trained expert by alias. Raises InvalidStudy with every problem
         found.
@@ -241,7 +241,7 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one expert of a fleet: the shared options, overridden by the expert's own options.
+    """Options of one expert of a fleet: the shared options, overridden by the expert's own options.
 
     If the shared options and the expert's options have the same section, the expert's options override the shared
     options of the same name; the other options of the section are kept.

@@ -1,6 +1,7 @@
-"""The memory that a fine-tuning takes on each of its workers, computed from the headers of the base model's files.
+"""Plan of the memory that a fine-tuning takes on each of its workers, from the headers of the base model's files.
 
-Weights, gradients and the optimizer's state are exact. Activations and gathered weights are estimates.
+The sizes of weights, gradients and the optimizer's state are exact. Those of activations and gathered weights are
+estimates.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ WORKERS = (2, 4, 8, 16, 32, 64, 128)
 class TrainingMemory:
     """Bytes of memory that a training takes on each of its workers.
 
-    `weights`, `gradients` and `optimizer` are those of this worker's shard. `offset` is what the method needs beside
-    them: MergOPT's copy of the weights and its task vectors, the offset of SAM, or the origin of tangent. `gathered`
-    are weights and gradients of the units that are whole while they compute. `activations` include logits.
+    - `weights`, `gradients`, `optimizer`: those of this worker's shard
+    - `offset`: what the method needs in addition: MergOPT's copy of the weights and its task vectors, the offset of
+      SAM, or the origin of tangent
+    - `gathered`: weights and gradients of the units (such as a layer) that are gathered as a whole while they compute
+    - `activations`: activations, including logits
     """
 
     weights: int
@@ -47,7 +50,7 @@ class TrainingMemory:
 
     @property
     def state(self) -> int:
-        """Bytes that are taken for the whole training, whatever the rows."""
+        """Bytes that are taken during the whole training, and do not depend on the number of rows."""
         return self.weights + self.gradients + self.optimizer + self.offset
 
     @property
@@ -125,7 +128,10 @@ def training_memory(
 
 
 def lack_of_memory(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat16: bool) -> str | None:
-    """The reason why a training cannot fit into `capacity` bytes on each worker, and what would; None if it may fit."""
+    """Reason why a training cannot fit into `capacity` bytes on each worker; None if it may fit.
+
+    The text also names changes of the specification with which it would fit, if any are known.
+    """
     plan = training_memory(spec, base, is_bfloat16=is_bfloat16, recomputes=spec.method.kind != "tangent")
     if plan.state <= capacity:
         return None
@@ -151,7 +157,11 @@ def lack_of_memory(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bf
 
 
 def recomputes(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat16: bool) -> bool:
-    """Whether activations are computed twice: as the specification says, or if they would not fit into `capacity`."""
+    """Whether activations are computed again in the backward pass, which saves their memory.
+
+    The specification decides. If it says "auto", the result is True if activations would otherwise not fit into
+    `capacity` bytes.
+    """
     wanted = spec.training.gradient_checkpointing
     if wanted != "auto":
         return wanted
@@ -161,7 +171,7 @@ def recomputes(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat
 
 
 def _of_layers(sizes: Mapping[str, int]) -> dict[int, int]:
-    """The number of elements of each decoder layer, by its number."""
+    """Number of elements in each decoder layer, by the layer's index."""
     found: dict[int, int] = {}
     for name, size in sizes.items():
         parts = name.split(".")

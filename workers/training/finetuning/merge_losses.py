@@ -69,7 +69,7 @@ MAX_TOKENS = 4096  # in one forward pass
 
 @dataclass(frozen=True)
 class Landscape:
-    """The sum of two experts' losses for merges of the two, over a grid of the two coefficients.
+    """Sums of two experts' losses for merges of the two, over a grid of the two coefficients.
 
     The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector plus
     `coefficients`[j] times the second expert's task vector. An expert's loss is the loss of the merge on this expert's
@@ -94,15 +94,14 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class MergeLoss:
-    """The losses of merges of `num_experts` experts by one method, at the method's best coefficient.
+    """Losses of merges of `num_experts` experts by one merge method, at the method's best coefficient.
 
     Several sets of `num_experts` experts may be merged; each loss is then a mean over these sets. The best coefficient
     is the coefficient with the lowest mean loss over the merged experts' tasks.
 
     - `losses`: the loss on each expert's evaluation tasks, by the expert's alias
     - `mean`: the mean of `losses`
-    - `spread`: the standard deviation, over the coefficients that were tried for the method, of the mean loss by which
-      the best coefficient is chosen
+    - `spread`: the standard deviation of the losses in `tried`, over the coefficients
     - `coefficient`: the best coefficient, or None for a method without a coefficient
     - `values`: the mean metric over each expert's evaluation tasks, by alias; empty if metrics were not measured
     - `value`: the mean of `values`, or None if metrics were not measured
@@ -121,7 +120,7 @@ class MergeLoss:
 
 
 class Report(NamedTuple):
-    """The losses and metrics of a merge on the samples that are used for reporting only.
+    """Losses and metrics of a merge, measured on samples that are used only for reports.
 
     `losses` has the mean loss on the tasks of each merged expert, by the expert's alias. `values` has the mean metric
     on the tasks of each merged expert, by the expert's alias.
@@ -179,7 +178,7 @@ class MergeLosses:
     def of(self, merge: Merge) -> dict[str, float]:
         """Measure the mean loss of a merge on each merged expert's tasks, with the samples for choosing coefficients.
 
-        The result is by the experts' aliases.
+        The result has a loss for each expert's alias.
         """
         self._hold(merge)
         return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}
@@ -187,7 +186,7 @@ class MergeLosses:
     def report(self, merge: Merge) -> Report:
         """Measure the mean loss and metric of a merge on each merged expert's tasks, with the samples for reports.
 
-        The results are by the experts' aliases. No coefficient is chosen by these samples.
+        The losses and metrics have a value for each expert's alias. No coefficient is chosen by these samples.
         """
         self._hold(merge)
         aliases = [source.model for source in merge.sources]
@@ -343,7 +342,7 @@ def landscape(
 def landscapes(
     measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, grid: Sequence[float] = GRID
 ) -> tuple[Landscape, ...]:
-    """The loss landscapes of the first NUM_LANDSCAPES pairs of experts.
+    """Measure the loss landscapes of the first NUM_LANDSCAPES pairs of experts.
 
     `measure` and `grid` are passed on to `landscape`.
     """
@@ -401,12 +400,13 @@ def mixed_table(
     seed: int = 0,
     wudi: bool = False,
 ) -> tuple[MergeLoss, ...]:
-    """Measure merges of two experts that were trained differently: one row for each merge method (MergOPT, table 19).
+    """Measure merges of two experts that were trained in different ways: one row for each merge method.
 
-    For each expert, `experts` has its alias and the alias of another expert that was trained in another way for the
-    same tasks. From each pair of the first IN_PAIRS experts, two merges are made: in each merge, one of the two experts
-    is replaced by the expert that was trained in the other way. The other arguments are passed on to `merge_table`. The
-    losses and metrics in a row are listed by the aliases that are keys of `experts`.
+    The table is that of MergOPT, table 19. For each expert, `experts` has its alias and the alias of another expert
+    that was trained in another way for the same tasks. From each pair of the first IN_PAIRS experts, two merges are
+    made: in each merge, one of the two experts is replaced by the expert that was trained in the other way. The other
+    arguments are passed on to `merge_table`. The losses and metrics in a row are listed by the aliases that are keys of
+    `experts`.
     """
     pairs = list(combinations(list(experts)[:IN_PAIRS], 2))
     mixed = [pair for one, two in pairs for pair in ((one, experts[two]), (experts[one], two))]
@@ -457,7 +457,7 @@ def _rows(
 
 
 def _by_expert(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each expert's values over the merges that contain the expert."""
+    """Mean of each expert's values over the merges that contain the expert."""
     aliases = dict.fromkeys(alias for numbers in each for alias in numbers)
     return {alias: _mean(numbers[alias] for numbers in each if alias in numbers) for alias in aliases}
 

@@ -42,13 +42,13 @@ def fitted_scale(method: Method, base: Path) -> Fit | None:
 def read_task_vectors(
     method: Method, base: Path, model: torch.nn.Module, moved: Sequence[torch.nn.Parameter] | None = None
 ) -> TaskVectors | None:
-    """Read the task vectors of experts, if MergOPT computes its offsets from them.
+    """Read the task vectors of experts from which MergOPT computes its offsets, if it does so.
 
     MergOPT adds an offset to the parameters while the gradient is computed. The option `fit_to` of `method` names the
-    experts. Of parameters with shards, this rank's parts are read. Returns None if the method is not MergOPT, or if its
-    offsets are random noise. `base` is the directory of the base model. `model` is a transformers model in float32 that
-    still has the weights of the base model. `moved` are the parameters that get an offset; None means all parameters of
-    `model`. Raises InvalidModel if an expert has other tensors than the base model.
+    experts. If parameters are sharded, only the parts of this rank are read. Returns None if the method is not MergOPT,
+    or if its offsets are random noise. `base` is the directory of the base model. `model` is a transformers model in
+    float32 that still has the weights of the base model. `moved` are the parameters that get an offset; None means all
+    parameters of `model`. Raises InvalidModel if an expert has other tensors than the base model.
     """
     if method.kind != "mergopt" or method.noise not in OF_EXPERTS:
         return None
@@ -72,7 +72,7 @@ def read_task_vectors(
 
 
 def _reader(model: Any, expert: Checkpoint | None, base: Checkpoint) -> Callable[[str], torch.Tensor]:
-    """A function that reads a parameter of an expert in float32, by its name in the transformers model `model`.
+    """Make a function that reads a parameter of an expert in float32, by its name in the transformers model `model`.
 
     Raises InvalidModel if the expert has other tensors than the base model `base`.
     """

@@ -45,12 +45,12 @@ class TrainedModel:
 
     @property
     def called(self) -> Any:
-        """The model as a function from inputs to outputs, for scoring and checks."""
+        """Callable with the interface of the model, from inputs to outputs, for scoring and checks."""
         return ShardedModel(self.loss) if self.is_sharded else self.module
 
 
 def computes_in(spec: FinetuneSpec, device: torch.device) -> torch.dtype:
-    """The dtype of activations on `device`, and of the frozen weights below an adapter."""
+    """Dtype of activations on `device`, and of the frozen weights below an adapter."""
     wanted = spec.training.precision
     is_bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
     return torch.bfloat16 if is_bfloat16 else torch.float32
@@ -153,7 +153,7 @@ def check_packing(model: Any, called: Any = None) -> None:
 
 
 def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
-    """The id of the token with which rows are padded. Raises InvalidModel if the tokenizer has none."""
+    """Id of the token with which rows are padded. Raises InvalidModel if the tokenizer has none."""
     name = spec.data.pad_token
     if name is not None:
         found = tokenizer.get_vocab().get(name)
@@ -194,7 +194,7 @@ def _with_adapter(model: Any, spec: FinetuneSpec) -> tuple[Any, tuple[torch.nn.P
 
 
 def _of_layers(model: Any, layers: tuple[int, ...], option: str) -> tuple[torch.nn.Parameter, ...]:
-    """The weights of the given decoder layers. Raises InvalidModel, naming `option`, if the model lacks a layer."""
+    """Weights of the given decoder layers. Raises InvalidModel, naming `option`, if the model lacks a layer."""
     count = model.config.num_hidden_layers
     if unknown := [layer for layer in layers if layer >= count]:
         raise InvalidModel((f"{option}: {unknown[0]}; the model has the layers 0 to {count - 1}",))

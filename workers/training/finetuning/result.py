@@ -1,4 +1,4 @@
-"""The trained expert as a model directory for studies: safetensors, tokenizer, model card, training record."""
+"""Writing of the trained expert as a model directory: safetensors, tokenizer, model card, training record."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def write_expert(
 
 
 def _without_weights(model: Any, dtype: torch.dtype) -> Any:
-    """A transformers model like `model` in `dtype`, without memory for weights."""
+    """Make a transformers model like `model` in `dtype`, without memory for weights."""
     from accelerate import init_empty_weights
 
     with init_empty_weights():
@@ -83,7 +83,7 @@ def _without_weights(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
-    """The inputs of a training, for its record: fingerprint of the base, hash of the data file.
+    """Inputs of a training, for its record: the fingerprint of the base and the hash of the data file.
 
     The fingerprint is computed as in studies; the hash is a sha256 (hex).
     """

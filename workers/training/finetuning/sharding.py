@@ -1,6 +1,6 @@
 """Training with shards: each rank holds a part of the weights, the gradients and the optimizer's state (FSDP2).
 
-Each decoder layer is a unit, and the rest of the model is another one. A rank gathers a unit's weights while the unit
+Each decoder layer is a unit, and the rest of the model is one more unit. A rank gathers a unit's weights while the unit
 computes, and frees them afterwards. The base model's weights are read unit by unit, so that no rank ever holds the
 whole model.
 """
@@ -27,10 +27,11 @@ __all__ = ["BaseWeights", "ShardedModel", "decoder_layers", "gathered", "local",
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """The weights of a base model that are not read yet.
+    """Weights of a base model that are not read yet, and from which parameters of a model get their values later.
 
-    `names` has parameters that are not read yet, by their ids, and the names of their tensors in `checkpoint`. Such a
-    parameter has one element in memory, which all its elements share. It is kept, so that its id stays its own.
+    `names` maps the id of such a parameter to the parameter and to the name of its tensor in `checkpoint`. The
+    parameter has one element in memory, which all its elements share. It is kept here, so that no other object gets its
+    id.
     """
 
     checkpoint: Checkpoint
@@ -38,9 +39,9 @@ class BaseWeights:
 
     @torch.no_grad()
     def read_into(self, module: torch.nn.Module, device: torch.device) -> None:
-        """Replace the parameters of `module` that are not read yet by their values on `device`.
+        """Replace those parameters of `module` that are not read yet by their values on `device`.
 
-        They keep their dtype, and a parameter that several modules use is still one parameter.
+        They keep their dtype. A parameter that several modules use stays one parameter.
         """
         found: dict[int, torch.nn.Parameter] = {}
         for part in module.modules():
@@ -57,9 +58,9 @@ class BaseWeights:
 
 
 def unread_model(base: Path, dtype: torch.dtype) -> tuple[Any, BaseWeights] | None:
-    """Make the transformers model of the directory `base` without its weights, which are read later.
+    """Make the transformers model in the directory `base` without its weights, which are read later.
 
-    Returns None if transformers names or groups the weights of this model otherwise than its files do.
+    Returns None if transformers names or groups the model's weights differently from its files.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -95,7 +96,7 @@ def unread_model(base: Path, dtype: torch.dtype) -> tuple[Any, BaseWeights] | No
 
 
 def decoder_layers(model: Any) -> Sequence[torch.nn.Module]:
-    """The decoder layers of a transformers or peft model, in order; empty if the model has no list of them."""
+    """Decoder layers of a transformers or peft model, in order; empty if the model has no list of them."""
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     count = causal.config.get_text_config().num_hidden_layers
     lists = (m for m in causal.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
@@ -113,7 +114,7 @@ def shard(
     """Divide the parameters of `root` over the ranks of the process group along their first dimension, in place.
 
     `layers` are modules within `root` whose weights are gathered one module at a time. `read` reads the weights of a
-    module on `device` before the module is divided. Gathered weights and activations have the dtype `computes_in`;
+    module to `device` before the module is divided. Gathered weights and activations have the dtype `computes_in`;
     gradients are added up in float32.
     """
     if device.type == "cuda":
@@ -132,12 +133,12 @@ def shard(
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds, sharing its memory: all of it, unless the tensor is sharded."""
+    """Part of a tensor that this rank holds, sharing its memory; the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The part of the tensor `whole` that this rank holds of the tensor `like`, which has the same shape."""
+    """Cut out of the tensor `whole` the part that this rank holds of the tensor `like`, which has the same shape."""
     if not isinstance(like, DTensor):
         return whole
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -150,10 +151,10 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def gathered(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, directory: Path | None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Context manager that gives whole weights from the shards `tensors`, as tensors of `dtype` in mapped files.
+    """Context manager that gathers whole weights from the shards `tensors`, as tensors of `dtype` in mapped files.
 
-    All ranks must enter it. Tensors are gathered one at a time and written to a hidden file below `directory`, which is
-    removed at the end, so that no rank holds more than one whole tensor in its own memory. Ranks whose `directory` is
+    All ranks must enter it. Tensors are gathered one at a time and written to hidden files below `directory`, which are
+    removed at the end. Therefore no rank holds more than one whole tensor in its own memory. Ranks whose `directory` is
     None get no tensors.
     """
     found: dict[str, torch.Tensor] = {}

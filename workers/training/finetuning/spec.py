@@ -1,4 +1,4 @@
-"""The specification of a fine-tuning: base model, data, optimizer, schedule, evaluation.
+"""Specification of a fine-tuning: base model, data, optimizer, schedule, evaluation.
 
 All problems of a file are reported together. This module reads neither models nor data.
 """
@@ -184,7 +184,7 @@ class FinetuneSpec(Section):
         return self.workers > 1 and self.method.kind != "tangent"
 
     def canonical(self) -> dict[str, Any]:
-        """The specification as plain data, with all defaults.
+        """Convert the specification to plain data, with all defaults.
 
         `parse_spec` returns the same specification from these data.
         """
@@ -193,7 +193,7 @@ class FinetuneSpec(Section):
 
 @cache
 def finetune_json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a fine-tuning's specification file."""
+    """JSON Schema (draft 2020-12) of a fine-tuning's specification file."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **FinetuneSpec.model_json_schema()}
 
 
@@ -223,7 +223,7 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
 
 
 def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = None) -> TaskSpec:
-    """The evaluation task of an objective, in the form from which training builds it.
+    """Evaluation task of an objective, as the TaskSpec from which training builds the task.
 
     `access` limits the files that are read, or is None for no limit.
     """

@@ -1,4 +1,4 @@
-"""The loss over target tokens, with the logits of a few tokens in memory at once.
+"""Loss over target tokens, computed with the logits of only a few tokens in memory at once.
 
 The logits of a batch take more memory than anything else in a model with a large vocabulary: 8 rows of 1024 tokens and
 128,000 tokens in the vocabulary make 4 GB in float32. Logits are therefore computed for target tokens only, and in
@@ -38,10 +38,10 @@ class TargetLoss(torch.nn.Module):
         self._chunk = chunk
 
     def forward(self, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
-        """The sum of losses where `labels` [rows, columns] are not IGNORED; without labels, the outputs of the model.
+        """Sum of the losses of the tokens whose `labels` [rows, columns] are not IGNORED.
 
         `inputs` are those of the model, with `input_ids` [rows, columns]. The label of a token is the token that
-        follows it.
+        follows it. Without labels, the result has the outputs of the model.
         """
         if labels is None:
             return self.model(**inputs)

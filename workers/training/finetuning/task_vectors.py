@@ -1,4 +1,4 @@
-"""The distribution of a trained expert's task vector, and its fits by Laplace and normal distributions.
+"""Distribution of the elements of a trained expert's task vector, and fits by Laplace and normal distributions.
 
 Paper: "MergOPT: A merge-aware optimizer for robust model merging", table 10, and figure 1 (the sum of all experts' task
 vectors).
@@ -29,7 +29,7 @@ REACH = 8.0
 
 @dataclass(frozen=True)
 class TaskVector:
-    """The distribution of the elements of an expert's task vector (expert minus base).
+    """Distribution of the elements of an expert's task vector (expert minus base).
 
     `density` has the shares of elements in bins between `edges` (one edge more than bins), divided by the bins' width.
     Elements that are exactly zero are left out of it; their share of all elements is `fits[0].zeros`. `fits` are the
@@ -43,7 +43,7 @@ class TaskVector:
 
 
 def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
-    """Measure the distribution of one expert's task vector (expert minus base), by about a million elements.
+    """Measure the distribution of one expert's task vector (expert minus base) on about a million of its elements.
 
     Raises InvalidModel if a model cannot be used, and ValueError if the task vector is 0.
     """
@@ -51,7 +51,7 @@ def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
 
 
 def accumulated_vector(base: Path, experts: Sequence[Path]) -> TaskVector:
-    """Measure the distribution of the sum of all experts' task vectors, by about a million elements.
+    """Measure the distribution of the sum of all experts' task vectors on about a million of its elements.
 
     The elements are evenly spaced in the tensors that any expert changes. Raises InvalidModel if a model cannot be
     used, and ValueError if all task vectors are 0.

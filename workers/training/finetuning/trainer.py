@@ -1,9 +1,10 @@
-"""The training loop on one or several ranks; the number of ranks changes the results only by rounding.
+"""Training loop on one or several ranks; the number of ranks changes the results only by rounding.
 
 Ranks share each batch's rows. Each rank holds a shard of the weights, of the gradients and of the optimizer's state
-(FSDP2); with the method tangent, each holds all of them (DDP). The loss of an update is the mean over the targets of
-the whole batch, so the number of workers, and of rows in a forward pass, changes only rounding. A training that was
-killed continues from its last checkpoint, which all ranks share, on the same or another number of ranks.
+(FSDP2). With the method tangent, each rank holds all of them (DDP). The loss of an update is the mean over the targets
+of the whole batch. Therefore the number of workers, and the number of rows in a forward pass, change only rounding. A
+training that was killed continues from its last checkpoint, which all ranks share, on the same or another number of
+ranks.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def train(
 def _evaluators(
     spec: FinetuneSpec, base: Path, model: TrainedModel, *, access: FileAccess | None
 ) -> dict[str, Evaluator]:
-    """The evaluators of a specification's tasks, by the key of their values in the history; empty without tasks.
+    """Evaluators of the specification's tasks, by the key of their values in the history; empty without tasks.
 
     With the method tangent, two models are scored: the model with the exported weights, and the linearized model that
     was trained.
@@ -215,7 +216,7 @@ def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
 def _weights(
     spec: FinetuneSpec, model: TrainedModel, directory: Path | None
 ) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
-    """Context manager that gives the whole weights of a model with shards, or None for a model without.
+    """Context manager that gives the whole weights of a sharded model, or None for a model without shards.
 
     The weights of the trained expert have the dtype of the specification; adapters are float32. They are in files below
     `directory` while the context is open.
@@ -228,10 +229,10 @@ def _weights(
 
 
 def noise_seed(spec: FinetuneSpec) -> int:
-    """The seed of MergOPT's random draws, a function of the specification's seed and name.
+    """Seed of MergOPT's random draws, a function of the specification's seed and name.
 
-    Experts of a fleet (experts that one specification file defines) have the same seed. Without the name, they would
-    share all draws, although merges combine independent experts.
+    Experts of a fleet (experts that one specification file defines) have the same seed in the specification. The name
+    gives them different draws, because merges combine experts that are independent.
     """
     digest = hashlib.blake2b(f"{spec.seed}\x1f{spec.name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
@@ -261,7 +262,7 @@ def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: 
 
 
 def check(spec: FinetuneSpec) -> None:
-    """Check everything about a fine-tuning that can be checked without the model's weights.
+    """Check everything in a fine-tuning's specification that can be checked without the model's weights.
 
     Raises InvalidModel for problems of the base, and InvalidTask for problems of the data or of evaluation tasks.
     """
@@ -287,7 +288,7 @@ def check_data(spec: FinetuneSpec) -> None:
 
 
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
-    """The learning rate of update number `step`, counted from 0.
+    """Learning rate of update number `step`, counted from 0.
 
     It rises linearly during the warm-up. Then it decays towards 0, which it would reach after the last update; with the
     schedule "constant" it stays the same.
@@ -320,7 +321,7 @@ class _Ranks:
             dist.barrier()
 
     def total(self, number: float) -> float:
-        """The sum of `number` over all training processes, each of which must call this method."""
+        """Sum of `number` over all training processes, each of which must call this method."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -448,8 +449,8 @@ class _Update:
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
         """Yield this rank's micro-batches of the batch, each with a flag that is True for the last one.
 
-        One forward pass takes the rows of one micro-batch. All ranks have the same number of micro-batches, because
-        they gather weights together. A rank without rows left has one without targets.
+        A micro-batch has the rows of one forward pass. All ranks have the same number of micro-batches, because they
+        gather weights together. A rank without rows left has one without targets.
         """
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]

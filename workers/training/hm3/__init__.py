@@ -4,14 +4,14 @@ The paper is "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Mod
 a sequence of steps, each of which is a layer of one of several models. The state is the path so far. An action is the
 next layer, or the end of the path. A policy may first draw a proto-action, which is a point in the space of the steps'
 embeddings, and then choose a step near it. The reward is known once the whole path is scored. The package needs torch
-only. It does not know who scores a path, nor where the score is stored.
+only. It does not depend on how paths are scored, or where scores are stored.
 
 The parts have RLlib's names: a module of networks, a runner that builds episodes with the networks, and a learner that
 improves them. RLlib's own Learner would fit. tests/benchmarks/bench_hm3_rllib.py compares it with the learner of this
 package, and docs/hm3.md says why it is not used. RLlib's runners do not fit, because they wait for each reward. Here an
 episode is a trial in a store, which any replica scores, perhaps after a restart.
 
-- `pool`: the steps that a path may have, and those that may come next
+- `pool`: the steps that a path may have, and the steps that may come next
 - `networks`: networks that compute a state, a proto-action and the expected outcomes from the path so far
 - `wolpertinger`: choice of a step from a proto-action
 - `episodes`: the runner, which builds paths with given networks

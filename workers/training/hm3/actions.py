@@ -1,4 +1,4 @@
-"""The distributions from which HM3's policy draws actions: points near steps' embeddings, or allowed steps.
+"""Distributions from which HM3's policy draws actions: points near the embeddings of steps, or allowed steps.
 
 A policy draws an action for each step of a layer path, which is a sequence of layers of the source models. With the
 action WOLPERTINGER, a policy draws a proto-action, a point in the space of the steps' embeddings, from a normal
@@ -45,7 +45,7 @@ class Action(StrEnum):
 
 
 def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tensor:
-    """The logits of all possible steps of a layer path; a step that is not allowed gets a very low logit.
+    """Logits of all possible steps of a layer path; a step that is not allowed gets a very low logit.
 
     A path has A possible steps, which are the layers of the source models and the end of the path. `protos` [..., D]
     are the outputs of the policy network, with D numbers each. `embeddings_AD` [A, D] are the embeddings of the steps.
@@ -71,13 +71,13 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """The proto-actions of episodes that follow a given layer path, as if the policy had drawn them: [B, D].
+    """Proto-actions [B, D] of B episodes that follow a given layer path, in the form that the policy would have drawn.
 
     A proto-action is a point in the space of the steps' embeddings, which has E dimensions. If layers have scales, one
     more number follows, which is the last layer's scale as a position in the range of scales: D is E + 1, otherwise E.
-    `proto_BD` are the proto-actions that the policy drew in B episodes. `taken_BE` are the embeddings of the given
-    steps. `places_B` are the positions of the given scales; where a position is NaN, the position in `proto_BD` is
-    kept.
+    `proto_BD` are the proto-actions that the policy drew in these episodes. `taken_BE` are the embeddings of the given
+    steps, which replace the points. `places_B` are the positions of the given scales; where a position is NaN, the
+    position in `proto_BD` is kept.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)
@@ -97,7 +97,7 @@ def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: i
 
 
 class LegalSteps:
-    """Table of the steps that may follow each beginning of a layer path, for whole batches of paths.
+    """Table of the steps that may follow the beginning of a layer path, for whole batches of paths.
 
     The steps that may follow depend only on the number of steps so far and on the last layer.
     """
@@ -113,11 +113,11 @@ class LegalSteps:
 
     @property
     def most(self) -> int:
-        """The largest number of steps that may follow any beginning of a layer path."""
+        """Largest number of steps that may follow the beginning of a layer path."""
         return int(self._table.sum(dim=2).max())
 
     def before(self, steps_BT: Tensor) -> Tensor:
-        """The steps that were allowed at each step of several layer paths, as bool [B, T, A].
+        """Find the steps that were allowed at each step of several layer paths, as bool [B, T, A].
 
         `steps_BT` [B, T] are the T steps of each of B paths. There are A possible steps: all layers, and the end of the
         path.

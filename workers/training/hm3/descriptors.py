@@ -1,4 +1,4 @@
-"""Statistics of each layer's weights, which describe the layer to a policy without naming its model.
+"""Statistics of each layer's weights, from which an HM3 policy can recognise similar layers of different models.
 
 The statistics are computed over all weights of each component of a layer (attention, MLP, norms): the mean, the
 logarithm of the standard deviation, the kurtosis, and the logarithm of the distance from the base's layer relative to
@@ -32,10 +32,11 @@ SMALLEST = 1e-8
 
 @lru_cache(maxsize=4)
 def layer_descriptors(family: Family, models: tuple[str, ...]) -> Tensor:
-    """Statistics of each layer's weights for several models, [num_models, num_layers, num_components * 4].
+    """Compute standardised statistics of the weights of each layer, [num_models, num_layers, num_components * 4].
 
-    Each statistic is standardised over all layers of all models; a statistic that is the same for all layers is 0.
-    `models` are aliases. Results are cached by the models' fingerprints.
+    The four statistics of a component are listed in STATISTICS. Each is standardised to mean 0 and standard deviation 1
+    over all layers of all models. A statistic that is the same for all layers is 0. `models` are aliases. Results are
+    cached by the models' fingerprints.
     """
     key = "hm3 descriptors 1 " + json.dumps([family.fingerprints[alias] for alias in (family.base.alias, *models)])
     found = cached(key)

@@ -1,7 +1,7 @@
-"""The runner of HM3's policies, which builds layer paths with given networks; each path is an episode.
+"""Runner of HM3's policies, which builds layer paths with given networks; each path is an episode.
 
-Axes: B episodes, T steps, A steps of the pool with the end, C candidates, D dimensions of an embedding, H numbers of a
-state.
+Axes: B episodes, T steps, A possible steps (the pool's layers and the end), C candidates, D dimensions of an embedding,
+H numbers of a state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 
 @dataclass(frozen=True)
 class Role:
-    """Settings of one episode: its preference vector, its randomness, and its layer path if that is given.
+    """Settings of one episode: its preference vector, its randomness, and its layer path if the path is given.
 
     `number` is the episode's number. `preference` is the preference vector, which has the weights of the objectives.
     `exploration` is the probability, in [0, 1], that a step is drawn at random. `noise` multiplies the standard
@@ -97,8 +97,8 @@ def play(
     can follow; this end is no part of the episode. If a role gives the path, the policy later learns from the path as
     if it had chosen it: the embeddings of the path's steps are the proto-actions.
 
-    An episode has random numbers of its own, which `seed` and its number determine. But rounding in an episode depends
-    on all episodes that are built with it. Therefore an episode is repeated exactly only together with the same
+    The random numbers of an episode are determined by `seed` and the episode's number. But rounding in an episode
+    depends on all episodes that are built with it. Therefore an episode is repeated exactly only together with the same
     episodes.
     """
     paths = networks.paths
@@ -182,7 +182,7 @@ def _random_numbers(
 
 
 def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
-    """The steps that may follow `steps`, the start of a layer path: bool [paths.num_steps + 1], the last for its end.
+    """Steps that may follow `steps`, the start of a layer path: bool [paths.num_steps + 1], the last for the end.
 
     If `steps` already has the end, only the end is allowed, and repeating it has no effect on the path.
     """
@@ -192,7 +192,7 @@ def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
 
 
 def _after(networks: Networks, hidden_1BH: Tensor, steps_BCD: Tensor) -> tuple[Tensor, Tensor]:
-    """The states and encoder memories of several layer paths after each candidate for the next step: [B, C, H] each.
+    """States and encoder memories of several layer paths after each candidate for the next step: [B, C, H] each.
 
     There are B paths, with C candidates each. The encoder is a GRU; its states and its memory have H numbers.
     `hidden_1BH` is the memory before the step, `steps_BCD` are the embeddings of the candidates.

@@ -1,4 +1,4 @@
-"""The PPO learner of version 1 of the searcher `hm3`, with which studies of that version continue.
+"""PPO learner of version 1 of the searcher `hm3`, with which studies of that version continue.
 
 It differs from `learner` in three points:
 
@@ -65,13 +65,12 @@ class FirstLearner(BaseLearner):
         return UpdateStatistics(mean("policy"), mean("value"), mean("entropy"), mean("kl"))
 
     def losses(self, batch: EpisodeBatch, advantages_BT: Tensor, recalled: Memory) -> Losses:
-        """PPO's losses for one mini-batch: of the policy on `batch`, and of the value network on `recalled`.
+        """Compute PPO's losses for one mini-batch: of the policy on `batch`, and of the value network on `recalled`.
 
-        `batch` are episodes of this iteration, with the advantages `advantages_BT` of their steps; `recalled` are
-        episodes of any iteration. The value network predicts the outcome of the whole path. The value of a state is
-        this expected outcome, times the share of it that is still to be paid as rewards. Therefore expected outcomes of
-        states after any number of steps can be compared, and the choice between ending now or later depends on the
-        outcome alone.
+        `batch` has episodes of this iteration, with the advantages `advantages_BT` of their steps; `recalled` has
+        episodes of any iteration. The value network predicts, for each state, the outcome of the whole path, so that
+        predictions after different numbers of steps can be compared. The value of a state is this outcome times the
+        share of it that later steps are rewarded with (`remaining_shares`).
         """
         options = self.options
         networks = self.networks

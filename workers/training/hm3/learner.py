@@ -1,4 +1,4 @@
-"""The PPO learner of HM3's policies, which updates a policy's networks with the episodes of one iteration.
+"""PPO learner of HM3's policies, which updates a policy's networks with the episodes of one iteration.
 
 The learner's state is saved and restored as bytes.
 """
@@ -69,9 +69,10 @@ class LearnerOptions:
 class UpdateStatistics:
     """Losses, entropy and policy changes of one update; losses and entropy are means over its mini-batches.
 
-    - `kl`: the KL divergence, in nats per step, between the policy before its epochs and the policy after them
-    - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after the epochs
-    - `drift`: the KL divergence between the policy after its epochs and the policy at the end of the update, which
+    - `kl`: the KL divergence, in nats per step, between the policy before and the policy after the training of the
+      policy network
+    - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after this training
+    - `drift`: the KL divergence between the policy after this training and the policy at the end of the update, which
       differ because the encoder learns
     - `policy_steps`: the number of gradient steps of the policy network
 
@@ -91,7 +92,7 @@ class BaseLearner:
     """Base class of learners: a policy's networks, the number of their updates, and remembered episodes.
 
     A learner computes on the CPU in float32. `seed` determines the learner's random numbers. Subclasses implement
-    learning from episodes in `_learn`, with optimizers of their own.
+    learning from episodes in `_learn`, with their own optimizers.
     """
 
     def __init__(
@@ -116,12 +117,12 @@ class BaseLearner:
 
     @property
     def num_remembered(self) -> int:
-        """The number of episodes, old and new, from which the value network learns."""
+        """Number of episodes, old and new, from which the value network learns."""
         return 0 if self._memory is None else len(self._memory.lengths)
 
     @property
     def ideal(self) -> Tensor | None:
-        """The ideal point [objectives] of Tchebycheff's function; None if outcomes are weighted sums.
+        """Ideal point [objectives] of Tchebycheff's function; None if outcomes are weighted sums.
 
         It has the best outcome of the remembered episodes in each objective. If no episode is remembered, it has 1, the
         best possible outcome. Tchebycheff's function measures the distance from this point (`scalarisation`).
@@ -138,7 +139,7 @@ class BaseLearner:
         `outcomes_BK` [episodes, objectives] are the outcomes of each episode by objective, less the price of the path's
         length. The scalarisation of these numbers by the episode's preference vector is the outcome that the policy
         learns to raise. Raises TrainingFailed if an outcome, a loss or a number in the networks is NaN or infinite; the
-        learner cannot be used further then.
+        learner must not be used after that.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
         self._check(batch.outcomes, "an outcome")
@@ -346,7 +347,7 @@ class Learner(BaseLearner):
             return losses, float(self._moved(former, batch.remembered))
 
     def _moved(self, former: Networks, episodes: Memory) -> Tensor:
-        """The mean KL divergence, over the steps of `episodes`, between the policy of `former` and the current policy.
+        """Mean KL divergence between the policy of `former` and the current policy, over the steps of `episodes`.
 
         `former` are the networks before an update.
         """
@@ -400,7 +401,7 @@ class Learner(BaseLearner):
 
 
 def action_in(content: bytes) -> Action:
-    """The kind of action that a saved policy draws for each step; `content` is the saved state."""
+    """Kind of action that a saved policy draws for each step; `content` is the saved state."""
     return _action_of(torch.load(io.BytesIO(content), weights_only=True))
 
 
@@ -425,7 +426,7 @@ def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Memory:
-    """The episodes from which the value network learns, as tensors that are padded to the longest episode.
+    """Episodes from which the value network learns, as tensors that are padded to the longest episode.
 
     `steps` [episodes, T] are the steps of each episode, padded to T steps with step 0. `lengths` [episodes] are the
     numbers of steps without padding. `preferences` and `outcomes` are [episodes, objectives].
@@ -446,7 +447,7 @@ class Memory:
 
     @property
     def num_left(self) -> Tensor:
-        """The number of steps that follow each state, [episodes, steps + 1]; negative after an episode's end."""
+        """Number of steps that follow each state, [episodes, steps + 1]; negative after an episode's end."""
         return self.lengths[:, None] - torch.arange(self.steps.shape[1] + 1)[None]
 
     def only(self, rows: Tensor) -> Memory:
@@ -469,11 +470,12 @@ def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EpisodeBatch:
-    """The episodes of one iteration as tensors, padded with step 0 to the longest episode.
+    """Episodes of one iteration as tensors, padded with step 0 to the longest episode.
 
     `steps` and `log_densities` are [episodes, T], where T is the number of steps of the longest episode. `protos` are
-    [episodes, T, D] for proto-actions with D numbers. `preferences` and `outcomes` are [episodes, objectives].
-    `lengths` are the numbers of steps without padding.
+    [episodes, T, D]: for each step, the proto-action, a point that the policy drew in the D-dimensional space of the
+    steps' embeddings. `preferences` and `outcomes` are [episodes, objectives]. `lengths` are the numbers of steps
+    without padding.
     """
 
     steps: Tensor

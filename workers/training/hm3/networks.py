@@ -1,6 +1,6 @@
-"""The networks of HM3's policies, which map a partial layer path to a state, a proto-action and expected outcomes.
+"""Networks of HM3's policies, which map a partial layer path to a state, a proto-action and expected outcomes.
 
-Sizes in shapes: B episodes, T steps, A possible steps (those of the pool, and the end), D dimensions of an embedding, H
+Sizes in shapes: B episodes, T steps, A possible steps (the pool's layers and the end), D dimensions of an embedding, H
 numbers of a state, K objectives.
 """
 
@@ -24,10 +24,10 @@ SMALLEST_SPREAD = 1e-3
 class NetworkOptions:
     """Sizes and inputs of a policy's networks: the encoder of layer paths, the policy network and the value network.
 
-    With `by_index`, each model has a learned embedding, beside the statistics of its layers. Without it, the networks
-    can be used for other models with the same number of layers. With `sees_preference` the preference vector is an
-    input. With `scales` the policy network has one more output, which is the last layer's scale as a position in the
-    range of scales.
+    With `by_index`, each model has a learned embedding, in addition to the statistics of its layers. Without it, the
+    networks can be used for other models with the same number of layers. With `sees_preference` the preference vector
+    is an input. With `scales` the policy network has one more output, which is the last layer's scale as a position in
+    the range of scales.
     """
 
     num_objectives: int = 1
@@ -41,9 +41,10 @@ class NetworkOptions:
 
 
 class Networks(nn.Module):
-    """The encoder of layer paths, the policy network and the value network, for paths through given models.
+    """The three networks of HM3: the encoder of layer paths, the policy network and the value network.
 
-    `descriptors` [num_models, num_layers, num_statistics] are standardised statistics of the layers' weights.
+    They are for paths through the models of `paths`. `descriptors` [num_models, num_layers, num_statistics] are
+    standardised statistics of the layers' weights (`layer_descriptors`); None for none.
     """
 
     def __init__(self, paths: LayerPaths, options: NetworkOptions, descriptors: Tensor | None = None) -> None:
@@ -89,7 +90,7 @@ class Networks(nn.Module):
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
 
     def embeddings(self) -> Tensor:
-        """The unit-length embeddings of all possible steps of a layer path: [steps + 1, dimensions].
+        """Unit-length embeddings of all possible steps of a layer path: [steps + 1, dimensions].
 
         The last embedding belongs to the path's end, and each other embedding belongs to a layer.
         """
@@ -103,7 +104,7 @@ class Networks(nn.Module):
         return nn.functional.normalize(every, dim=1)
 
     def states(self, steps_BT: Tensor) -> Tensor:
-        """The encoder's states of layer paths before the first step and after each step: [paths, T + 1, H].
+        """States of the encoder before the first step of several layer paths and after each step: [paths, T + 1, H].
 
         `steps_BT` [paths, T] are the T steps of each path; a state has H numbers.
         """
@@ -113,7 +114,7 @@ class Networks(nn.Module):
         return states
 
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """The mean of the policy's proto-action (continuous action) in each of several states: [..., D].
+        """Mean of the policy's proto-action (continuous action) in each of several states: [..., D].
 
         A proto-action is a point in the D-dimensional space of the steps' embeddings. `states` are [..., H] with H
         numbers of each state, and `preference_K` has the weight of each objective. If layers have scales, one more
@@ -125,7 +126,7 @@ class Networks(nn.Module):
         return found
 
     def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """The value network's prediction of the complete layer path's outcome, by objective: [..., objectives].
+        """Outcome of the complete layer path that the value network predicts, by objective: [..., objectives].
 
         `states` [..., H] are the states of the paths so far, with H numbers each. The price of the path's length is
         subtracted. `preference_K` has the weight of each objective. The expected outcome of the path is the

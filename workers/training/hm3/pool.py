@@ -1,4 +1,4 @@
-"""The possible steps of a layer path (layers of models, and the path's end) as tensors."""
+"""Possible steps of a layer path (layers of models, and the path's end) as tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["allowed_steps", "stop_of"]
 
 
 def stop_of(paths: LayerPaths) -> int:
-    """The index of the step that ends a layer path, which follows the indices of all layers."""
+    """Index of the step that ends a layer path, which follows the indices of all layers."""
     return paths.num_steps
 
 
 def allowed_steps(paths: LayerPaths, path: Sequence[int]) -> Tensor:
-    """The steps that may follow the layer path `path`: bool [num_steps + 1], the last for the end of the path.
+    """Steps that may follow the layer path `path`: bool [num_steps + 1], the last for the end of the path.
 
     num_steps is the number of layers of all models, which are the other possible steps. At least one step is allowed.
     After a path of maximal length only the end is allowed.

@@ -18,7 +18,7 @@ __all__ = ["Losses", "gae", "log_density", "remaining_shares", "surrogate"]
 
 @dataclass(frozen=True)
 class Losses:
-    """PPO's losses for one mini-batch, of which `total` is minimised.
+    """PPO's losses for one mini-batch; the optimizer minimises `total`.
 
     `policy` and `value` are the losses of the policy network and of the value network. `entropy` is the entropy of the
     distribution from which actions are drawn.
@@ -50,7 +50,7 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
 
 
 def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
-    """The discounted share of an episode's outcome that is still to be paid as rewards before each step.
+    """Discounted share of an episode's outcome that is still to be paid as rewards, before each step.
 
     The reward of each of the T = `num_steps` steps is the T-th part of the outcome. Therefore the share before step t
     is (1 / T) sum_{j >= t} gamma^(j - t). The result is [T].
@@ -59,7 +59,7 @@ def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
 
 
 def log_density(proto: Tensor, mean: Tensor, log_std_D: Tensor) -> Tensor:
-    """The log density of points with D coordinates under a normal distribution with independent coordinates.
+    """Log density of points with D coordinates under a normal distribution with independent coordinates.
 
     `proto` [..., D] are the points, `mean` are the means, and `log_std_D` are the logarithms of the D standard
     deviations. The result is [...].

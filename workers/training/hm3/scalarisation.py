@@ -15,7 +15,7 @@ __all__ = ["Scalarisation", "scalarised"]
 
 
 class Scalarisation(StrEnum):
-    """The kind of function that combines an episode's outcomes by objective into one outcome.
+    """Kind of function that combines an episode's outcomes by objective into one outcome.
 
     The function takes the outcomes and a preference vector, which has the weight of each objective.
     """

@@ -1,14 +1,14 @@
-"""Training of HM3's policies: which policy and preference vector each episode has, and when policies are updated.
+"""Training of HM3's policies: the policy and the preference vector of each episode, and the updates of policies.
 
 Networks and preference vectors follow from the options, the seed and earlier outcomes alone. All iterations have the
-same number of episodes. The networks that build iteration i have learned from the iterations up to i - 2. So the
+same number of episodes. The networks that build iteration i have learned from the iterations up to i - 2. Therefore the
 episodes of one iteration can be scored while the episodes of the next iteration are built. With one policy for each
 preference vector, the policies take turns, one iteration each. A policy that is conditioned on the vector takes all
 vectors in each iteration, one after the other.
 
-A search may begin with given policies. Given policies have no warm-up, and explore from the beginning as rarely as a
-search does at its end. If given policies do not learn, the first episode of each preference vector is the path that the
-policy prefers, without noise.
+A search may begin with given policies. They have no warm-up. From the beginning, they explore as rarely as a search
+does at its end. If given policies do not learn, the first episode of each preference vector is the path that the policy
+prefers, without noise.
 """
 
 from __future__ import annotations
@@ -110,35 +110,35 @@ class PolicyTraining:
 
     @property
     def num_policies(self) -> int:
-        """The number of policies: one if it is conditioned on preference vectors, else one for each vector."""
+        """Number of policies: one if it is conditioned on preference vectors, else one for each vector."""
         return 1 if self.options.is_conditioned else len(self.preferences)
 
     def iteration_of(self, number: int) -> int:
-        """The index of the iteration to which episode `number` belongs."""
+        """Index of the iteration to which episode `number` belongs."""
         return number // self.options.episodes
 
     def numbers_in(self, iteration: int) -> range:
-        """The numbers of the episodes in an iteration."""
+        """Numbers of the episodes in an iteration."""
         first = iteration * self.options.episodes
         return range(first, first + self.options.episodes)
 
     def num_needed(self, number: int) -> int:
-        """The number of iterations whose outcomes must be known before episode `number` is built.
+        """Number of iterations whose outcomes must be known before episode `number` is built.
 
-        The number counts all iterations up to the last one from which the episode's policy has learned. A single policy
-        has learned up to the second iteration before that of the episode. Several policies take turns; each has learned
-        up to its own previous iteration, which is at least two earlier. The result is 0 if policies do not learn.
+        It counts all iterations up to the last one from which the episode's policy has learned. A single policy has
+        learned up to the second iteration before that of the episode. Several policies take turns; each has learned up
+        to its own previous iteration, which is at least two earlier. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
         return max(0, self.iteration_of(number) + 1 - max(2, self.num_policies))
 
     def policy_of(self, iteration: int) -> int:
-        """The index of the policy that builds the episodes of an iteration."""
+        """Index of the policy that builds the episodes of an iteration."""
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """The number of earlier iterations that belong to the same policy as `iteration`."""
+        """Number of earlier iterations that belong to the same policy as `iteration`."""
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
@@ -152,7 +152,7 @@ class PolicyTraining:
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """The last iteration, up to `newest`, from which the policy of `iteration` has learned; None if there is none.
+        """Last iteration, up to `newest`, from which the policy of `iteration` has learned; None if there is none.
 
         In the warm-up the policy learns from no iteration.
         """
@@ -268,7 +268,7 @@ class PolicyTraining:
         return found
 
     def proposals(self, content: bytes, *, preference: tuple[float, ...], count: int) -> list[Path]:
-        """Up to `count` distinct layer paths that a saved policy builds for a preference vector, without learning.
+        """Build up to `count` distinct layer paths with a saved policy for a preference vector, without learning.
 
         `content` is the policy's checkpoint. The first path is the one that the policy prefers. In the others, steps
         are drawn at random with the probability that the search has at its end (`exploration`).
@@ -291,18 +291,21 @@ class PolicyTraining:
         return play(learner.networks, roles, seed=seed, k=k, action=action, ideal=learner.ideal)
 
     def seed_of(self, stream: str, number: int) -> int:
-        """A seed for an episode's random numbers; every other episode, stream and search has another seed."""
+        """Seed of an episode's random numbers, which differs between episodes, streams and searches.
+
+        A stream is a purpose of random numbers, by name. In version 1 of the searcher, all streams have the same seed.
+        """
         return generator_of(self._stream(stream), number).initial_seed()
 
     def _stream(self, name: str) -> int | str:
-        """The seed of a stream of random numbers; every other stream and search has another seed.
+        """Seed of a stream of random numbers, which differs between streams and searches.
 
         In version 1 of the searcher, all streams of a search have the seed of the search.
         """
         return self._seed if self.options.version == 1 else f"{self._seed} {name}"
 
     def _new(self, iteration: int) -> BaseLearner:
-        """A new, untrained learner for the policy of `iteration`, made without given checkpoints."""
+        """Make a new, untrained learner for the policy of `iteration`, without given checkpoints."""
         options, policy = self.options, self.policy_of(iteration)
         given: dict[str, Any] = {"descriptors": self._descriptors}
         if options.version == 1:
@@ -311,7 +314,7 @@ class PolicyTraining:
         return Learner(self.paths, options.networks, options.learner, seed=seed, **given)
 
     def _learner(self, iteration: int, source: int | None) -> BaseLearner:
-        """The learner of the policy of `iteration`, in its state after learning from iteration `source`.
+        """Learner of the policy of `iteration`, in its state after learning from iteration `source`.
 
         If `source` is None, the state is the one with which the search begins: a given policy, or a new one.
         """

@@ -1,8 +1,9 @@
-"""Choice of a step in the Wolpertinger policy: the best, by expected outcome, of the k steps nearest to a proto-action.
+"""Choice of a step by the Wolpertinger policy: the best of the k steps that are nearest to a proto-action.
 
-Dulac-Arnold et al., "Deep Reinforcement Learning in Large Discrete Action Spaces" (2015), section 4, with the value of
-the state after a step in place of the action-value, as in HM3. A proto-action is the point that a policy draws in the
-space of the steps' embeddings. Axes: B episodes, A steps, C candidates.
+A proto-action is the point that a policy draws in the space of the steps' embeddings. The best step is the one with the
+best expected outcome. Dulac-Arnold et al., "Deep Reinforcement Learning in Large Discrete Action Spaces" (2015),
+section 4, with the value of the state after a step in place of the action-value, as in HM3. Axes: B episodes, A steps,
+C candidates.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["choose", "nearest"]
 
 
 def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
-    """The indices [B, C] of the allowed steps whose embeddings are nearest to given points (proto-actions).
+    """Find the allowed steps whose embeddings are nearest to given points (proto-actions): their indices [B, C].
 
     There are B points, and C candidates for each of them. Distances are Euclidean. The nearest step comes first; of
     equally near steps, the one with the smaller index comes first. C is the smaller of `k` and the number of all steps.
@@ -28,7 +29,7 @@ def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: 
 
 
 def choose(outcomes_BC: Tensor, is_candidate_BC: Tensor, *, explores_B: Tensor, draws_B: Tensor) -> Tensor:
-    """The index [B] of the chosen candidate in each of B episodes.
+    """Choose a candidate in each of B episodes, and return its index [B].
 
     The candidate with the largest expected outcome is chosen; of equally good candidates, the nearest one.
     `is_candidate_BC` says which of the C places in a row have a candidate. In episodes that explore (`explores_B`), a

@@ -10,8 +10,8 @@ Paper: "MergOPT: A merge-aware optimizer for robust model merging". All optimize
 - `cuda_kernel`: the noise, added by one kernel for each tensor on a CUDA device
 - `elements`: the indices of a parameter's elements, or of a rank's shard, among all elements
 - `in_layers`: offsets added where layers read their weights, and recomputed in the backward pass
-- `fit`: the scale of the noise from existing task vectors, and how well it fits them
-- `wrapper`: the common part of optimizers around other optimizers
+- `fit`: the scale of the noise from existing task vectors, and how well the noise fits them
+- `wrapper`: base class of optimizers that wrap another optimizer
 - `sharpness`: SAM and ASAM
 - `tangent`: fine-tuning in the tangent space of the base, for small models
 """

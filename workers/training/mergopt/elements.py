@@ -1,8 +1,8 @@
 """Numbering of the elements of all parameters; an element's number determines its noise in MergOPT.
 
 Parameters follow each other in the optimizer's order, each in C order of its whole shape. A rank that holds a shard of
-a parameter (FSDP2) numbers its elements as if it held the whole parameter. So the shard gets the same noise as that
-part of the parameter gets in an unsharded process.
+a parameter (FSDP2) numbers its elements as if it held the whole parameter. Therefore the shard gets the same noise as
+that part of the parameter gets in an unsharded process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Part:
 
 
 def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
-    """The parts of all parameters that this process holds; a parameter given twice counts once.
+    """Parts of all parameters that this process holds; a parameter given twice counts once.
 
     Raises ValueError for a parameter that is not of a floating dtype, or is sharded along another dimension than the
     first.
@@ -86,7 +86,7 @@ def _on_gpu() -> Callable[..., None]:
 
 
 def _local(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The part of a parameter in this process's memory, and the index of the part's first element in the parameter.
+    """Part of a parameter in this process's memory, and the index of the part's first element in the parameter.
 
     Raises ValueError if the parameter is sharded along another dimension than the first.
     """

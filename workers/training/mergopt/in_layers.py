@@ -1,13 +1,13 @@
-"""MergOPT's offsets, added where layers read their weights, so that parameters never change and need no copy.
+"""Noise of MergOPT, added where layers read their weights, so that parameters never change and need no copy.
 
-While a module computes, a tensor with noise replaces a parameter with an offset. Instead of that tensor, autograd saves
-a description from which it can be recomputed, so that the tensor is freed when the module is done. The backward pass
-recomputes the tensors, one at a time. At most one layer's tensors exist at once; with activation checkpointing, those
-of a checkpointed part. Of sharded parameters (FSDP2), the gathered parameter gets the noise that an unsharded one gets;
-if it is gathered in bfloat16, the noise is added after rounding to bfloat16.
+While a module computes, a tensor with noise replaces a parameter. Autograd does not save that tensor, but a description
+from which it can be recomputed. Therefore the tensor is freed when the module is done, and the backward pass recomputes
+the tensors, one at a time. At most one layer's tensors exist at once; with activation checkpointing, those of a
+checkpointed part. Of sharded parameters (FSDP2), the gathered parameter gets the noise that an unsharded one gets; if
+it is gathered in bfloat16, the noise is added after rounding to bfloat16.
 
-A parameter that is read by another module than the one that owns it has no offset in that module. Autocast keeps casts
-of weights, as it does without offsets.
+A parameter that is read by another module than the one that owns it has no noise in that module. Autocast keeps casts
+of weights, as it does without noise.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def offset_in_layers(
 ) -> Iterator[None]:
     """Context manager in which forward and backward passes of `model` see its parameters with noise added.
 
-    `parts` are the parameters that get noise, as far as this process holds them; layers read whole parameters. `key`
-    determines the random numbers (`noise.draw_key`). `tables` has the quantiles of the noise's distribution for each
-    device. Raises ValueError if `model` lacks one of the parameters.
+    `parts` are this process's parts of the parameters that get noise; layers read whole parameters. `key` determines
+    the random numbers (`noise.draw_key`). `tables` has the quantiles of the noise's distribution for each device.
+    Raises ValueError if `model` lacks one of the parameters.
     """
     known = {id(part.parameter): part for part in parts}
     owners: list[tuple[torch.nn.Module, dict[str, Part]]] = []
@@ -56,7 +56,7 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """Description from which the backward pass recomputes a tensor with noise; autograd saves it, not the tensor.
+    """Description of a tensor with noise, from which the backward pass recomputes it; autograd saves it instead.
 
     The tensor is a view of the parameter `read` with noise. Its shape is `size`, its strides are `stride`, and `place`
     is the offset of its first element in memory.
@@ -69,9 +69,10 @@ class _Note:
 
 
 class _Read(NamedTuple):
-    """A parameter as a layer reads it: the parameter `name` of `module`, whose first element has the number `first`.
+    """A parameter that a layer reads: the parameter `name` of `module`.
 
-    The parameter is looked up anew each time, because FSDP2 replaces it by the gathered one while the layer computes.
+    `first` is the number of its first element among the elements of all parameters. The parameter is looked up each
+    time, because FSDP2 replaces it by the gathered one while the layer computes.
     """
 
     module: torch.nn.Module

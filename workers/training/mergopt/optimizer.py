@@ -56,7 +56,7 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """The factor `num_models` * `alpha` - 1, by which the random task vectors are multiplied."""
+        """Factor by which the random task vectors are multiplied: `num_models` * `alpha` - 1."""
         return self.num_models * self.alpha - 1
 
 
@@ -133,7 +133,7 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def draw(self) -> Draw:
-        """The merge that the next update simulates, as a number of models, a coefficient and a random key."""
+        """Merge that the next update simulates: a number of models, a coefficient and a random key."""
         return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
 
     @property
@@ -142,7 +142,7 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def num_moved(self) -> int:
-        """The number of all elements of parameters that get an offset, over all processes."""
+        """Number of all elements of parameters that get an offset, over all processes."""
         return sum(part.parameter.numel() for part in self._parts)
 
     @contextmanager
@@ -167,7 +167,7 @@ class MergOPT(OptimizerWrapper):
         self._has_gradient = True
 
     def _offset(self, draw: Draw) -> AbstractContextManager[None]:
-        """The context manager that adds the offset of a draw to the parameters that forward and backward passes see."""
+        """Context manager in which forward and backward passes see the parameters plus the offset of a draw."""
         if isinstance(self._noise, TaskVectors):
             tensors = [part.tensor for part in self._parts]
             return self._moved(
@@ -186,7 +186,7 @@ class MergOPT(OptimizerWrapper):
 
     @contextmanager
     def _moved(self, add: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which the parameters are changed by an offset, which the function `add` adds to them.
+        """Context manager in which the parameters are changed by the function `add`, which adds an offset to them.
 
         On exit, the parameters are restored from a copy.
         """
@@ -234,7 +234,7 @@ class MergOPT(OptimizerWrapper):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer, with the seed, the step's number and facts about the offset.
+        """State of the wrapped optimizer, with the seed, the step's number and facts about the offset.
 
         The facts are the number of elements that get an offset and, if offsets are made of task vectors of experts, the
         digest of these task vectors. Seed and step determine the next draw.
@@ -245,10 +245,12 @@ class MergOPT(OptimizerWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of the wrapped optimizer, the seed and the step's number from `state_dict`.
 
-        `state_dict` must be a result of the method `state_dict`. Raises ValueError if it is the state of another kind
-        of optimizer, if the number of elements that got an offset was another, or if the offsets were made of task
-        vectors of other experts. States of earlier versions do not contain the number of elements, so it is not checked
-        for them.
+        `state_dict` must be a result of the method `state_dict`. States of earlier versions do not contain the number
+        of elements that got an offset, so this number is not checked for them.
+
+        Raises:
+            ValueError: The state is that of another kind of optimizer, another number of elements got an offset, or the
+                offsets were made of task vectors of other experts.
         """
         if STATE not in state_dict:
             raise ValueError(f"mergopt: the state has no {STATE!r}; expected one that its state_dict() gave")

@@ -29,11 +29,11 @@ class SharpnessAware(OptimizerWrapper):
     """Wrapper of any optimizer for sharpness-aware minimization (SAM or ASAM).
 
     `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss. The
-    closure is called twice, at the parameters and at an offset of them; the first loss is returned. `rho` > 0 is the
-    size of the offset; if it is None, it is the paper's. `is_adaptive` selects ASAM, which scales the offset by the
-    magnitudes of the parameters plus `eta`. Under data parallelism gradients are averaged over ranks before the offset
-    is computed, so that all ranks have the same offset. Of sharded parameters each rank has its part of the offset; the
-    gradient's norm is that over all ranks.
+    closure is called twice: at the parameters, and at the parameters plus an offset. The first loss is returned. `rho`
+    > 0 is the size of the offset; if it is None, it is the paper's. `is_adaptive` selects ASAM, which scales the offset
+    by the magnitudes of the parameters plus `eta`. Under data parallelism, gradients are averaged over ranks before the
+    offset is computed, so that all ranks have the same offset. If parameters are sharded, each rank has its part of the
+    offset, computed with the gradient's norm over all ranks.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SharpnessAware(OptimizerWrapper):
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter or gradient that this rank holds, sharing its memory; all of it without shards."""
+    """Part of a parameter or gradient that this rank holds, sharing its memory; all of it without shards."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

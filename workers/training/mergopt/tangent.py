@@ -20,7 +20,7 @@ __all__ = ["LinearizedModel", "TangentModel"]
 
 
 class TangentModel(torch.nn.Module):
-    """The linearization of `model` at the weights that it has when this object is made.
+    """Linearization of `model` at the weights that it has when this object is made.
 
     The trained parameters are those of `model`; the logits [rows, columns, vocabulary] are linear in them. Attention
     must be eager, because fused kernels have no forward derivative.
@@ -34,7 +34,7 @@ class TangentModel(torch.nn.Module):
         }
 
     def forward(self, **inputs: Any) -> torch.Tensor:
-        """The logits [rows, columns, vocabulary] of the linearized model."""
+        """Logits [rows, columns, vocabulary] of the linearized model."""
         moving = dict(self.model.named_parameters())
         differences = {name: moving[name] - origin for name, origin in self._origin.items()}
 

@@ -1,4 +1,4 @@
-"""Offsets of MergOPT computed from the task vectors of real experts, in place of independent noise.
+"""Offsets of MergOPT that are computed from the task vectors of real experts, in place of independent noise.
 
 Let theta be the parameters, theta_0 the base's parameters, and D_j the task vector of the given expert j. The merge
 that a step simulates has K models and the coefficient alpha. There are two kinds of offsets:
@@ -51,7 +51,7 @@ class TaskVectors:
 
     @property
     def max_models(self) -> int | None:
-        """The largest number of models in a simulated merge; None, for no limit, if offsets are resampled."""
+        """Largest number of models in a simulated merge; None, for no limit, if offsets are resampled."""
         return None if self.origin is None else 1 + len(self.vectors)
 
     @cached_property

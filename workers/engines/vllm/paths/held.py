@@ -1,6 +1,7 @@
-"""The weights of a path engine in vLLM's worker: writing a merge as a path through a pool of layers.
+"""Writing of merges into an engine for layer paths, as paths through a pool of layers, in vLLM's worker.
 
-A layer of the pool holds a merged layer without its scale: one copy is used at every hop and with every scale.
+A layer of the pool holds a merged layer without its scale. Therefore one copy is used at every hop (step of a path) and
+with every scale.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ class HeldPath(HeldWeights):
     def fill(self, bank: Bank, into: Into) -> None:
         """Write the layers of the base, and of as many experts as there is memory for, before the first merge is known.
 
-        They are written into the engine's pool of layers, those of the base last. Only as many sources are written as
-        fit beside the layers of the longest merge, but at least the base.
+        They are written into the engine's pool of layers, those of the base last. The pool also needs room for the
+        layers of the longest merge, so fewer experts are written if there is too little room. The base is always
+        written.
         """
         spare = self._pool.size - len(self.model.model.slots)
         aliases = [model.alias for model in (*bank.family.experts, bank.family.base)]
@@ -176,7 +178,7 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """Cache of what the layers of earlier recipes contain, by which known layers are recognised without planning.
+    """Cache of the contents of earlier recipes' layers, by which known layers are recognised without planning.
 
     A layer's content is a hashable value (see `_by_layer`). Recipes with merges of single tensors, or with another
     vocabulary than the base's, are not cached. The cache is emptied when it has more than about `most` layers.
@@ -192,7 +194,7 @@ class _Checked:
         self._contents: dict[tuple[Merge, ...], Hashable] = {}
 
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
-        """Look up the content of each layer of `recipe`: a hashable value; equal values mean equal weights.
+        """Look up the content of each layer of `recipe`, a hashable value that is equal for layers with equal weights.
 
         Returns None if a layer is unknown, or the recipe has other models or settings than the recorded ones.
         """
@@ -216,10 +218,10 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Between:
-    """What is computed between the layers of a layer path: factors on their outputs, and alignments before them.
+    """Computations between the layers of a layer path: factors on their outputs, and alignments before them.
 
-    `factors` has an entry for each layer. `before` has for each layer the digest of the alignment before it, or None if
-    it has no alignment; `alignments` maps digests to alignments.
+    An alignment is a map of the residual stream. `factors` has an entry for each layer. `before` has for each layer the
+    digest of the alignment before it, or None if it has no alignment; `alignments` maps digests to alignments.
     """
 
     factors: Sequence[BranchFactors]
@@ -272,7 +274,7 @@ def _digest_of(alignment: Alignment) -> str:
 
 
 def _outside(recipe: Recipe) -> Hashable:
-    """Key of a recipe's merged tensors outside layers: embedding, final norm and output head.
+    """Key of the merged tensors that a recipe has outside layers: embedding, final norm and output head.
 
     Two recipes for the same sources and without merges of single tensors give the same tensors if their keys are equal.
     """
@@ -281,12 +283,12 @@ def _outside(recipe: Recipe) -> Hashable:
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """The settings of a recipe that affect every merged tensor: the base, and the options `keeps_equal` and `trim`."""
+    """Settings of a recipe that affect every merged tensor: the base, and the options `keeps_equal` and `trim`."""
     return recipe.base, recipe.keeps_equal, recipe.trim
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:
-    """Whether each merged layer depends on its own entry in the recipe only, besides settings for all tensors.
+    """Whether the entry of each layer in the recipe, with the settings for all tensors, determines the merged layer.
 
     This holds for recipes without merges of single tensors that use the vocabulary of the base.
     """
@@ -300,10 +302,14 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
 def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
     """Checksum of a layer path: sha256 (hex) over the digests of its layers, their factors and their alignments.
 
-    `outside` is the digest of the parameters outside layers, which comes first. Each hop of the path then adds three
-    parts: the digest of its layer (in `digests`, by the layer's index in the pool), its factors (a single number if
-    they are equal), and the digest of its alignment (in `aligned`, by the name of the alignment). The checksum does not
-    depend on which layers of the pool hold the path, or in which order they were written.
+    `outside` is the digest of the parameters outside layers, which comes first. Then each hop, an element of the path,
+    adds three parts:
+
+    - the digest of its layer, which is in `digests` by the layer's index in the pool
+    - its factors, a single number if they are equal
+    - the digest of its alignment, which is in `aligned` by the alignment's name
+
+    The checksum does not depend on which layers of the pool hold the path, or in which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):

@@ -1,4 +1,4 @@
-"""Record of which layer contents a path engine's pool holds, and the choice of layers to overwrite.
+"""Record of the contents of a path engine's pool of layers, and choice of the layers to overwrite.
 
 Layers of the pool that the current path uses are kept; the others are replaced, least recently used first.
 """
@@ -15,7 +15,7 @@ __all__ = ["Hop", "LayerPool"]
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a layer path in an engine: which of the engine's layers is computed, with which scales.
+    """One step of a layer path in an engine: the engine's layer that is computed, and the factors on its outputs.
 
     `layer` is an index in the engine's pool of layers. `factors` multiply the outputs of the layer's attention and MLP.
     `alignment` is the digest of the map of the residual stream before the layer, or None if there is no alignment.
@@ -27,9 +27,9 @@ class Hop:
 
 
 class LayerPool:
-    """Record of which weights each of an engine's `size` layers holds.
+    """Record of the weights that each of an engine's `size` layers holds.
 
-    Together these layers are the engine's pool, of which a merge uses some. The content of a layer is described by any
+    Together these layers are the engine's pool; a merge uses some of them. The content of a layer is described by any
     hashable value; equal values mean equal weights.
     """
 
@@ -44,7 +44,7 @@ class LayerPool:
         return content in self._layers
 
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
-        """For each of `contents`, choose one of the pool's layers to hold it; equal contents share a layer.
+        """Choose one of the pool's layers for each of `contents`, the layers of a merge; equal contents share a layer.
 
         A layer that already has the content is used. Without one, an empty layer is used, or else the least recently
         used of the layers that have none of `contents`. Returns the layer of each content, and the set of layers that

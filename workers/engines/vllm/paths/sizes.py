@@ -15,7 +15,7 @@ GB = 1e9
 
 
 def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int, of: str) -> int:
-    """How many layers an engine for layer paths keeps in memory (its pool of layers).
+    """Number of layers that an engine for layer paths keeps in memory (its pool of layers).
 
     The engine holds all `num_sources` layers of the source models and one whole merge, if they fit into `room` bytes at
     `layer_bytes` each. Otherwise it holds as many layers as fit, and a layer of a source is written again when it is

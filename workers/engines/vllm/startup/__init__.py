@@ -1,5 +1,5 @@
 """Options and memory sizes with which a vLLM engine is started.
 
 - `contents`: options and sizes for an engine of one model with the base's layers
-- `gpus`: the number of GPUs, and their free memory, for which a start waits
+- `gpus`: the number of GPUs, and their free memory, for which the start of an engine waits
 """

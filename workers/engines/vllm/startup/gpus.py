@@ -47,9 +47,9 @@ def free_gpu_bytes(
 ) -> tuple[int, int]:
     """Wait for GPU memory to become free, and return (free, total) bytes, the smallest over the first `num_gpus` GPUs.
 
-    Waits until the share MOSTLY_FREE of the memory is free, because the memory of an engine that was just killed may
-    not be free yet: up to `wait_s` seconds, or up to `leaving_wait_s` while processes of such an engine still run. A
-    process of an engine of several GPUs ends only after its merge. `leaving` describes these processes
+    An engine that was just killed may still hold GPU memory. Therefore this function waits until the share MOSTLY_FREE
+    of the memory is free: up to `wait_s` seconds, or up to `leaving_wait_s` seconds while processes of such an engine
+    still run. (A process of an engine of several GPUs ends only after its merge.) `leaving` describes these processes
     (`engine_leftovers` by default). The log says what is waited for. Raises EngineUnavailable if the memory cannot be
     read.
     """
