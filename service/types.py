@@ -407,12 +407,20 @@ class AuditRecord:
 class Steering:
     """A request that changes how a job continues, such as `action` "pause", with the user and the user's reason.
 
-    `user` is None if the server has no accounts; `reason` is None if none was given.
+    `user` is None if the server has no accounts; `reason` is None if none was given. `changes` has, for the action
+    "edit", the value of each edited option before and after.
     """
 
     action: str
     user: str | None = None
     reason: str | None = None
+    changes: Mapping[str, Any] | None = None
+
+    @property
+    def payload(self) -> dict[str, Any]:
+        """Payload of the event that stores this request."""
+        changes = {} if self.changes is None else {"changes": dict(self.changes)}
+        return {"action": self.action, "user": self.user, "reason": self.reason, **changes}
 
     def describe(self, done: str) -> str:
         """Text such as "paused by ann: the GPUs are needed", in which `done` is the first word."""
@@ -444,6 +452,12 @@ class JobRecord:
     - `sharing`: who may read the job besides its owner and administrators.
     - `is_paused`: whether the job was asked to pause. Its state is PAUSED once no driver works on it.
     - `stop_reason`: reason why the search was asked to end early; None if it was not.
+    - `description`, `tags`, `notes`: texts of users about the job, which change nothing.
+    - `priority`: of the jobs that wait for a place, those with the largest priority start first.
+    - `version`: number of edits of the job.
+    - `edited_after`: value of `attempt` at the last edit that a driver must read; a driver of this attempt has the
+      document from before the edit. None if there was no such edit.
+    - `first_name`: name of the job when it was created, if it was renamed. Its Ray Jobs keep this name.
     """
 
     id: str
@@ -470,6 +484,18 @@ class JobRecord:
     sharing: Sharing = Sharing.TEAM
     is_paused: bool = False
     stop_reason: str | None = None
+    description: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
+    priority: int = 0
+    version: int = 0
+    edited_after: int | None = None
+    first_name: str | None = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the driver of the present attempt works with a document from before the last edit."""
+        return self.edited_after is not None and self.edited_after == self.attempt
 
     def has_driver(self, *, now: float) -> bool:
         """Whether a driver works on the job: the job has not ended, and there was a heartbeat shortly before `now`."""

@@ -73,6 +73,11 @@ def job_document(job: JobRecord, kind: JobKind, view: View, *, cluster: Cluster)
         "owner": job.owner,
         "team": job.team,
         "sharing": job.sharing.value,
+        "description": job.description,
+        "tags": list(job.tags),
+        "notes": job.notes,
+        "priority": job.priority,
+        "version": job.version,
         "links": {"self": path, **{name: f"{path}/{name}" for name in kind.links}, **view.links},
     }
     shown: dict[str, Any] = with_root(document)

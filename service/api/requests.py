@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -58,9 +59,19 @@ async def read_object(request: Request, model: type[Body]) -> Body:
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI description of a request body that is an object of `model`."""
-    content = {"application/json": {"schema": model.model_json_schema()}}
+    """OpenAPI description of a request body that is an object of `model`. Nested models are described in place."""
+    schema = model.model_json_schema()
+    nested = schema.pop("$defs", {})
+    content = {"application/json": {"schema": _inlined(schema, nested)}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined(schema: Any, nested: Mapping[str, Any]) -> Any:
+    if isinstance(schema, Mapping):
+        if "$ref" in schema:
+            return _inlined(nested[schema["$ref"].rpartition("/")[2]], nested)
+        return {key: _inlined(value, nested) for key, value in schema.items()}
+    return [_inlined(value, nested) for value in schema] if isinstance(schema, list) else schema
 
 
 async def read_body(request: Request) -> bytes:

@@ -193,7 +193,10 @@ def event_text(event: Event, noun: str) -> str | None:
         case "database":
             return f"the server's database did not answer for {payload['away_s']:.0f} s"
         case "steered":
-            return f"{payload['action']}: asked by {payload['user'] or 'a request'}" + _because(payload["reason"])
+            changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in payload.get("changes", {}).items())
+            return f"{payload['action']}: asked by {payload['user'] or 'a request'}" + _because(
+                payload["reason"] or changes
+            )
         case "actors":
             return str(payload["reason"])
         case "state" if payload["state"] != JobState.RUNNING:

@@ -330,6 +330,35 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("sharing", choices=SHARING, metavar="SHARING", help="%(choices)s")
     command.add_argument("--team", metavar="TEAM", help="team of the job from now on")
 
+    command = server_verb("edit", verbs.edit, "Edit a job on a server: its labels, and options of a study that runs.")
+    command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
+    command.add_argument("--name", metavar="NAME")
+    command.add_argument("--description", metavar="TEXT", help="what the job is for")
+    command.add_argument("--tag", dest="tags", action="append", metavar="TAG", help="repeatable; replaces all tags")
+    command.add_argument("--notes", metavar="TEXT", help="what was learned from it")
+    command.add_argument("--priority", type=int, metavar="N", help="waiting jobs with a larger one start first")
+    command.add_argument("--max-trials", type=int, metavar="N", help="search.max_trials of a study")
+    command.add_argument("--replicas", type=int, metavar="N", help="engine.replicas of a study")
+    for limit, number in (("max-samples", int), ("max-gpu-hours", float), ("max-wall-clock-s", float)):
+        name = limit.replace("-", "_")
+        command.add_argument(
+            f"--{limit}", type=partial(_limit, number), metavar="N", help=f"limits.{name} of a study, or none"
+        )
+
+    command = server_verb("clone", verbs.clone, "Submit a copy of a job, with changes; the copy starts anew.")
+    command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
+    command.add_argument("--name", metavar="NAME", help="name of the copy (default: that of the job)")
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="OPTION=VALUE",
+        help="change an option, such as search.seed=2; VALUE is JSON or text; null is the default; repeatable",
+    )
+    command.add_argument("--team", metavar="TEAM", help="team of the copy; needed by members of several teams")
+    command.add_argument("--sharing", choices=SHARING, help="who else may read the copy (default: its team)")
+
     command = server_verb("login", accounts.login, "Store your token for a server, in a file that only you may read.")
     command.add_argument(
         "--token-file",
@@ -571,6 +600,27 @@ class _Version(argparse.Action):
 
         print(version("mergesearch"))
         parser.exit()
+
+
+def _limit(number: Callable[[str], Any], text: str) -> Any:
+    """Parse a limit, or "none". Raises ArgumentTypeError for an invalid text."""
+    if text == verbs.NO_LIMIT:
+        return text
+    try:
+        return number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number or {verbs.NO_LIMIT}") from error
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Parse a changed option, such as "search.seed=2". Raises ArgumentTypeError for an invalid text."""
+    path, equals, value = text.partition("=")
+    if not equals or not all(path.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r}: give OPTION=VALUE, such as search.seed=2")
+    try:
+        return path, json.loads(value)
+    except ValueError:
+        return path, value
 
 
 def _num_bytes(text: str) -> int:

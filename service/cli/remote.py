@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from search_spaces.study.yaml import read_document
 from service.cli.job_views import JobView, short_id, view_of
@@ -147,6 +147,12 @@ class ServerVerbs:
         job = self._client.find(reference)
         self._view(job["kind"]).export(job, name, out, dtype=dtype, prefer=prefer)
         return 0
+
+    def edit(self, reference: str, changes: Mapping[str, Any]) -> int:
+        return self._show_state(self._client.edit(self._client.find(reference), changes))
+
+    def clone(self, reference: str, changes: Mapping[str, Any], *, team: str | None, sharing: str | None) -> int:
+        return self._show_state(self._client.clone(self._client.find(reference), changes, team=team, sharing=sharing))
 
     def cancel(self, reference: str, *, reason: str | None) -> int:
         return self._show_state(self._client.cancel(self._client.find(reference), reason=reason))

@@ -34,12 +34,15 @@ if TYPE_CHECKING:
     from service.schemas.files import PreferredDocument
 
 __all__ = [
+    "NO_LIMIT",
     "back_up",
     "cancel",
     "clean",
+    "clone",
     "delete",
     "demo",
     "drain",
+    "edit",
     "evaluate",
     "export",
     "fetch_task",
@@ -65,6 +68,13 @@ __all__ = [
     "trials",
     "watch",
 ]
+
+# Options of `mergesearch edit`, of which some are limits of a study.
+LIMITS = ("max_samples", "max_gpu_hours", "max_wall_clock_s")
+EDITED = ("name", "description", "tags", "notes", "priority", "max_trials", "replicas", *LIMITS)
+
+# The value of a limit that is lifted.
+NO_LIMIT = "none"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -372,6 +382,29 @@ def log(options: argparse.Namespace) -> int:
 def cancel(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
         return server.cancel(options.job, reason=options.reason)
+
+
+def edit(options: argparse.Namespace) -> int:
+    given = {name: value for name in EDITED if (value := getattr(options, name)) is not None}
+    limits = {name: given.pop(name) for name in LIMITS if name in given}
+    limits = {name: None if value == NO_LIMIT else value for name, value in limits.items()}
+    changes = {**given, **({"limits": limits} if limits else {})}
+    if not changes:
+        raise Conflict("nothing to edit: give at least one of the options that `mergesearch edit --help` lists")
+    with _on_server(options) as server:
+        return server.edit(options.job, changes)
+
+
+def clone(options: argparse.Namespace) -> int:
+    changes: dict[str, Any] = {} if options.name is None else {"name": options.name}
+    for path, value in options.set:
+        place = changes
+        *parents, key = path.split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[key] = value
+    with _on_server(options) as server:
+        return server.clone(options.job, changes, team=options.team, sharing=options.sharing)
 
 
 def pause(options: argparse.Namespace) -> int:

@@ -88,6 +88,8 @@ class AsyncClient:
     cancel = awaited(job_flows.cancel)
     resume = awaited(job_flows.resume)
     pause = awaited(job_flows.pause)
+    edit = awaited(job_flows.edit)
+    clone = awaited(job_flows.clone)
     stop = awaited(job_flows.stop)
     delete = awaited(job_flows.delete)
     summary = awaited(flows.summary)

@@ -84,6 +84,8 @@ class Client:
     cancel = blocking(job_flows.cancel)
     resume = blocking(job_flows.resume)
     pause = blocking(job_flows.pause)
+    edit = blocking(job_flows.edit)
+    clone = blocking(job_flows.clone)
     stop = blocking(job_flows.stop)
     delete = blocking(job_flows.delete)
     summary = blocking(flows.summary)

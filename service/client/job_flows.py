@@ -11,13 +11,16 @@ from service.client.requests import Call, Flow, Reference, document_of, path_of,
 from service.errors import Conflict, NotFound, RequestRefused
 from service.jobs.base import JobKind
 from service.jobs.registry import KINDS, kind_of
+from service.jobs.search.kind import SEARCH
 
 if TYPE_CHECKING:
     from service.schemas.api import JobDocument, MeDocument
 
 __all__ = [
     "cancel",
+    "clone",
     "delete",
+    "edit",
     "find",
     "job",
     "jobs",
@@ -281,6 +284,80 @@ def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 def _steer(job: Reference, verb: str, reason: str | None) -> Flow[JobDocument]:
     query = {} if reason is None else {"reason": reason}
     return cast("JobDocument", (yield from document_of(Call("POST", f"{path_of(job)}:{verb}", query=query))))
+
+
+def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = None) -> Flow[JobDocument]:
+    """Edit a job: its labels, and of a study some options of its study file.
+
+    Options of the study file take effect as soon as the samples that are being scored are stored.
+
+    Args:
+        job: Id of a study, or the server's document of a job of any kind.
+        changes: New values by name: "name", "description", "tags", "notes" and "priority"; for a study also
+            "max_trials", "replicas" and "limits". Options that are left out keep their values.
+        version: The "version" of the job as you read it; None reads the job first.
+
+    Returns:
+        The server's document of the job after the edit.
+
+    Raises:
+        RequestRefused: The job was edited since (status 412), an option is below what the study has used already
+            (422), or the study has ended (409).
+
+    Examples:
+        >>> client.edit("5f0c...", {"max_trials": 120, "tags": ["math"], "limits": {"max_samples": None}})
+    """
+    if version is None:
+        version = (yield from document_of(Call("GET", path_of(job))))["version"]
+    headers = {"Content-Type": "application/json", "If-Match": f'"{version}"'}
+    call = Call("PATCH", path_of(job), {}, headers, json.dumps(dict(changes)).encode())
+    kind = {} if isinstance(job, str) else {"kind": job["kind"]}
+    return cast("JobDocument", {**kind, **(yield from document_of(call))})
+
+
+def clone(
+    job: Reference,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    team: str | None = None,
+    sharing: str | None = None,
+) -> Flow[JobDocument]:
+    """Submit a copy of a job, with changes.
+
+    The copy starts anew: it has the document of the job as it is now, not its results.
+
+    Args:
+        job: Id of a study, or the server's document of a job of any kind.
+        changes: Changes of the document as a JSON merge patch (RFC 7396): values replace those of the same key, objects
+            are merged, and None removes a key, so that its default holds.
+        team: Team of the copy; None is the only team for which you may submit.
+        sharing: Who may read the copy besides you and administrators; None is its team.
+
+    Returns:
+        The server's document of the copy.
+
+    Raises:
+        RequestRefused: The server refused the copy; the error has every problem.
+
+    Examples:
+        >>> client.clone("5f0c...", {"name": "seed-2", "search": {"seed": 2}})
+    """
+    kind = SEARCH if isinstance(job, str) else kind_of(job["kind"])
+    document = yield from document_of(Call("GET", path_of(job, kind.document_link)))
+    return (yield from submit_job(kind.name, _patched(document, changes or {}), team=team, sharing=sharing))
+
+
+def _patched(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    patched = dict(document)
+    for key, value in changes.items():
+        if value is None:
+            patched.pop(key, None)
+        elif isinstance(value, Mapping):
+            inner = patched.get(key)
+            patched[key] = _patched(inner if isinstance(inner, Mapping) else {}, value)
+        else:
+            patched[key] = value
+    return patched
 
 
 def delete(job: Reference) -> Flow[None]:

@@ -70,8 +70,9 @@ class Action(StrEnum):
     """Next action of the reconciler for an unfinished job.
 
     WAIT does nothing. SUBMIT submits a driver. STOP stops the current driver, so that another can be submitted.
-    GIVE_UP ends the job as FAILED. INTERRUPT asks the driver of a job that is to pause to end after the samples that
-    are being scored. SETTLE stores that such a job is PAUSED, because its driver has ended.
+    GIVE_UP ends the job as FAILED. INTERRUPT asks the driver of a job that is to pause, or that was edited, to end
+    after the samples that are being scored. SETTLE stores that a job that is to pause is PAUSED, because its driver has
+    ended.
     """
 
     WAIT = "wait"
@@ -101,7 +102,7 @@ def submission_id(job: JobRecord, number: int) -> str:
 
     The id is always the same for a driver, so that Ray refuses to start the driver twice.
     """
-    return f"{job.name}-{job.id[:8]}-{number}"
+    return f"{job.first_name or job.name}-{job.id[:8]}-{number}"
 
 
 def decide(
@@ -141,7 +142,7 @@ def decide(
     has_begun = job.attempt > job.submitted_after
     if has_ray_job:
         reason = _reason_to_stop(job, now=now, watched_since=watched_since)
-        if reason is None and job.is_paused:
+        if reason is None and has_begun and (job.is_paused or job.is_outdated):
             return Decision(Action.INTERRUPT)
         return Decision(Action.STOP, reason) if reason else Decision(Action.WAIT)
     is_refused = ray_job is None and not has_begun and refusal is not None
@@ -229,6 +230,7 @@ class RayCluster:
         self._is_drained = False  # when it was last looked up
         self._quiet: set[str] = set()  # cancelled jobs whose Ray Job has ended
         self._queued: set[str] = set()  # jobs that wait for another to end
+        self._placed: set[str] = set()  # jobs with one of the places of running jobs
         self._asked_to_stop: set[str] = set()  # Ray Jobs of drivers that were asked to end by a drain
         self._interrupted: set[str] = set()  # Ray Jobs of drivers that were asked to end because their job pauses
         self._paused: dict[str, Decision] = {}  # jobs whose next driver starts later
@@ -402,14 +404,17 @@ class RayCluster:
             self._watched_since = now
         num_running = 0
         queued: set[str] = set()
-        for job in jobs:
+        # Jobs that have a place keep it; the others follow by priority, the oldest first.
+        placed = {job.id for job in jobs if job.id in self._placed or job.has_driver(now=now)}
+        for job in sorted(jobs, key=lambda job: (job.id not in placed, -job.priority)):
             has_driver = self._look_at(job, now=now, may_start=num_running < MAX_RUNNING, acts=is_leader)
             num_running += has_driver
+            placed = placed | {job.id} if has_driver else placed - {job.id}
             queued |= set() if has_driver or job.is_paused else {job.id}
-        self._queued = queued
+        self._queued, self._placed = queued, placed
         names = {job.id for job in jobs}
         self._paused = {name: pause for name, pause in self._paused.items() if name in names}
-        current = {submission_id(job, job.submissions) for job in jobs if job.is_paused}
+        current = {submission_id(job, job.submissions) for job in jobs if job.is_paused or job.is_outdated}
         self._interrupted &= current  # a job that is resumed meanwhile may be paused again
         if is_leader:
             self._stop_cancelled()
@@ -479,10 +484,10 @@ class RayCluster:
         return not is_idle
 
     def _interrupt(self, job: JobRecord) -> None:
-        """Ask the driver of a job that is to pause to end after the samples that are being scored, once."""
+        """Ask the driver of a job to end after the samples that are being scored, once."""
         name = submission_id(job, job.submissions)
         if name not in self._interrupted:
-            logger.info("job %s: stopping %s: the job is to pause", job.id, name)
+            logger.info("job %s: stopping %s: the job %s", job.id, name, "pauses" if job.is_paused else "was edited")
             self._client.stop_job(name)
             self._interrupted.add(name)
 

@@ -3,6 +3,7 @@
 - `base`: the declaration of a kind of job, and the data that its drivers receive
 - `registry`: the list of all kinds of job
 - `driver`: takes over a stored job and runs the function that its kind declares
+- `edit`: the labels of a job that users may edit
 - `heartbeat`: regular reports that a driver is alive and makes progress
 - `resources`: connections to Ray, scoring replicas and Ray Train, for drivers
 - `search`: the kind of job that searches, a study

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from search_spaces.study.engine import EngineOptions
     from service.cluster.session import RaySession
     from service.engine_machines import EngineMachines
+    from service.jobs.edit import JobEdit
     from service.jobs.heartbeat import Heartbeat
     from service.store import JobWriter, Store
     from service.store.artifacts import ArtifactStore
@@ -31,6 +32,12 @@ __all__ = ["Accept", "Accepted", "Attempt", "JobKind", "RequestContext", "Resour
 
 def _nothing(*_: object) -> None:
     pass
+
+
+def _labels() -> type[JobEdit]:
+    from service.jobs.edit import JobEdit
+
+    return JobEdit
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,9 @@ class JobKind:
     - `view`: returns one `View` for each of the given jobs.
     - `documents`: returns the TypedDicts of two documents: the server's document of a job, and the progress of its
       driver.
+    - `edit`: returns the model of the body that edits a job, a `JobEdit`.
+    - `edited`: returns the document of a stored job with the options that such a body gives, beside its labels. Raises
+      Conflict if they cannot change now, and InvalidStudy with every problem.
     - `links`: last parts of the routes below a job that the job's document links to.
     - `has_search`: whether a job has a search that can be stopped early, after which the job's other stages follow.
     - `resumable`: jobs that can be resumed, as the end of the sentence "only a study ...".
@@ -185,6 +195,8 @@ class JobKind:
     documents: Callable[[], tuple[type, type]]
     view: Callable[[Sequence[JobRecord], Store, ArtifactStore], Sequence[View]] = lambda jobs, *_: [View()] * len(jobs)
     models: Callable[[Accepted], Sequence[str]] = lambda _: ()
+    edit: Callable[[], type[JobEdit]] = _labels
+    edited: Callable[[JobRecord, Any, Store], Mapping[str, Any]] = lambda job, *_: job.document
     links: Sequence[str] = ()
     example: Mapping[str, Any] | None = None
     has_search: bool = False

@@ -56,7 +56,13 @@ def summary(run: RunRecord) -> SummaryDocument:
         "state": run.study.state.value,
         "reason": run.study.reason,
         "steering": [
-            {"time": time_s, "action": asked.action, "user": asked.user, "reason": asked.reason}
+            {
+                "time": time_s,
+                "action": asked.action,
+                "user": asked.user,
+                "reason": asked.reason,
+                "changes": {name: list(values) for name, values in (asked.changes or {}).items()},
+            }
             for time_s, asked in run.steering
         ],
         "seed": int(run.study.document.get("search", {}).get("seed", 0)),

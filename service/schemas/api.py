@@ -118,6 +118,11 @@ class JobDocument(TypedDict):
     owner: Annotated[str | None, Field(description="User who created the job; null if there were no accounts.")]
     team: Annotated[str | None, Field(description="Team of the job; null if it is its owner's alone.")]
     sharing: Annotated[SharingName, Field(description="Who may read it besides its owner and administrators.")]
+    description: Annotated[str | None, Field(description="What the job is for.")]
+    tags: Annotated[list[str], Field(description="Words to find it by.")]
+    notes: Annotated[str | None, Field(description="What was learned from it.")]
+    priority: Annotated[int, Field(description="Waiting jobs with a larger one start first.")]
+    version: Annotated[int, Field(ge=0, description="Number of edits; the `ETag` of the job has it.")]
     links: Annotated[dict[str, str], Field(description="URL paths of the job (self) and of its results, by name.")]
 
 

@@ -433,12 +433,15 @@ class FailureDocument(TypedDict):
 
 
 class SteeringDocument(TypedDict):
-    """Request to pause, resume, stop or cancel a study."""
+    """Request to pause, resume, stop, cancel or edit a study."""
 
     time: Annotated[float, Field(description="Seconds since the epoch.")]
-    action: Annotated[str, Field(description="pause, resume, stop or cancel.")]
+    action: Annotated[str, Field(description="pause, resume, stop, cancel or edit.")]
     user: Annotated[str | None, Field(description="Who asked; null if the server had no accounts.")]
     reason: Annotated[str | None, Field(description="Why, in the user's words.")]
+    changes: Annotated[
+        dict[str, list[Any]], Field(description="Old and new value of each edited option; empty for other actions.")
+    ]
 
 
 class SelectionDocument(TypedDict):

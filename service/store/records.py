@@ -129,7 +129,12 @@ class EngineFaultRecord:
 
 def job_record(row: sa.RowMapping) -> JobRecord:
     values = {name: value for name, value in row.items() if name not in ("idempotency_key", "facts")}
-    changed = {"state": JobState(row["state"]), "accepted": row["facts"], "sharing": Sharing(row["sharing"])}
+    changed = {
+        "state": JobState(row["state"]),
+        "accepted": row["facts"],
+        "sharing": Sharing(row["sharing"]),
+        "tags": tuple(row["tags"] or ()),
+    }
     return JobRecord(**{**values, **changed})
 
 

@@ -111,6 +111,16 @@ studies = Table(
     # Requests to pause the job, and to end its search early with the reason. The driver and the reconciler obey them.
     Column("is_paused", Boolean, nullable=False, server_default=false()),
     Column("stop_reason", LosslessText),
+    # Texts of users about the job, and its place among the jobs that wait.
+    Column("description", LosslessText),
+    Column("tags", JSON),
+    Column("notes", LosslessText),
+    Column("priority", Integer, nullable=False, server_default="0"),
+    # The number of edits, and the attempt at the last one that a driver must read.
+    Column("version", Integer, nullable=False, server_default="0"),
+    Column("edited_after", Integer),
+    # The name before the first edit of it: Ray Jobs are named after it.
+    Column("first_name", string(128)),
 )
 
 

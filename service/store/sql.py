@@ -476,7 +476,7 @@ class Store:
             job = job_record(row)
             if job.state.is_finished or is_done(job):
                 return job
-            insert_event(connection, job_id, EventKind.STEERED, asdict(steering))
+            insert_event(connection, job_id, EventKind.STEERED, steering.payload)
             state = job.state
             if changes["is_paused"] and not job.has_driver(now=_now(connection)):
                 state = JobState.PAUSED
@@ -487,6 +487,39 @@ class Store:
                 insert_event(connection, job_id, EventKind.STATE, {"state": state.value, "reason": because})
             changed = sa.update(table).where(table.c.id == job_id).values(changes).returning(*table.c)
             return job_record(connection.execute(changed).mappings().one())
+
+    def edit_job(
+        self,
+        job: JobRecord,
+        labels: Mapping[str, Any],
+        *,
+        document: Mapping[str, Any] | None,
+        restarts: bool,
+        steering: Steering,
+    ) -> JobRecord | None:
+        """Edit a job, and return it as it is then; return None if it was edited since it was read as `job`.
+
+        `labels` are new values of `name`, `description`, `tags`, `notes` and `priority`, those that change. `document`
+        is the submitted document with the edited options; None leaves it as it is. With `restarts`, a driver that
+        works on the job is replaced by one that reads the new document.
+        """
+        table = schema.studies
+        values: dict[str, Any] = {**labels, "version": job.version + 1}
+        if document is not None:
+            values["document"] = dict(document)
+        if "name" in labels:
+            values["first_name"] = job.first_name or job.name
+        if restarts:
+            values["edited_after"] = table.c.attempt
+        with transaction(self._engine) as connection:
+            lock_job(connection, job.id)
+            is_same = (table.c.id == job.id) & (table.c.version == job.version)
+            row = connection.execute(sa.update(table).where(is_same).values(values).returning(*table.c)).mappings()
+            found = row.one_or_none()
+            if found is None:
+                return None
+            insert_event(connection, job.id, EventKind.STEERED, steering.payload)
+            return job_record(found)
 
     def settle_pause(self, job_id: str) -> None:
         """Let a job that was asked to pause, and whose driver has ended without storing its state, be PAUSED."""
@@ -527,7 +560,7 @@ class Store:
             is_asked = (table.c.id == job_id) & table.c.is_paused
             pauses = connection.execute(sa.update(table).where(is_asked).values(is_paused=False)).rowcount == 1
             if steering is not None and (pauses or changed.rowcount == 1):
-                insert_event(connection, job_id, EventKind.STEERED, asdict(steering))
+                insert_event(connection, job_id, EventKind.STEERED, steering.payload)
             if changed.rowcount == 1:
                 insert_event(connection, job_id, EventKind.RESUMED, {})
                 insert_event(connection, job_id, EventKind.STATE, {"state": state, "reason": reason})

@@ -273,6 +273,8 @@ class AskAndTell:
             self.table.open_bracket(bracket.bracket, first_rung=bracket.first_rung, size=bracket.size)
         for trial in self._trials.values():
             self._enter(trial)
+        for index in self.table.shrink():
+            self._writer.resize_bracket(index, self.table.size(index))
         for number, (origin, label, recipe) in enumerate(self._plan.baselines):
             if number not in self._trials:
                 self._add(TrialRecord(number, origin, label, TrialState.WAITING, recipe))

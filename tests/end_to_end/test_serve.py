@@ -51,10 +51,14 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as watcher:
             first = until_submitted(client, "shipped-1")
             second = client.submit(documents[1])["id"]
+            server.wait_for_events(second, 1, "attempt", timeout_s=START_S)
             pause(server, client, second)
             of_ray = kill_all(server, first)
-            stop_search(server, client, second)
             kill_in_benchmarks(server, first)
+            resume(server, client, second)
+            server.wait_for_events(second, 3, "rung", timeout_s=START_S)
+            pause(server, client, second)
+            client.stop(second, reason="good enough")
             for study in (first, second):
                 ended = server.wait_until_ended(study, timeout_s=2 * START_S)
                 assert ended["state"] == "COMPLETE", server.story(study)
@@ -69,7 +73,9 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
         check_benchmarks(client, first)
         check_added(server, client, first, documents[0]["benchmarks"], judge)
         assert server.stop() == 0
-        assert psutil.wait_procs(of_ray, timeout=30)[1] == []
+        names = {process.pid: shown(process) for process in of_ray}
+        left = psutil.wait_procs(of_ray, timeout=30)[1]
+        assert left == [], [names[process.pid] for process in left]
     assert reasons[0] is None
     assert "its driver ended" in reasons[1]
     assert "Ray was restarted" in reasons[2]
@@ -98,6 +104,14 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
     assert report.num_beyond == 0, report.differences
 
 
+def shown(process: psutil.Process) -> str:
+    """Command line of a process, if it still runs."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def until_submitted(client: Client, name: str) -> str:
     """The study's id, once another process has submitted it."""
     deadline = time.monotonic() + START_S
@@ -108,8 +122,7 @@ def until_submitted(client: Client, name: str) -> str:
 
 
 def pause(server: Server, client: Client, study: str) -> None:
-    """Pause a study as soon as its driver works, until the driver has ended."""
-    server.wait_for_events(study, 1, "attempt", timeout_s=START_S)
+    """Pause a study, until its driver has ended."""
     client.pause(study, reason="the engine is needed")
     deadline = time.monotonic() + START_S
     while client.job(study)["state"] != "PAUSED":
@@ -118,21 +131,20 @@ def pause(server: Server, client: Client, study: str) -> None:
     assert drivers(study) == []
 
 
-def stop_search(server: Server, client: Client, study: str) -> None:
-    """Resume a study that stayed paused while everything was killed, and stop its search once it has results."""
+def resume(server: Server, client: Client, study: str) -> None:
+    """Resume a study that stayed paused while everything was killed."""
     paused = client.job(study)
     assert (paused["state"], paused["waiting_for"]) == ("PAUSED", "a request to resume it")
     assert [event["kind"] for event in server.events(study)].count("attempt") == 1
+    client.edit(study, {"notes": "paused meanwhile"})
     client.resume(study)
-    server.wait_for_events(study, 4, "rung", timeout_s=START_S)
-    client.stop(study, reason="good enough")
 
 
 def check_stopped(server: Server, client: Client, study: str) -> None:
     """The study is COMPLETE with what was scored, and says that it was steered."""
     summary = client.summary(study)
     assert summary["reason"] == "stopped by request: good enough"
-    assert [each["action"] for each in summary["steering"]] == ["pause", "resume", "stop"]
+    assert [each["action"] for each in summary["steering"]] == ["pause", "edit", "resume", "pause", "stop"]
     assert summary["best"] is not None
     assert summary["holdout"], "finalists are scored on held-out data"
     pruned = [trial for trial in client.trials(study) if trial["reason"] == summary["reason"]]

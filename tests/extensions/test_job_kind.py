@@ -113,6 +113,7 @@ ROWS = """\
 | `GET /v1/counts/{count_id}/events` | events of a count |
 | `PUT /v1/counts/{count_id}/sharing` | share a count |
 | `GET /v1/counts/{count_id}/log` | log of a count |
+| `PATCH /v1/counts/{count_id}` | edit a count |
 | `POST /v1/counts/{count_id}:pause` | pause a count |
 | `POST /v1/counts/{count_id}:cancel` | cancel a count |
 | `POST /v1/counts/{count_id}:resume` | resume a count |

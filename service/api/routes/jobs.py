@@ -1,4 +1,4 @@
-"""Routes that jobs of every kind have: create, list, show, document, events, log, delete, and to steer a job."""
+"""Routes that jobs of every kind have: create, list, show, edit, steer, delete, document, events, log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from inspect import cleandoc
 from typing import Annotated, Any, Literal, TypeAlias
@@ -20,13 +20,14 @@ from search_spaces.errors import Problem
 from service.api.dependencies import Context, Reader, Services, Submitter, given
 from service.api.permissions import Right, Sender
 from service.api.presenters import job_document
-from service.api.problems import InvalidRequest, Json, Unavailable, refusals
+from service.api.problems import InvalidRequest, Json, Refusal, Unavailable, refusals
 from service.api.protocols import Principal
 from service.api.requests import JSON_TYPES, YAML_TYPES, body_of, read_body, read_object, sent_as_json
 from service.api.routes.events import add_events_route
 from service.disk import DRAINED
 from service.errors import Conflict, StaleAttempt
 from service.jobs.base import JobKind
+from service.jobs.edit import LABELS, JobEdit, differences
 from service.jobs.registry import KINDS, kind_of
 from service.retention.cleaning import clean_up
 from service.schemas.api import DeletedDocument, SharingName, list_document
@@ -60,6 +61,8 @@ class SharedJob(BaseModel):
 TEAM = Query(description="The team of the job; needed by a sender who may submit for several teams.", max_length=64)
 SHARING = Query(description="Who may read the job besides its owner and administrators; by default its team.")
 REASON = Query(description="Why; shown in the events of the job.", min_length=1, max_length=500, pattern=r"^[^\r\n]*$")
+IF_MATCH = Header(alias="If-Match", description="The `ETag` of the job as it was read, or *.", max_length=100)
+ETAG = {"ETag": {"description": "Version of what users may edit.", "schema": {"type": "string"}}}
 StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "PAUSED", "COMPLETE", "FAILED", "CANCELLED"]
 
 
@@ -158,7 +161,19 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
     changed = given(kind, Right.CHANGE)
 
     def get(services: Context, record: JobRecord = found) -> Response:
-        return Json(_document(services, record, kind))
+        return _shown(services, record, kind)
+
+    async def edit(
+        request: Request,
+        services: Context,
+        sender: Sender,
+        record: JobRecord = changed,
+        if_match: Annotated[str | None, IF_MATCH] = None,
+    ) -> Response:
+        body = await read_object(request, kind.edit())
+        edited = await run_in_threadpool(_edit, services, sender, kind, record, body, if_match)
+        services.cluster.wake()
+        return await run_in_threadpool(_shown, services, edited, kind)
 
     def get_submitted(record: JobRecord = found) -> Response:
         return Json(record.document)
@@ -178,7 +193,21 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
         name=f"get_{kind.resource}",
         description=f"A {noun}: its state, its progress, and links to its results.",
         response_model=None,
-        responses={200: {"model": model}, **refusals(404)},
+        responses={200: {"model": model, "headers": ETAG}, **refusals(404)},
+    )
+    router.add_api_route(
+        one,
+        edit,
+        methods=["PATCH"],
+        operation_id=f"edit_{kind.name}",
+        description=(
+            f"Edit a {noun}. `If-Match` has the `ETag` of the {noun} as it was read, so that no other edit is lost. "
+            "Options of the document take effect when the driver has stored the samples that are being scored: "
+            "another driver then continues with them."
+        ),
+        response_model=None,
+        responses={200: {"model": model, "headers": ETAG}, **refusals(404, 409, 412, 413, 415, 422, 428)},
+        openapi_extra=body_of(kind.edit()),
     )
     schema = {"$ref": f"#/components/schemas/{kind.schema_name}"}
     router.add_api_route(
@@ -283,6 +312,56 @@ def _documents(services: Services, jobs: Sequence[JobRecord], kind: JobKind) -> 
 def _document(services: Services, job: JobRecord, kind: JobKind) -> dict[str, Any]:
     (document,) = _documents(services, [job], kind)
     return document
+
+
+def _shown(services: Services, job: JobRecord, kind: JobKind) -> Response:
+    headers = {"ETag": _tag(job), "Cache-Control": "no-store"}  # the tag is that of edits, not of the progress
+    return Json(_document(services, job, kind), headers=headers)
+
+
+def _tag(job: JobRecord) -> str:
+    return f'"{job.version}"'
+
+
+def _edit(
+    services: Services, sender: Principal, kind: JobKind, job: JobRecord, body: JobEdit, if_match: str | None
+) -> JobRecord:
+    """Edit a job as the request's `body` says, and return it. An edit that changes nothing is not stored.
+
+    Raises Refusal with status 428 without `if_match`, 412 if the job was edited since, and 403 for a priority above 0
+    if the sender is no administrator.
+    """
+    if if_match is None:
+        raise Refusal(
+            428, f"the header If-Match is missing; send the ETag of the {kind.noun} as you read it: {_tag(job)}"
+        )
+    known = {part.strip() for part in if_match.split(",")}
+    if not known & {_tag(job), "*"}:
+        raise Refusal(
+            412, f"the {kind.noun} was edited meanwhile: it has the ETag {_tag(job)}; read it and edit it again"
+        )
+    account = sender.account
+    if "priority" in body.model_fields_set and body.priority > 0 and account is not None and not account.is_admin:
+        raise Refusal(403, f"priority: {body.priority} is above 0, which only an administrator of the server may give")
+    given = {name: getattr(body, name) for name in LABELS if name in body.model_fields_set}
+    before = {"description": job.description, "tags": list(job.tags), "notes": job.notes, "priority": job.priority}
+    labels = {name: value for name, value in given.items() if value != {**before, "name": job.name}[name]}
+    edited = dict(kind.edited(job, body, services.store))
+    options = list(differences(job.document, edited))
+    if "name" in labels:
+        edited["name"] = labels["name"]
+    changed = [*differences({**before, "name": job.name}, {**before, "name": job.name, **labels}), *options]
+    if not changed:
+        return job
+    changes = {name: [old, new] for name, old, new in changed}
+    steering = Steering("edit", None if account is None else account.user, changes=changes)
+    document = edited if options or "name" in labels else None
+    stored = services.store.edit_job(job, labels, document=document, restarts=bool(options), steering=steering)
+    if stored is None:
+        raise Refusal(412, f"the {kind.noun} was edited at this moment; read it and edit it again")
+    was, is_now = ({name: values[place] for name, values in changes.items()} for place in (0, 1))
+    services.accounts.record(sender.actor, "job.edit", f"job {job.id}", before=was, after=is_now)
+    return stored
 
 
 async def _created(
@@ -409,7 +488,7 @@ def _cancel(services: Services, job_id: str, steering: Steering) -> JobRecord:
             # From here on the job's driver cannot write to the store; what it stored before is kept.
             writer = services.store.open_attempt(job_id, because="it was cancelled")
             if not services.store.job(job_id).state.is_finished:
-                writer.add_event(EventKind.STEERED, asdict(steering))
+                writer.add_event(EventKind.STEERED, steering.payload)
                 writer.set_state(JobState.CANCELLED, steering.describe("cancelled"))
         except StaleAttempt:  # another driver, or another request, was faster
             continue

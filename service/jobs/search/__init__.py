@@ -2,6 +2,7 @@
 
 - `kind`: declaration of the kind of job
 - `request`: checks of a requested study
+- `edit`: options that may change while the study runs
 - `prepare`: checks a study file and resolves it to a study that can run
 - `work`: continues a stored study to its end
 - `attempt`: one attempt: alignments, search, held-out stage, verification

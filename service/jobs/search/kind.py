@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from service.jobs.base import Accepted, Attempt, JobKind, RequestContext, View
 
 if TYPE_CHECKING:
+    from service.jobs.search.edit import StudyEdit
     from service.store import Store
     from service.store.artifacts import ArtifactStore
     from service.types import JobRecord
@@ -55,6 +56,18 @@ def _documents() -> tuple[type, type]:
     return StudyDocument, ProgressDocument
 
 
+def _edit() -> type[StudyEdit]:
+    from service.jobs.search.edit import StudyEdit
+
+    return StudyEdit
+
+
+def _edited(job: JobRecord, edit: StudyEdit, store: Store) -> Mapping[str, Any]:
+    from service.jobs.search.edit import edited
+
+    return edited(job, edit, store)
+
+
 def _view(jobs: Sequence[JobRecord], store: Store, artifacts: ArtifactStore) -> Sequence[View]:
     counts = store.trial_counts(jobs[0].id if len(jobs) == 1 else None)
     return [
@@ -87,6 +100,8 @@ SEARCH = JobKind(
     documents=_documents,
     view=_view,
     links=("study", "trials", "pareto", "summary", "report", "events", "plots", "exports", "log"),
+    edit=_edit,
+    edited=_edited,
     has_search=True,
     resumable="that has FAILED, that is PAUSED or waits, or with samples of an engine that failed a check later",
 )

@@ -258,6 +258,19 @@ class RungTable(ABC):
             self._brackets[index] = replace(self._brackets[index], num_configurations=len(self._members[index]))
         return tuple(short)
 
+    def shrink(self) -> tuple[int, ...]:
+        """Reduce the newest bracket if the brackets have more trials than `max_trials`; return the changed brackets.
+
+        They have more only if `max_trials` was reduced after the newest bracket was opened.
+        """
+        newest = next(reversed(self._brackets), None)
+        excess = sum(bracket.num_configurations for bracket in self._brackets.values()) - self._max_trials
+        if newest is None or excess <= 0:
+            return ()
+        size = max(len(self._members[newest]), self.size(newest) - excess)
+        self._brackets[newest] = replace(self._brackets[newest], num_configurations=size)
+        return (newest,)
+
     def size(self, bracket: int) -> int:
         return self._brackets[bracket].num_configurations
 

@@ -18,7 +18,7 @@ from service.jobs.base import Accepted, JobKind
 from service.resolved_study import ResolvedStudy
 from service.store import blobs, schema
 from service.store.artifacts import ArtifactStore
-from service.types import Account, JobState
+from service.types import Account, JobState, Origin, TrialRecord
 from tests.s3_server import S3
 from tests.service.api.harness import (
     ApiServer,
@@ -29,6 +29,7 @@ from tests.service.api.harness import (
     stored_finetune,
     stored_study,
 )
+from tests.service.synthetic_run import run_record
 from workers.object_store import ObjectStore
 
 UNKNOWN = "0" * 32
@@ -399,3 +400,127 @@ def test_reasons_are_one_short_line(http: httpx.Client, server: ApiServer, reaso
     assert answer.status_code == 422
     assert "reason" in answer.text
     assert server.store.job(record.id).state is JobState.CREATED
+
+
+# Edits.
+
+
+def edit(http: httpx.Client, path: str, changes: dict[str, Any], *, tag: str | None = "*") -> httpx.Response:
+    return http.patch(path, json=changes, headers={} if tag is None else {"If-Match": tag})
+
+
+@pytest.mark.parametrize("kind", ["studies", "finetunes"])
+def test_labels_of_a_job_are_edited(http: httpx.Client, server: ApiServer, kind: str) -> None:
+    record = stored_study(server.store) if kind == "studies" else stored_finetune(server.store)
+    path = f"/v1/{kind}/{record.id}"
+    shown = http.get(path)
+    changes = {"name": "other", "description": "why", "tags": ["a", "b"], "notes": "n", "priority": 3}
+    edited = edit(http, path, changes, tag=shown.headers["ETag"])
+    assert edited.status_code == 200, edited.text
+    assert {name: edited.json()[name] for name in changes} == changes
+    assert (edited.json()["version"], edited.headers["ETag"]) == (1, '"1"')
+    document = http.get(f"{path}/{'study' if kind == 'studies' else 'specification'}").json()
+    assert document == {**record.document, "name": "other"}
+    removed = edit(http, path, {"description": None, "tags": []}, tag='"1"').json()
+    assert (removed["description"], removed["tags"], removed["notes"], removed["version"]) == (None, [], "n", 2)
+    assert edit(http, path, {"notes": "n"}).json()["version"] == 2, "nothing changes"
+
+
+def test_no_edit_is_lost(http: httpx.Client, server: ApiServer) -> None:
+    path = f"/v1/studies/{stored_study(server.store).id}"
+    tag = http.get(path).headers["ETag"]
+    assert edit(http, path, {"notes": "mine"}, tag=tag).status_code == 200
+    late = edit(http, path, {"notes": "yours"}, tag=tag)
+    assert (late.status_code, late.json()["detail"]) == (
+        412,
+        'the study was edited meanwhile: it has the ETag "1"; read it and edit it again',
+    )
+    without = edit(http, path, {"notes": "yours"}, tag=None)
+    assert without.status_code == 428
+    assert "If-Match is missing" in without.json()["detail"]
+    assert http.get(path).json()["notes"] == "mine"
+
+
+def test_only_one_of_many_edits_at_once_is_stored(server: ApiServer) -> None:
+    path = f"{server.url}/v1/studies/{stored_study(server.store).id}"
+
+    def note(number: int) -> int:
+        sent = {"notes": str(number)}
+        return httpx.patch(path, json=sent, headers={"If-Match": '"0"'}, timeout=60).status_code
+
+    with ThreadPoolExecutor(10) as pool:
+        assert sorted(pool.map(note, range(10))) == [200] + [412] * 9
+
+
+def test_options_of_a_study_that_runs_are_edited(http: httpx.Client, server: ApiServer) -> None:
+    """The driver with the old options is outdated; the event has old and new values."""
+    record = stored_study(server.store)
+    server.store.open_attempt(record.id, as_driver=True).set_state(JobState.RUNNING)
+    path = f"/v1/studies/{record.id}"
+    changes = {"max_trials": 77, "replicas": 3, "limits": {"max_samples": 5000}}
+    assert edit(http, path, changes).status_code == 200
+    now = server.store.job(record.id)
+    assert now.is_outdated
+    options = (now.document["search"]["max_trials"], now.document["engine"]["replicas"], now.document["limits"])
+    assert options == (77, 3, {**record.document["limits"], "max_samples": 5000})
+    (payload,) = [event.payload for event in server.store.events(record.id) if event.kind == "steered"]
+    assert payload["changes"] == {
+        "engine.replicas": [1, 3],
+        "limits.max_samples": [None, 5000],
+        "search.max_trials": [record.document["search"]["max_trials"], 77],
+    }
+    assert server.cluster.num_wakes == 1
+    assert edit(http, path, {"limits": {"max_samples": None}}).status_code == 200
+    assert server.store.job(record.id).document["limits"] == record.document["limits"]
+
+
+def test_what_is_used_already_is_no_limit(http: httpx.Client, server: ApiServer) -> None:
+    """Both numbers are in the message, and nothing changes."""
+    record = stored_study(server.store)
+    writer = server.store.open_attempt(record.id, as_driver=True)
+    writer.heartbeat(wall_clock_s=7200.0, progress={"samples_used": 900})
+    trials = [trial for trial in run_record().trials if isinstance(trial, TrialRecord)]
+    for proposed in [trial for trial in trials if trial.origin is Origin.SEARCH][:3]:
+        writer.add_trial(proposed)
+    path = f"/v1/studies/{record.id}"
+    sent = {"max_trials": 2, "limits": {"max_samples": 899, "max_gpu_hours": 1.5, "max_wall_clock_s": 60}}
+    answer = edit(http, path, sent)
+    assert answer.status_code == 422
+    assert {problem["field"]: problem["message"] for problem in answer.json()["problems"]} == {
+        "max_trials": "2 is below the 3 trials that were proposed already; give 3 or more",
+        "limits.max_samples": "899 is below the 900 that the study has used; give 900 or more",
+        "limits.max_gpu_hours": "1.5 is below the 2 that the study has used; give 2 or more",
+        "limits.max_wall_clock_s": "60 is below the 7200 that the study has used; give 7200 or more",
+    }
+    assert server.store.job(record.id).document == record.document
+    enough = {"max_trials": 3, "limits": {"max_samples": 900, "max_gpu_hours": 2, "max_wall_clock_s": 7200}}
+    assert edit(http, path, enough).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "field"),
+    [
+        ({"max_trials": 0}, "max_trials"),
+        ({"limits": {"max_samples": -1}}, "limits.max_samples"),
+        ({"limits": {"keep_responses": False}}, "limits.keep_responses"),
+        ({"tags": ["x" * 65]}, "tags.0"),
+        ({"name": "no/name"}, "name"),
+        ({"priority": 101}, "priority"),
+        ({"seed": 3}, "seed"),
+    ],
+)
+def test_wrong_edits_are_named(http: httpx.Client, server: ApiServer, sent: dict[str, Any], field: str) -> None:
+    record = stored_study(server.store)
+    answer = edit(http, f"/v1/studies/{record.id}", sent)
+    assert answer.status_code == 422
+    assert [problem["field"] for problem in answer.json()["problems"]] == [field]
+    assert server.store.job(record.id) == record
+
+
+def test_only_labels_of_what_has_ended_are_edited(http: httpx.Client, server: ApiServer) -> None:
+    record = finished_study(server.store)
+    path = f"/v1/studies/{record.id}"
+    refused = edit(http, path, {"max_trials": 1000})
+    assert refused.status_code == 409
+    assert "only the labels of a study that has ended can be edited" in refused.json()["detail"]
+    assert edit(http, path, {"notes": "the best so far"}).status_code == 200

@@ -255,6 +255,24 @@ def test_pause_and_stop_steer_a_study(site: Site, finished: str, terminal: Serve
         assert "is already COMPLETE" in terminal.refused(verb, finished)
 
 
+def test_edit_and_clone_change_a_study(site: Site, terminal: ServerTerminal) -> None:
+    name = site.new_name()
+    study = site.create(name)
+    edited = terminal.document("edit", name, "--tag", "a", "--tag", "b", "--max-samples", "5000", "--max-trials", "99")
+    assert (edited["tags"], edited["version"]) == (["a", "b"], 1)
+    assert site.store.job(study).document["limits"]["max_samples"] == 5000
+    terminal.document("edit", name, "--max-samples", "none")
+    assert site.store.job(study).document["limits"]["max_samples"] is None
+    assert "nothing to edit" in terminal.refused("edit", name)
+    copy = terminal.document(
+        "clone", name, "--name", "copy", "--set", "search.seed=5", "--set", "search.algorithm=random"
+    )
+    search = site.store.job(copy["id"]).document["search"]
+    assert (copy["name"], search["seed"], search["algorithm"], search["max_trials"]) == ("copy", 5, "random", 99)
+    code, _, err = terminal.run("clone", name, "--set", "search.seed", "--server", site.url)
+    assert (code, "give OPTION=VALUE" in err) == (2, True), err
+
+
 def test_show_and_watch_say_what_a_study_waits_for(
     site: Site, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

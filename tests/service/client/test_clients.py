@@ -150,6 +150,22 @@ def test_a_study_is_found_by_id_beginning_and_name(site: Site, ask: Asker) -> No
             ask("find", reference)
 
 
+def test_a_study_is_paused_edited_cloned_and_stopped(site: Site, ask: Asker) -> None:
+    study = ask("submit", {**site.document, "name": site.new_name()})["id"]
+    assert ask("pause", study, reason="noon")["state"] == "PAUSED"
+    edited = ask("edit", study, {"tags": ["math"], "max_trials": 99})
+    assert (edited["tags"], edited["version"]) == (["math"], 1)
+    with pytest.raises(RequestRefused, match="was edited meanwhile"):
+        ask("edit", study, {"tags": []}, version=0)
+    copy = ask("clone", study, {"name": "copy", "search": {"seed": 5, "max_trials": None}})
+    document = ask("study_file", copy["id"]) if hasattr(Client, "study_file") else site.store.job(copy["id"]).document
+    assert (document["name"], document["search"]["seed"]) == ("copy", 5)
+    assert document["models"] == site.store.job(study).document["models"]
+    assert ask("resume", study)["state"] == "STOPPED"
+    assert ask("stop", study, reason="good enough")["state"] == "STOPPED"
+    assert site.store.job(study).stop_reason == "stopped by request: good enough"
+
+
 def test_a_study_is_cancelled_once_and_for_good(site: Site, finished: str, ask: Asker) -> None:
     study = site.create(site.new_name())
     assert ask("cancel", study)["state"] == "CANCELLED"

@@ -441,6 +441,16 @@ def test_the_driver_of_a_job_that_pauses_is_asked_to_end(job: str) -> None:
     assert action(replace(pausing, heartbeat_at=NOW - LOST_AFTER_S - 1), job) == "stop"
 
 
+def test_a_driver_from_before_an_edit_is_asked_to_end() -> None:
+    edited = replace(study(submitted_s_ago=900, heard_s_ago=3), edited_after=1)
+    assert edited.attempt == 1
+    assert action(edited, "RUNNING") == "interrupt"
+    assert action(replace(edited, attempt=2), "RUNNING") == "wait", "this one has read it"
+    starting = replace(edited, submitted_after=1, submitted_at=NOW - 5)
+    assert action(starting, "PENDING") == "wait", "this one will read it"
+    assert action(edited, "STOPPED") == "submit"
+
+
 @pytest.mark.parametrize("job", ["STOPPED", "FAILED", "SUCCEEDED", None])
 def test_a_paused_job_gets_no_driver(job: str | None) -> None:
     paused = replace(study(submitted_s_ago=900, heard_s_ago=3), is_paused=True)
@@ -474,6 +484,38 @@ def test_a_paused_job_waits_until_it_is_resumed(tmp_path: Path, monkeypatch: pyt
             store.resume(job.id, reason=RESUMED_BY_REQUEST, steering=Steering("resume"))
             cluster.wake()
             wait_until(lambda: submission_id(job, 2) in dashboard.jobs)
+        finally:
+            cluster.stop()
+            store.close()
+
+
+@pytest.mark.slow
+def test_waiting_jobs_start_by_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that have a place keep it, also when a job of a larger priority comes."""
+    store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
+    jobs = [store.create_job(kind="search", name=f"s{i}", document={}, accepted={}) for i in range(MAX_RUNNING + 2)]
+
+    def submitted() -> set[str]:
+        return {name.partition("-")[0] for name in dashboard.jobs}
+
+    with dashboard.serving() as url:
+        monkeypatch.setenv("RAY_ADDRESS", url)
+        cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
+        cluster.start()
+        try:
+            first = {f"s{i}" for i in range(MAX_RUNNING)}
+            wait_until(lambda: submitted() == first)
+            urgent = store.edit_job(
+                jobs[-1], {"priority": 5}, document=None, restarts=False, steering=Steering("edit", changes={})
+            )
+            assert urgent is not None
+            cluster.wake()
+            time.sleep(2.2)  # two rounds
+            assert submitted() == first
+            store.open_attempt(jobs[0].id).set_state(JobState.COMPLETE)
+            cluster.wake()
+            wait_until(lambda: submitted() == first | {urgent.name})
+            assert "before it to end" in str(cluster.waiting_for(store.job(jobs[-2].id)))
         finally:
             cluster.stop()
             store.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from service.cluster.reconciler import submission_id
 from service.errors import NotFound, StaleAttempt
 from service.store import Store
 from service.types import JobRecord, JobState, Steering
@@ -120,6 +121,50 @@ def test_what_has_ended_is_not_steered(store: Store, job: JobRecord, state: JobS
     for found in (store.pause(job.id, steering=PAUSE), store.stop_search(job.id, steering=STOP)):
         assert (found.state, found.is_paused, found.stop_reason) == (state, False, None)
     assert store.last_event_id(job.id) == last
+
+
+def edit(store: Store, job: JobRecord, *, restarts: bool = False, **labels: object) -> JobRecord | None:
+    steering = Steering("edit", "ann", changes={name: [None, value] for name, value in labels.items()})
+    document = {"x": 2} if restarts else None
+    return store.edit_job(job, labels, document=document, restarts=restarts, steering=steering)
+
+
+def test_an_edit_of_an_older_version_is_refused(store: Store, job: JobRecord) -> None:
+    edited = edit(store, job, description="first", tags=["a", "b"], priority=-3)
+    assert edited is not None
+    assert (edited.version, edited.description, edited.tags, edited.priority) == (1, "first", ("a", "b"), -3)
+    assert edit(store, job, description="second") is None
+    assert store.job(job.id) == edited
+    assert events(store, job, "steered") == [
+        {
+            "action": "edit",
+            "user": "ann",
+            "reason": None,
+            "changes": {"description": [None, "first"], "tags": [None, ["a", "b"]], "priority": [None, -3]},
+        }
+    ]
+
+
+def test_ray_jobs_keep_the_first_name(store: Store, job: JobRecord) -> None:
+    renamed = edit(store, job, name="second")
+    assert renamed is not None
+    again = edit(store, renamed, name="third")
+    assert again is not None
+    assert (again.name, again.first_name) == ("third", "s")
+    assert submission_id(again, 2) == f"s-{job.id[:8]}-2"
+
+
+def test_a_driver_from_before_an_edit_is_outdated(store: Store, job: JobRecord) -> None:
+    """Labels change nothing; the next driver has the new document."""
+    store.open_attempt(job.id, as_driver=True)
+    labelled = edit(store, store.job(job.id), notes="n")
+    assert labelled is not None
+    assert not labelled.is_outdated
+    edited = edit(store, labelled, restarts=True)
+    assert edited is not None
+    assert (edited.is_outdated, edited.document) == (True, {"x": 2})
+    store.open_attempt(job.id, as_driver=True)
+    assert not store.job(job.id).is_outdated
 
 
 def test_unknown_jobs_cannot_be_steered(store: Store) -> None:

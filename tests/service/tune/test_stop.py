@@ -1,4 +1,4 @@
-"""A search that is stopped early: what runs finishes, the rest is pruned, held-out data are scored."""
+"""A search that is stopped early, or whose number of trials is edited while it runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def finish(coordinator: Coordinator, in_flight: list[tuple[Evaluation, int]]) ->
 
 
 @pytest.mark.parametrize("scheduler", EVERY_SCHEDULER)
-@pytest.mark.parametrize("num_chunks", [6, 14, 30])
+@pytest.mark.parametrize("num_chunks", [6, 34, 44])
 def test_running_evaluations_finish_and_no_other_starts(tmp_path: Path, scheduler: Scheduler, num_chunks: int) -> None:
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study, scheduler=scheduler)
@@ -98,13 +98,13 @@ def test_a_kill_at_any_moment_of_a_stop_loses_nothing(tmp_path: Path, scheduler:
         directory.mkdir()
         store, study = new_study(directory)
         coordinator = coordinator_of(store, study, scheduler=scheduler)
-        return store, study, coordinator, run_until(coordinator, 14)
+        return store, study, coordinator, run_until(coordinator, 36)
 
     store, study, coordinator, in_flight = stopped(tmp_path / "whole")
     coordinator.stop(REASON)
     finish(coordinator, in_flight)
     expected = trial_list(store, study)
-    for at in range(0, 40, 3):
+    for at in (1, 4, 9, 20):
         store, study, coordinator, in_flight = stopped(tmp_path / str(at))
         coordinator.stop(REASON)
         dies = killer(at)
@@ -158,3 +158,36 @@ def test_a_stop_before_anything_was_scored(tmp_path: Path) -> None:
     assert coordinator.is_finished
     assert {trial.state for trial in coordinator.trials} == {TrialState.PRUNED}
     assert best_trial(coordinator.trials, coordinator.plan.objectives) is None
+
+
+# Edits of `max_trials`.
+
+
+@pytest.mark.parametrize("scheduler", EVERY_SCHEDULER)
+@pytest.mark.parametrize("change", [-14, -4, 5])
+def test_max_trials_may_change_while_a_search_runs(tmp_path: Path, scheduler: Scheduler, change: int) -> None:
+    """The search reaches the new number, whatever was open; a second driver makes the same of it."""
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study, scheduler=scheduler, max_trials=14)
+    run_until(coordinator, 36)
+    proposed = sum(trial.origin.is_searched for trial in coordinator.trials)
+    assert 0 < proposed < 14
+    max_trials = max(14 + change, proposed)
+    for _ in range(2):  # the second one finds all done
+        again = coordinator_of(store, study, scheduler=scheduler, max_trials=max_trials)
+        drive(again, FakeScorer())
+        assert again.is_finished
+        assert sum(trial.origin.is_searched for trial in again.trials) == max_trials
+        assert {trial.state.is_finished for trial in again.trials} == {True}
+
+
+def test_trials_that_are_proposed_are_kept(tmp_path: Path) -> None:
+    """A bracket that is open has at least the trials that it has."""
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study, max_trials=14)
+    run_until(coordinator, 36)
+    proposed = sum(trial.origin.is_searched for trial in coordinator.trials)
+    again = coordinator_of(store, study, max_trials=max(proposed - 2, 1))
+    drive(again, FakeScorer())
+    assert again.is_finished
+    assert sum(trial.origin.is_searched for trial in again.trials) == proposed
