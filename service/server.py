@@ -29,6 +29,7 @@ from workers.object_store import object_url_problem
 if TYPE_CHECKING:
     from sqlalchemy import URL
 
+    from service.auth.settings import OidcSettings
     from service.retention.limits import Limit
     from service.store import Store
 
@@ -62,6 +63,7 @@ def serve(
     has_accounts: bool = True,
     requests_per_s: float | None = None,
     has_open_metrics: bool = False,
+    oidc: OidcSettings | None = None,
 ) -> None:
     """Run the HTTP server until SIGTERM or SIGINT.
 
@@ -91,9 +93,10 @@ def serve(
         has_accounts: Whether requests need a token once the database has a user.
         requests_per_s: Requests a second that are accepted of each token, or of each address without accounts.
         has_open_metrics: Whether everybody may read the metrics.
+        oidc: The identity provider with which browsers log in; by default they cannot.
 
     Raises:
-        Conflict: The server has no user, and others than this machine may reach it; the port or the data directory is
+        Conflict: The server has no user, and others than this machine may reach it; options contradict each other; the port or the data directory is
             taken, the database or `files` cannot be used, or the variable MERGESEARCH_ENGINE_NODES cannot be read.
     """
     import uvicorn
@@ -107,6 +110,8 @@ def serve(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     data_dir = data_dir.resolve()
+    if oidc is not None and not has_accounts:
+        raise Conflict(f"--oidc-issuer {oidc.issuer}: has no effect with --no-accounts; give one of the two")
     readable, trusted = _directories("--allow-dir", allow_dirs), _directories("--trust-dir", trust_dirs)
     access = FileAccess(
         readable or default_access(data_dir).readable, trusted, _urls(allow_urls), _judges(allow_judges)
@@ -140,6 +145,7 @@ def serve(
                 has_accounts=has_accounts,
                 rates=None if requests_per_s is None else RateLimits.of(requests_per_s),
                 has_open_metrics=has_open_metrics,
+                oidc=oidc,
             )
             url = "http://{}:{}".format(*listener.getsockname()[:2])
             places = f"data in {data_dir}, database {store.place}"

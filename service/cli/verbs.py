@@ -129,6 +129,20 @@ def _check(study: Any, directory: Path, *, exports: bool, metadata_only: bool, a
 
 
 def serve(options: argparse.Namespace) -> int:
+    from service.auth.settings import oidc_settings
+
+    oidc = oidc_settings(
+        issuer=options.oidc_issuer,
+        client_id=options.oidc_client_id,
+        secret_file=options.oidc_client_secret_file,
+        scopes=options.oidc_scopes,
+        user_claim=options.oidc_user_claim,
+        groups_claim=options.oidc_groups_claim,
+        teams=options.oidc_team,
+        creates_users=options.oidc_create_users,
+        public_url=options.public_url,
+        environment=os.environ,
+    )
     run_server(
         options.data,
         database=options.database,
@@ -150,6 +164,7 @@ def serve(options: argparse.Namespace) -> int:
         has_accounts=not options.no_accounts,
         requests_per_s=options.rate_limit,
         has_open_metrics=options.open_metrics,
+        oidc=oidc,
     )
     return 0
 

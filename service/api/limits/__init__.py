@@ -1,6 +1,7 @@
 """Limits on requests: their origin and number, how many are checked at once, and the disk space of their results.
 
 - `origin`: refuses requests that are meant for, or come from, other servers
+- `csrf`: refuses requests of sessions that pages of other servers may have sent
 - `rates`: limits the requests of each token and address
 - `headers`: security headers of responses
 - `fair_queue`: shares a limited number of concurrent turns between clients

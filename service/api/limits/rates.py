@@ -1,4 +1,4 @@
-"""Limits on the number of requests: of a token, of an address, and of those that are refused for their token."""
+"""Limits on the number of requests: of a token, of an address, of logins, and of those that are refused."""
 
 from __future__ import annotations
 
@@ -49,13 +49,15 @@ class Rate:
 class RateLimits:
     """Limits on the requests of each token, of each address at a server without accounts, and of refused ones.
 
-    `refused` limits the requests of an address without a valid token. By default a server without accounts has no
+    `tokens` limits the requests of a session, too. `refused` limits the requests of an address without a valid token,
+    and `logins` those of an address that begin or end a login. By default a server without accounts has no
     limit, since all its users may have one address.
     """
 
     tokens: Rate = field(default_factory=lambda: Rate(100.0, 1000.0))
     open: Rate = field(default_factory=lambda: Rate(math.inf, math.inf))
     refused: Rate = field(default_factory=lambda: Rate(5.0, 50.0))
+    logins: Rate = field(default_factory=lambda: Rate(5.0, 100.0))
 
     @classmethod
     def of(cls, per_s: float) -> RateLimits:
