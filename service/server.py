@@ -96,8 +96,9 @@ def serve(
         oidc: The identity provider with which browsers log in; by default they cannot.
 
     Raises:
-        Conflict: The server has no user, and others than this machine may reach it; options contradict each other; the port or the data directory is
-            taken, the database or `files` cannot be used, or the variable MERGESEARCH_ENGINE_NODES cannot be read.
+        Conflict: The server has no user, and others than this machine may reach it; options contradict each other; the
+            port or the data directory is taken, the database or `files` cannot be used, or the variable
+            MERGESEARCH_ENGINE_NODES cannot be read.
     """
     import uvicorn
 

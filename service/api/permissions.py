@@ -1,4 +1,4 @@
-"""Access rules of routes: the scope that a token or a session needs, and the right on the object that the request names.
+"""Access rules of routes: the scope that a token or session needs, and the right on the object that the request names.
 
 Every route depends on exactly one dependency of this module, which has the route's `Rule`. The application refuses to
 start if a route has none (`check_rules`), and the test of all routes and senders derives the expected statuses from

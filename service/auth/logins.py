@@ -206,7 +206,7 @@ def team_roles(claims: Mapping[str, Any], settings: OidcSettings) -> dict[str, R
 def next_problem(path: str, *, below: str) -> str | None:
     """Reason why a browser may not be sent to `path` after a login; None if it may.
 
-    The path must be one of this server, which is below `below` (empty for the root): other pages could pretend to be it.
+    The path must be one of this server, which is below `below` (empty for the root), as other pages could imitate it.
     """
     accepted = f"give a path of this server, such as {below}/docs"
     if len(path) > MAX_NEXT:

@@ -159,7 +159,7 @@ class Provider:
                     "the identity provider does not accept the code of this login: log in again"
                 ) from None
             raise ProviderUnavailable(
-                f"{self._place} refuses this server: {reason}; the server's operator must check the client id and secret"
+                f"{self._place} refuses this server: {reason}; the server's operator can check client id and secret"
             ) from None
         except TimeoutError:
             logger.warning("%s: no answer within %g s", self._place, self._timeout_s)

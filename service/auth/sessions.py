@@ -1,4 +1,4 @@
-"""Sessions of browsers: the value in the cookie, and the value that a page sends with requests that change something."""
+"""Sessions of browsers: the value in the cookie, and the one that a page sends with requests that change something."""
 
 from __future__ import annotations
 

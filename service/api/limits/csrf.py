@@ -30,7 +30,7 @@ def csrf_problem(method: str, headers: Mapping[str, str], *, secret: str) -> str
         return f"Sec-Fetch-Site {site!r:.40}: pages of other servers may not use the session of this one"
     token = headers.get(CSRF_HEADER.lower())
     if token is None:
-        return f"{CSRF_HEADER}: is missing; requests of a session that change something need the `csrf_token` of GET /v1/session"
+        return f"{CSRF_HEADER}: is missing; a session changes something only with the `csrf_token` of GET /v1/session"
     if not is_csrf_token(token, secret=secret):
         return f"{CSRF_HEADER}: is not that of this session; send the `csrf_token` of GET /v1/session"
     return None

@@ -72,8 +72,8 @@ def _logins(services: Services) -> Logins:
     if services.logins is None:
         raise Refusal(
             404,
-            "this server has no login for browsers: send a token, or let the server's operator name an identity provider "
-            "with --oidc-issuer",
+            "this server has no login for browsers: send a token, or let the server's operator name an identity "
+            "provider with --oidc-issuer",
         )
     return services.logins
 
