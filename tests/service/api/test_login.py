@@ -268,10 +268,10 @@ def test_forged_id_tokens_are_refused(
 def test_id_tokens_of_another_key_are_refused(browser: Browser, monkeypatch: Patch) -> None:
     """A signature by a key that is not the provider's is refused; without the check it would be a login."""
     own = mock.OpenIDCode.get_jwt_config
+    other = RSAKey.generate_key(2048, private=True, auto_kid=False).as_dict(private=True)
 
     def forged(self: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         config: dict[str, Any] = own(self, *arguments, **options)
-        other = RSAKey.generate_key(2048, private=True, auto_kid=False).as_dict(private=True)
         return {**config, "key": {**other, **{n: v for n, v in config["key"].items() if n == "kid"}}}
 
     monkeypatch.setattr(mock.OpenIDCode, "get_jwt_config", forged)
