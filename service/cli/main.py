@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, SearchSpaceError
+from service.auth.settings import GroupRole
 from service.cli import accounts, verbs
 from service.cli.plan import plan
 from service.disk import parse_bytes
@@ -694,10 +695,8 @@ def _add_oidc(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _group_role(text: str) -> Any:
+def _group_role(text: str) -> GroupRole:
     """Parse GROUP=TEAM:ROLE. Raises ArgumentTypeError for an invalid text."""
-    from service.auth.settings import GroupRole
-
     try:
         return GroupRole.parse(text)
     except ValueError as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.errors import InvalidPreference, InvalidRecipe, InvalidStudy, Problem
+from service.auth.settings import oidc_settings
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.tasks import fetch_task, list_tasks
@@ -129,8 +130,6 @@ def _check(study: Any, directory: Path, *, exports: bool, metadata_only: bool, a
 
 
 def serve(options: argparse.Namespace) -> int:
-    from service.auth.settings import oidc_settings
-
     oidc = oidc_settings(
         issuer=options.oidc_issuer,
         client_id=options.oidc_client_id,
