@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from service.api.limits.exports import DAY_S, ExportLimits
 from service.api.limits.rates import RateLimits
@@ -137,7 +138,7 @@ def serve(
                 cluster=cluster,
                 data_dir=data_dir,
                 preflight=PreflightProcess(RequestContext(access, store.url, data_dir, files), cluster=cluster.calls),
-                hosts=(host, *allow_hosts),
+                hosts=(host, *allow_hosts, *_public_hosts(oidc)),
                 prefix=prefix,
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
                 files=files,
@@ -178,6 +179,11 @@ def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
             "administrator (`mergesearch users add NAME --admin`), or say --no-accounts to let everybody do everything"
         )
     return "no accounts: every user of this machine may do everything; `mergesearch users add` adds an administrator"
+
+
+def _public_hosts(oidc: OidcSettings | None) -> tuple[str, ...]:
+    """The name in the URL under which browsers reach the server, if it is given."""
+    return () if oidc is None or oidc.public_url is None else (urlsplit(oidc.public_url).netloc,)
 
 
 def _is_loopback(host: str) -> bool:

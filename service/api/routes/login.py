@@ -18,6 +18,7 @@ from service.api.problems import InvalidRequest, Json, Refusal, refusals
 from service.auth.logins import LOGIN_S, Logins, login_cookie, next_problem
 from service.auth.sessions import COOKIE, LIFETIME_S, csrf_token_of
 from service.schemas.api import LogoutDocument, SessionDocument
+from service.store.accounts import Actor
 
 __all__ = ["router"]
 
@@ -132,6 +133,7 @@ async def finish_login(
     ended = await logins.finish(
         state=state, browser=request.cookies.get(login_cookie(state)), code=code, error=error, address=address
     )
+    await _end_previous(request, services, address)
     services.authenticator.forget()  # the user's teams may be others
     # A path that begins with the prefix gets it from the middleware.
     root = request.scope.get("root_path", "")
@@ -140,6 +142,15 @@ async def finish_login(
     site.set_cookie(response, COOKIE, ended.secret, max_age_s=LIFETIME_S)
     site.set_cookie(response, login_cookie(state), "", max_age_s=0, path="/v1/login")
     return response
+
+
+async def _end_previous(request: Request, services: Services, address: str) -> None:
+    """End the session that the browser had, whose cookie is replaced."""
+    secret = request.cookies.get(COOKIE)
+    found = None if secret is None else await services.authenticator.authenticate_session(secret)
+    if found is not None and found.session is not None:
+        actor = Actor(found.account.user, address, found.session.label)
+        await run_in_threadpool(services.accounts.end_session, found.session, actor=actor)
 
 
 @router.get("/session", response_model=None, responses={200: {"model": SessionDocument}})
