@@ -23,9 +23,9 @@ from service.auth.settings import OidcSettings
 from service.auth.tokens import digest_of
 from service.errors import Conflict, LoginRefused, NotFound
 from service.store.accounts import AccountStore, Actor, name_problem
-from service.types import LoginRecord, Role, SessionRecord, UserRecord
+from service.types import LoginRecord, Role, UserRecord
 
-__all__ = ["LOGIN_COOKIE", "LOGIN_S", "MAX_NEXT", "Begun", "Ended", "Logins", "login_cookie", "next_problem"]
+__all__ = ["LOGIN_S", "Begun", "Ended", "Logins", "login_cookie", "next_problem", "team_roles", "user_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ class Begun:
 class Ended:
     """A login that has ended with a session: the value of its cookie, and the path to which the browser goes."""
 
-    session: SessionRecord
     secret: str = field(repr=False)
     next: str
 
@@ -137,12 +136,12 @@ class Logins:
                     logger.warning("--oidc-team: there is no team %r, so user %r gets no role in it", team, name)
         secret = new_session_secret()
         try:
-            session = self._accounts.add_session(
+            self._accounts.add_session(
                 name, digest=digest_of(secret), lifetime_s=LIFETIME_S, idle_s=IDLE_S, actor=actor
             )
         except Conflict as error:
             raise LoginRefused(str(error)) from error
-        return Ended(session, secret, next_path)
+        return Ended(secret, next_path)
 
     def _new_user(self, name: str, actor: Actor) -> UserRecord:
         if not self.settings.creates_users:
@@ -177,7 +176,7 @@ def user_name(claims: Mapping[str, Any], claim: str | None) -> str:
         raise LoginRefused(f"the identity provider does not name the user: the claim {claim} is {value!r:.80}")
     if claim == "email" and claims.get("email_verified") is not True:
         raise LoginRefused(f"the identity provider has not verified the e-mail address {value!r:.80} of the user")
-    # Only ASCII has lower-case letters that no other letter has.
+    # Other letters may become ASCII ones in lower case, as the Kelvin sign becomes k.
     name = value.lower() if value.isascii() else value
     if problem := name_problem(name):
         raise LoginRefused(f"claim {claim}: {problem}")

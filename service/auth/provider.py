@@ -48,10 +48,6 @@ class Provider:
         self._app: Any = None
         self._read_at = -math.inf
 
-    @property
-    def issuer(self) -> str:
-        return self._settings.issuer
-
     async def login_url(self, login: LoginRecord, *, state: str) -> str:
         """The provider's address to which a browser goes to log in. Raises ProviderUnavailable."""
         async with self._answering():
