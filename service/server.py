@@ -153,6 +153,9 @@ def serve(
             places = f"data in {data_dir}, database {store.place}"
             print(f"mergesearch: {url}, documentation under /docs, {places}", flush=True)
             print(f"mergesearch: {protection}", flush=True)
+            if oidc is not None:
+                place = f"{oidc.public_url or url + prefix}/v1/login"
+                print(f"mergesearch: browsers log in at {place}, with {oidc.issuer}", flush=True)
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S)
             server = uvicorn.Server(config)
             for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again once it has shut down
