@@ -4,6 +4,8 @@ ServiceError
 ├── NotFound       (KeyError)      the job, trial or file does not exist
 ├── Conflict       (RuntimeError)  not possible in the current state, e.g. the directory holds another run
 │   └── InUse                      another process uses the directory: wait for it
+├── LoginRefused   (RuntimeError)  the identity provider or this server does not let the user in
+├── ProviderUnavailable (ConnectionError)  the identity provider does not answer, or not as it should: log in later
 ├── DatabaseUnavailable (ConnectionError)  the database does not answer: wait for it
 ├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the job
 ├── StudyFailed    (RuntimeError)  the study cannot continue; finished work is kept
@@ -28,7 +30,9 @@ __all__ = [
     "ExportFailed",
     "InUse",
     "InvalidAnswer",
+    "LoginRefused",
     "NotFound",
+    "ProviderUnavailable",
     "RequestRefused",
     "ServerUnreachable",
     "ServiceError",
@@ -55,6 +59,14 @@ class Conflict(ServiceError, RuntimeError):
 
 class InUse(Conflict):
     """Raised if another process uses a directory or a database; the message names it."""
+
+
+class LoginRefused(ServiceError, RuntimeError):
+    """Raised if a login with the identity provider is refused; the message is the reason, without secrets."""
+
+
+class ProviderUnavailable(ServiceError, ConnectionError):
+    """Raised if the identity provider cannot be used at the moment; the message says why."""
 
 
 class DatabaseUnavailable(ServiceError, ConnectionError):

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from service.api.limits.exports import DAY_S, ExportLimits
 from service.api.limits.rates import RateLimits
@@ -29,6 +30,7 @@ from workers.object_store import object_url_problem
 if TYPE_CHECKING:
     from sqlalchemy import URL
 
+    from service.auth.settings import OidcSettings
     from service.retention.limits import Limit
     from service.store import Store
 
@@ -62,6 +64,7 @@ def serve(
     has_accounts: bool = True,
     requests_per_s: float | None = None,
     has_open_metrics: bool = False,
+    oidc: OidcSettings | None = None,
 ) -> None:
     """Run the HTTP server until SIGTERM or SIGINT.
 
@@ -91,10 +94,12 @@ def serve(
         has_accounts: Whether requests need a token once the database has a user.
         requests_per_s: Requests a second that are accepted of each token, or of each address without accounts.
         has_open_metrics: Whether everybody may read the metrics.
+        oidc: The identity provider with which browsers log in; by default they cannot.
 
     Raises:
-        Conflict: The server has no user, and others than this machine may reach it; the port or the data directory is
-            taken, the database or `files` cannot be used, or the variable MERGESEARCH_ENGINE_NODES cannot be read.
+        Conflict: The server has no user, and others than this machine may reach it; options contradict each other; the
+            port or the data directory is taken, the database or `files` cannot be used, or the variable
+            MERGESEARCH_ENGINE_NODES cannot be read.
     """
     import uvicorn
 
@@ -107,6 +112,8 @@ def serve(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     data_dir = data_dir.resolve()
+    if oidc is not None and not has_accounts:
+        raise Conflict(f"--oidc-issuer {oidc.issuer}: has no effect with --no-accounts; give one of the two")
     readable, trusted = _directories("--allow-dir", allow_dirs), _directories("--trust-dir", trust_dirs)
     access = FileAccess(
         readable or default_access(data_dir).readable, trusted, _urls(allow_urls), _judges(allow_judges)
@@ -131,7 +138,7 @@ def serve(
                 cluster=cluster,
                 data_dir=data_dir,
                 preflight=PreflightProcess(RequestContext(access, store.url, data_dir, files), cluster=cluster.calls),
-                hosts=(host, *allow_hosts),
+                hosts=(host, *allow_hosts, *_public_hosts(oidc)),
                 prefix=prefix,
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
                 files=files,
@@ -140,11 +147,15 @@ def serve(
                 has_accounts=has_accounts,
                 rates=None if requests_per_s is None else RateLimits.of(requests_per_s),
                 has_open_metrics=has_open_metrics,
+                oidc=oidc,
             )
             url = "http://{}:{}".format(*listener.getsockname()[:2])
             places = f"data in {data_dir}, database {store.place}"
             print(f"mergesearch: {url}, documentation under /docs, {places}", flush=True)
             print(f"mergesearch: {protection}", flush=True)
+            if oidc is not None:
+                place = f"{oidc.public_url or url + prefix}/v1/login"
+                print(f"mergesearch: browsers log in at {place}, with {oidc.issuer}", flush=True)
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S)
             server = uvicorn.Server(config)
             for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again once it has shut down
@@ -171,6 +182,11 @@ def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
             "administrator (`mergesearch users add NAME --admin`), or say --no-accounts to let everybody do everything"
         )
     return "no accounts: every user of this machine may do everything; `mergesearch users add` adds an administrator"
+
+
+def _public_hosts(oidc: OidcSettings | None) -> tuple[str, ...]:
+    """The name in the URL under which browsers reach the server, if it is given."""
+    return () if oidc is None or oidc.public_url is None else (urlsplit(oidc.public_url).netloc,)
 
 
 def _is_loopback(host: str) -> bool:

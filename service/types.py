@@ -23,11 +23,13 @@ __all__ = [
     "ExportState",
     "JobRecord",
     "JobState",
+    "LoginRecord",
     "Origin",
     "RecipeDigest",
     "Role",
     "RungRecord",
     "Scope",
+    "SessionRecord",
     "Sharing",
     "Steering",
     "StoredRecipe",
@@ -384,11 +386,51 @@ class TokenRecord:
 
 
 @dataclass(frozen=True)
+class SessionRecord:
+    """What is stored of a browser's session besides the hash by which it is recognized.
+
+    Times are in seconds since the epoch. `last_used_at` is that of the beginning until the first use is stored.
+    """
+
+    id: str
+    user: str
+    created_at: float
+    expires_at: float
+    last_used_at: float
+
+    def is_valid(self, *, now: float, idle_s: float) -> bool:
+        """Whether the session has neither expired nor been unused for `idle_s` seconds."""
+        return now < self.expires_at and now < self.last_used_at + idle_s
+
+    @property
+    def label(self) -> str:
+        """The session in the audit log, in place of a token's prefix."""
+        return f"session {self.id[:8]}"
+
+
+@dataclass(frozen=True)
+class LoginRecord:
+    """A login that a browser began, which ends when the identity provider sends the browser back.
+
+    - `nonce`: the value that the ID token must have
+    - `verifier`: the secret of PKCE, which the provider compares with its hash
+    - `redirect_uri`: the address to which the provider sends the browser back
+    - `next`: the path of this server to which the browser goes then
+    """
+
+    nonce: str
+    verifier: str
+    redirect_uri: str
+    next: str
+
+
+@dataclass(frozen=True)
 class AuditRecord:
     """An entry of the audit log: a user's change of an object, its origin, and the object before and after.
 
     `user` is None if the server had no accounts. `origin` is the address that the request came from, or names the user
-    and the machine of a command. `token` is the prefix of the token that was used. `before` and `after` are JSON
+    and the machine of a command. `token` is the prefix of the token that was used, or "session" and the
+    beginning of the session's id. `before` and `after` are JSON
     objects; None if the object did not exist.
     """
 

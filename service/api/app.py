@@ -30,9 +30,11 @@ from service.api.record_cache import RunRecords
 from service.api.regular_cleaning import clean_regularly
 from service.api.request_counter import CountRequests, RequestCounter
 from service.api.routes import accounts as account_routes
-from service.api.routes import exports, finetunes, jobs, operations, results
+from service.api.routes import exports, finetunes, jobs, login, operations, results
 from service.api.sample_mover import move_old_samples
 from service.auth.authenticator import Authenticator
+from service.auth.logins import Logins
+from service.auth.settings import OidcSettings
 from service.disk import artifacts_dir
 from service.jobs.base import RequestContext
 from service.retention.cleaning import Cleaner
@@ -61,6 +63,7 @@ def create_app(
     has_accounts: bool = True,
     rates: RateLimits | None = None,
     has_open_metrics: bool = False,
+    oidc: OidcSettings | None = None,
 ) -> FastAPI:
     """Create the server's FastAPI application, which starts and stops `cluster`; the caller closes `store`.
 
@@ -79,6 +82,7 @@ def create_app(
         has_accounts: Whether requests need a token once the database has a user.
         rates: Limits on the number of requests; by default `RateLimits()`.
         has_open_metrics: Whether everybody may read the metrics, also with accounts.
+        oidc: The identity provider with which browsers log in; by default they cannot.
     """
     requests = RequestCounter()
     accounts = AccountStore(store)
@@ -97,6 +101,7 @@ def create_app(
         requests=requests,
         accounts=accounts,
         authenticator=authenticator,
+        logins=None if oidc is None else Logins(accounts, oidc),
     )
 
     @asynccontextmanager
@@ -130,7 +135,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.services = services
-    app.state.guard = Guard(authenticator, rates or RateLimits(), has_open_metrics)
+    app.state.guard = Guard(authenticator, rates or RateLimits(), has_open_metrics, has_login=oidc is not None)
     app.add_middleware(CheckOrigin, hosts=tuple(hosts))
     app.add_middleware(CountRequests, counter=requests)
     app.add_middleware(SecureHeaders)
@@ -151,7 +156,14 @@ def _router() -> APIRouter:
     It is created once per process, because that takes 0.2 s.
     """
     router = APIRouter()
-    for part in (*jobs.routers(), finetunes.router, results.router, exports.router, account_routes.router):
+    for part in (
+        *jobs.routers(),
+        finetunes.router,
+        results.router,
+        exports.router,
+        account_routes.router,
+        login.router,
+    ):
         router.include_router(part, prefix="/v1", responses=refusals(401, 403, 429))
     router.include_router(operations.router)
     return router

@@ -23,6 +23,7 @@ from service.api.protocols import Cluster, Principal
 from service.api.record_cache import RunRecords
 from service.api.request_counter import RequestCounter
 from service.auth.authenticator import Authenticator
+from service.auth.logins import Logins
 from service.errors import NotFound
 from service.jobs.base import JobKind
 from service.jobs.finetune.kind import FINETUNE
@@ -74,6 +75,7 @@ class Services:
     requests: RequestCounter
     accounts: AccountStore
     authenticator: Authenticator
+    logins: Logins | None = None
     # Requests with the same idempotency key run one at a time, so later ones find the job of the first.
     key_locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 

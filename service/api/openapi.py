@@ -18,6 +18,8 @@ from pydantic import TypeAdapter
 from starlette.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
+from service.api.limits.csrf import CSRF_HEADER
+from service.auth.sessions import COOKIE
 from service.jobs.registry import KINDS
 from service.schemas.api import EndDocument, ProblemDocument
 
@@ -80,13 +82,19 @@ def _document(app: FastAPI) -> dict[str, Any]:
         schemas |= schema.pop("$defs", {})
         schemas[model.__name__] = schema
     schemas["ExportRequest"] = EXPORT_REQUEST
+    document["components"]["securitySchemes"]["SessionCookie"] = {
+        "type": "apiKey",
+        "in": "cookie",
+        "name": COOKIE,
+        "description": f"A browser's session, from /v1/login. Requests that change something need {CSRF_HEADER}, too.",
+    }
     for kind in KINDS.values():
         schemas |= kind.schemas(TEMPLATE)
     # Routes declare their error responses; FastAPI adds a 422 of its own format to every route with parameters.
     for operations in document["paths"].values():
         for operation in operations.values():
             if "security" in operation:  # a server without users needs no token
-                operation["security"] = [*operation["security"], {}]
+                operation["security"] = [*operation["security"], {"SessionCookie": []}, {}]
             if "HTTPValidationError" in str(operation["responses"].get("422", "")):
                 del operation["responses"]["422"]
     for name in ("HTTPValidationError", "ValidationError"):

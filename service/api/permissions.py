@@ -1,4 +1,4 @@
-"""Access rules of routes: the scope that a token needs, and the right on the object that the request names.
+"""Access rules of routes: the scope that a token or session needs, and the right on the object that the request names.
 
 Every route depends on exactly one dependency of this module, which has the route's `Rule`. The application refuses to
 start if a route has none (`check_rules`), and the test of all routes and senders derives the expected statuses from
@@ -8,7 +8,7 @@ the rules.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
@@ -20,13 +20,16 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.routing import BaseRoute
 
-from service.api.limits.rates import RateLimits
+from service.api.limits.csrf import csrf_problem
+from service.api.limits.rates import Rate, RateLimits
 from service.api.problems import Refusal, TooManyRequests, Unauthorized
 from service.api.protocols import Principal
-from service.auth.authenticator import Authenticator
+from service.auth.authenticator import Authenticated, Authenticator
+from service.auth.sessions import COOKIE
 from service.types import JobRecord, Scope
 
 __all__ = [
+    "Credential",
     "Guard",
     "Renewal",
     "Right",
@@ -35,7 +38,9 @@ __all__ = [
     "check_admin",
     "check_right",
     "check_rules",
+    "credential_of",
     "declares",
+    "logs_in",
     "needs",
     "open_to_all",
     "reads_metrics",
@@ -80,81 +85,126 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Credential:
+    """What a request has by which its sender is found: a token, else the value of a session's cookie, else nothing."""
+
+    token: str | None = field(default=None, repr=False)
+    session: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
 class Guard:
     """Identification of the senders of requests, and limits on their number, for one server.
 
-    - `authenticator`: finds the users of tokens
+    - `authenticator`: finds the users of tokens and sessions
     - `rates`: the limits on the number of requests
     - `has_open_metrics`: whether everybody may read the metrics, which name all jobs
+    - `has_login`: whether browsers can log in with an identity provider
     """
 
     authenticator: Authenticator
     rates: RateLimits
     has_open_metrics: bool = False
+    has_login: bool = False
 
-    async def identify(self, secret: str | None, address: str) -> Principal:
-        """Find the sender of a request with the token `secret` from `address`, and count the request.
+    async def identify(self, credential: Credential, address: str) -> Principal:
+        """Find the sender of a request from `address`, and count the request.
 
-        Raises Unauthorized if the server has accounts and the token is missing or not valid, and TooManyRequests.
+        Raises Unauthorized if the server has accounts and the token or session is missing or not valid, and
+        TooManyRequests.
         """
         if not await self.authenticator.needs_token():
             self._count(self.rates.open, address)
             return Principal(address, address)
-        found = None if secret is None else await self.authenticator.authenticate(secret)
+        found = await self._found(credential)
         if found is None:
             self._count(self.rates.refused, address)
-            raise Unauthorized(
-                "this server needs a token: send `Authorization: Bearer TOKEN` (commands: `mergesearch login`, or "
-                "MERGESEARCH_TOKEN)"
-                if secret is None
-                else "the token is not valid: it is unknown, revoked or expired, or its user is disabled"
-            )
-        self._count(self.rates.tokens, found.token.id)
-        return Principal(found.account.user, address, found.account, found.token)
+            raise Unauthorized(self._refusal(credential))
+        self._count(self.rates.tokens, found.id)
+        return _principal(found, address)
 
-    async def renewed(self, sender: Principal, secret: str | None) -> Principal | None:
-        """Read the sender's current rights again, for a response that lasts; None if its token is not valid any more.
+    async def renewed(self, sender: Principal, credential: Credential) -> Principal | None:
+        """Read the sender's current rights again, for a response that lasts; None if it may not send requests any more.
 
         While the database does not answer, the result has the last known rights.
         """
         try:
             if not await self.authenticator.needs_token():
                 return sender
-            found = None if secret is None else await self.authenticator.authenticate(secret)
+            found = await self._found(credential)
         except SQLAlchemyError:
             return sender
-        return None if found is None else Principal(found.account.user, sender.address, found.account, found.token)
+        return None if found is None else _principal(found, sender.address)
 
-    def _count(self, rate: Any, sender: str) -> None:
+    def count_login(self, address: str) -> None:
+        """Count a request that begins or ends a login. Raises TooManyRequests."""
+        self._count(self.rates.logins, address)
+
+    async def _found(self, credential: Credential) -> Authenticated | None:
+        if credential.token is not None:
+            return await self.authenticator.authenticate(credential.token)
+        if credential.session is not None:
+            return await self.authenticator.authenticate_session(credential.session)
+        return None
+
+    def _refusal(self, credential: Credential) -> str:
+        if credential.token is not None:
+            return "the token is not valid: it is unknown, revoked or expired, or its user is disabled"
+        browsers = "; browsers log in at /v1/login" if self.has_login else ""
+        if credential.session is not None:
+            return f"the session is not valid: it is unknown, has ended or expired, or its user is disabled{browsers}"
+        return (
+            "this server needs a token: send `Authorization: Bearer TOKEN` (commands: `mergesearch login`, or "
+            f"MERGESEARCH_TOKEN){browsers}"
+        )
+
+    def _count(self, rate: Rate, sender: str) -> None:
         if (wait_s := rate.wait_s(sender)) > 0:
             raise TooManyRequests(
                 f"too many requests: at most {rate.per_s:g} a second are accepted in the long run", wait_s
             )
 
 
+def _principal(found: Authenticated, address: str) -> Principal:
+    account = found.account
+    return Principal(account.user, address, account, found.token, found.session, found.scope)
+
+
 _bearer = HTTPBearer(auto_error=False, description="An API token: `mergesearch tokens create`.")
 
 
+def credential_of(request: Request, bearer: HTTPAuthorizationCredentials | None) -> Credential:
+    """What a request has by which its sender is found. The cookie of a session counts only if there is no token."""
+    if bearer is not None:
+        return Credential(token=bearer.credentials)
+    return Credential(session=request.cookies.get(COOKIE))
+
+
 async def _sender(
-    request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    request: Request, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Principal:
-    """Find the sender of a request, by its token and its address."""
+    """Find the sender of a request, by its token or session and its address."""
     guard: Guard = request.app.state.guard
-    address = request.client.host if request.client is not None else "unknown"
-    return await guard.identify(_secret(credentials), address)
+    credential = credential_of(request, bearer)
+    sender = await guard.identify(credential, _address(request))
+    if sender.session is not None and credential.session is not None:
+        problem = csrf_problem(request.method, request.headers, secret=credential.session)
+        if problem is not None:
+            raise Refusal(403, problem)
+    return sender
 
 
-def _secret(credentials: HTTPAuthorizationCredentials | None) -> str | None:
-    return None if credentials is None else credentials.credentials
+def _address(request: Request) -> str:
+    return request.client.host if request.client is not None else "unknown"
 
 
 async def _renewal(
     request: Request,
     sender: Annotated[Principal, Depends(_sender)],
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Callable[[], Awaitable[Principal | None]]:
     guard: Guard = request.app.state.guard
-    return partial(guard.renewed, sender, _secret(credentials))
+    return partial(guard.renewed, sender, credential_of(request, bearer))
 
 
 def _declared(rule: Rule, check: Callable[..., Any]) -> Any:
@@ -197,15 +247,26 @@ def open_to_all() -> Any:
     return _declared(Rule(None), nothing)
 
 
+def logs_in() -> Any:
+    """FastAPI dependency of a route of a login, which everybody may use, but not often; returns the address."""
+
+    async def counted(request: Request) -> str:
+        guard: Guard = request.app.state.guard
+        guard.count_login(_address(request))
+        return _address(request)
+
+    return _declared(Rule(None), counted)
+
+
 def reads_metrics() -> Any:
     """Make the FastAPI dependency of the metrics, which only administrators may read unless the operator opens them."""
 
     async def checked(
-        request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+        request: Request, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
     ) -> None:
         guard: Guard = request.app.state.guard
         if not guard.has_open_metrics:
-            check_admin(await _sender(request, credentials))
+            check_admin(await _sender(request, bearer))
 
     return _declared(Rule(Scope.READ, None, is_for_admins=True), checked)
 
@@ -243,10 +304,10 @@ def check_right(sender: Principal, job: JobRecord, right: Right, *, noun: str) -
 def _check_scope(sender: Principal, scope: Scope) -> None:
     if scope is Scope.ADMIN and sender.account is None:
         raise Refusal(403, NO_ACCOUNTS)
-    if sender.token is not None and not sender.token.scope.allows(scope):
-        raise Refusal(
-            403, f"the token has the scope {sender.token.scope}; this request needs one with the scope {scope}"
-        )
+    if sender.scope is not None and not sender.scope.allows(scope):
+        has = "the session" if sender.token is None else "the token"
+        needed = "a token" if sender.token is None else "one"
+        raise Refusal(403, f"{has} has the scope {sender.scope}; this request needs {needed} with the scope {scope}")
 
 
 def check_admin(sender: Principal) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from search_spaces.errors import InvalidPreference, InvalidStudy, Problem
-from service.errors import Conflict, NotFound, StaleAttempt
+from service.errors import Conflict, LoginRefused, NotFound, StaleAttempt
 from service.schemas.api import FieldProblem, ProblemDocument
 
 __all__ = [
@@ -190,6 +190,7 @@ def install_handlers(app: FastAPI) -> None:
         NotFound: respond_with(404),
         Conflict: respond_with(409),
         StaleAttempt: respond_with(409),
+        LoginRefused: respond_with(403),
         Unauthorized: unauthorized,
         TooManyRequests: too_many,
         Unavailable: unavailable,

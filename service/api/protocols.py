@@ -7,7 +7,7 @@ from typing import Protocol
 
 from service.schemas.api import RayJobDocument
 from service.store.accounts import Actor
-from service.types import Account, JobRecord, TokenRecord
+from service.types import Account, JobRecord, Scope, SessionRecord, TokenRecord
 
 __all__ = ["Cluster", "Principal"]
 
@@ -50,17 +50,21 @@ class Cluster(Protocol):
 class Principal:
     """Sender of a request.
 
-    `name` is the name of the user, or the address if the server has no accounts. In this case `account` and `token` are
-    None, and the sender may do everything.
+    `name` is the name of the user, or the address if the server has no accounts. In this case all else is None, and the
+    sender may do everything. Else the sender has a `token` or a `session`, which may be used for requests of the
+    `scope`.
     """
 
     name: str
     address: str
     account: Account | None = None
     token: TokenRecord | None = None
+    session: SessionRecord | None = None
+    scope: Scope | None = None
 
     @property
     def actor(self) -> Actor:
         """The sender in the audit log."""
         user = None if self.account is None else self.account.user
-        return Actor(user, self.address, None if self.token is None else self.token.prefix)
+        label = None if self.session is None else self.session.label
+        return Actor(user, self.address, label if self.token is None else self.token.prefix)

@@ -1,7 +1,7 @@
-"""Authentication of requests: finds the user of a token, and decides whether requests need a token.
+"""Authentication of requests: finds the user of a token or a session, and decides whether requests need one.
 
-Answers of the database are cached for half a second. Therefore a token that any server has revoked is refused within a
-second, and most checks do not read the database.
+Answers of the database are cached for half a second. Therefore a token that any server has revoked, or a session that
+any server has ended, is refused within a second, and most checks do not read the database.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import anyio.to_thread
 from sqlalchemy.exc import SQLAlchemyError
 
+from service.auth.sessions import IDLE_S
 from service.auth.tokens import digest_of
 from service.store.accounts import AccountStore
-from service.types import Account, TokenRecord
+from service.types import Account, Scope, SessionRecord, TokenRecord
 
 __all__ = ["REMEMBERED_S", "USES_S", "Authenticated", "Authenticator"]
 
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 # Seconds for which an answer of the database is used again.
 REMEMBERED_S = 0.5
 
-# Seconds between the times at which the last uses of tokens are stored.
+# Seconds between the times at which the last uses of tokens and sessions are stored.
 USES_S = 10.0
 
 # Answers that are remembered at most; all are forgotten when there are more.
@@ -40,10 +42,25 @@ MAX_THREADS = 4
 
 @dataclass(frozen=True)
 class Authenticated:
-    """The record of a valid token, and the rights of its user."""
+    """The record of a valid token or session, and the rights of its user. One of `token` and `session` is None."""
 
-    token: TokenRecord
     account: Account
+    token: TokenRecord | None = None
+    session: SessionRecord | None = None
+
+    @property
+    def id(self) -> str:
+        """Id of the token or the session."""
+        found = self.token or self.session
+        assert found is not None
+        return found.id
+
+    @property
+    def scope(self) -> Scope:
+        """What the token may be used for. A session may manage accounts only if its user administers the server."""
+        if self.token is not None:
+            return self.token.scope
+        return Scope.ADMIN if self.account.is_admin else Scope.SUBMIT
 
 
 @dataclass(frozen=True)
@@ -52,8 +69,45 @@ class _Answer:
     read_at: float
 
 
+class _Answers:
+    """The answers of the database about tokens, or about sessions, by sha256; `read` asks the database."""
+
+    def __init__(
+        self,
+        read: Callable[[str], Authenticated | None],
+        limiter: anyio.CapacityLimiter,
+        clock: Callable[[], float],
+    ) -> None:
+        self._ask = read
+        self._limiter = limiter
+        self._clock = clock
+        self._answers: dict[str, _Answer] = {}
+        self._reading: dict[str, asyncio.Task[Authenticated | None]] = {}
+
+    async def find(self, digest: str) -> Authenticated | None:
+        answer = self._answers.get(digest)
+        if answer is not None and self._clock() - answer.read_at < REMEMBERED_S:
+            return answer.found
+        reading = self._reading.get(digest)
+        if reading is None:  # simultaneous requests read it once
+            reading = self._reading[digest] = asyncio.create_task(self._read(digest))
+            reading.add_done_callback(lambda _: self._reading.pop(digest, None))
+        return await asyncio.shield(reading)
+
+    async def _read(self, digest: str) -> Authenticated | None:
+        read_at = self._clock()  # before the answer, which is as old as its transaction
+        found = await anyio.to_thread.run_sync(self._ask, digest, limiter=self._limiter)
+        if len(self._answers) >= MAX_REMEMBERED:
+            self._answers.clear()
+        self._answers[digest] = _Answer(found, read_at)
+        return found
+
+    def forget(self) -> None:
+        self._answers.clear()
+
+
 class Authenticator:
-    """Checks the tokens of requests to one server. All calls of its coroutines must be in one event loop.
+    """Checks the tokens and sessions of requests to one server. All its coroutines must be called in one event loop.
 
     If `is_on` is False, the server has no accounts, even if the database has users. `clock` is a monotonic clock in
     seconds, which tests replace.
@@ -65,12 +119,13 @@ class Authenticator:
         self._accounts = accounts
         self._is_on = is_on
         self._clock = clock
-        self._answers: dict[str, _Answer] = {}
-        self._reading: dict[str, asyncio.Task[Authenticated | None]] = {}
         self._used_at: dict[str, float] = {}
+        self._used_sessions: set[str] = set()
         self._has_users = False
         # Threads of their own: requests that wait in the application's threads do not keep others from being checked.
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
+        self._tokens = _Answers(self._token, self._threads, clock)
+        self._sessions = _Answers(self._session, self._threads, clock)
         self._looked_at = -REMEMBERED_S
 
     async def needs_token(self) -> bool:
@@ -89,35 +144,33 @@ class Authenticator:
 
     async def authenticate(self, secret: str) -> Authenticated | None:
         """Find the user of the token `secret`; None if the token is not valid."""
-        digest = digest_of(secret)
-        answer = self._answers.get(digest)
-        if answer is not None and self._clock() - answer.read_at < REMEMBERED_S:
-            found = answer.found
-        else:
-            reading = self._reading.get(digest)
-            if reading is None:  # simultaneous requests read it once
-                reading = self._reading[digest] = asyncio.create_task(self._read(digest))
-                reading.add_done_callback(lambda _: self._reading.pop(digest, None))
-            found = await asyncio.shield(reading)
+        found = await self._tokens.find(digest_of(secret))
         if found is not None:
-            self._used_at[found.token.id] = time.time()
+            self._used_at[found.id] = time.time()
         return found
 
-    async def _read(self, digest: str) -> Authenticated | None:
-        read_at = self._clock()  # before the answer, which is as old as its transaction
-        answer = await anyio.to_thread.run_sync(self._accounts.find_token, digest, limiter=self._threads)
-        found = None if answer is None else Authenticated(answer[0], answer[1])
-        if len(self._answers) >= MAX_REMEMBERED:
-            self._answers.clear()
-        self._answers[digest] = _Answer(found, read_at)
+    async def authenticate_session(self, secret: str) -> Authenticated | None:
+        """Find the user of the session whose cookie has the value `secret`; None if the session is not valid."""
+        found = await self._sessions.find(digest_of(secret))
+        if found is not None:
+            self._used_sessions.add(found.id)
         return found
+
+    def _token(self, digest: str) -> Authenticated | None:
+        answer = self._accounts.find_token(digest)
+        return None if answer is None else Authenticated(answer[1], token=answer[0])
+
+    def _session(self, digest: str) -> Authenticated | None:
+        answer = self._accounts.find_session(digest, idle_s=IDLE_S)
+        return None if answer is None else Authenticated(answer[1], session=answer[0])
 
     def forget(self) -> None:
-        """Empty the cache of tokens; called when this server has changed accounts."""
-        self._answers.clear()
+        """Empty the cache of tokens and sessions; called when this server has changed accounts."""
+        self._tokens.forget()
+        self._sessions.forget()
 
     async def record_uses(self) -> None:
-        """Store the times at which tokens were last used, every 10 s and once more when cancelled. Never returns."""
+        """Store the last uses of tokens and sessions, every 10 s and once more when cancelled. Never returns."""
         try:
             while True:
                 await asyncio.sleep(USES_S)
@@ -128,8 +181,13 @@ class Authenticator:
     def store_uses(self) -> None:
         """Store the times at which tokens were used since the last call."""
         used_at, self._used_at = self._used_at, {}
-        if used_at:
-            try:
-                self._accounts.record_uses(used_at)
-            except SQLAlchemyError:
-                logger.exception("the last uses of %d tokens could not be stored", len(used_at))
+        used_sessions, self._used_sessions = self._used_sessions, set()
+        for used, store in (
+            (used_at, partial(self._accounts.record_uses, used_at)),
+            (used_sessions, partial(self._accounts.record_session_uses, used_sessions)),
+        ):
+            if used:
+                try:
+                    store()
+                except SQLAlchemyError:
+                    logger.exception("the last uses of %d tokens or sessions could not be stored", len(used))

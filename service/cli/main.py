@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, SearchSpaceError
+from service.auth.settings import GroupRole
 from service.cli import accounts, verbs
 from service.cli.plan import plan
 from service.disk import parse_bytes
@@ -213,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="answer below PATH, such as /mergesearch, too: for a proxy that passes whole paths on",
     )
+    _add_oidc(command)
     command.add_argument(
         "--export-days", type=_days, default=7.0, metavar="DAYS", help="how long exports are kept (default %(default)s)"
     )
@@ -704,6 +706,59 @@ def _rate(text: str) -> float:
     if not 0 < rate < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests a second; give one above 0, such as 50")
     return rate
+
+
+def _add_oidc(command: argparse.ArgumentParser) -> None:
+    """Declare the options of `serve` about the identity provider with which browsers log in."""
+    command.add_argument(
+        "--oidc-issuer",
+        metavar="URL",
+        help="identity provider (OpenID Connect) with which browsers log in (default: they cannot)",
+    )
+    command.add_argument("--oidc-client-id", metavar="ID", help="id of this server at the identity provider")
+    command.add_argument(
+        "--oidc-client-secret-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the client secret (default: $MERGESEARCH_OIDC_CLIENT_SECRET)",
+    )
+    command.add_argument(
+        "--oidc-scopes",
+        metavar="SCOPES",
+        help="what the server asks the provider for (default: 'openid profile email')",
+    )
+    command.add_argument(
+        "--oidc-user-claim",
+        metavar="CLAIM",
+        help="claim that names the user (default: preferred_username, else an email that the provider has verified)",
+    )
+    command.add_argument("--oidc-groups-claim", metavar="CLAIM", help="claim with the user's groups, for --oidc-team")
+    command.add_argument(
+        "--oidc-team",
+        action="append",
+        default=[],
+        type=_group_role,
+        metavar="GROUP=TEAM:ROLE",
+        help="role in a team that the members of a group get at each login, and others lose; repeatable",
+    )
+    command.add_argument(
+        "--oidc-create-users",
+        action="store_true",
+        help="add unknown users, without a team, at their first login (default: they are refused)",
+    )
+    command.add_argument(
+        "--public-url",
+        metavar="URL",
+        help="URL under which browsers reach the server, with its path prefix, for logins (default: as in the request)",
+    )
+
+
+def _group_role(text: str) -> GroupRole:
+    """Parse GROUP=TEAM:ROLE. Raises ArgumentTypeError for an invalid text."""
+    try:
+        return GroupRole.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _prefix(text: str) -> str:

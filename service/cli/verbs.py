@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.errors import InvalidPreference, InvalidRecipe, InvalidStudy, Problem
+from service.auth.settings import oidc_settings
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.tasks import fetch_task, list_tasks
@@ -141,6 +142,18 @@ def _check(study: Any, directory: Path, *, exports: bool, metadata_only: bool, a
 
 
 def serve(options: argparse.Namespace) -> int:
+    oidc = oidc_settings(
+        issuer=options.oidc_issuer,
+        client_id=options.oidc_client_id,
+        secret_file=options.oidc_client_secret_file,
+        scopes=options.oidc_scopes,
+        user_claim=options.oidc_user_claim,
+        groups_claim=options.oidc_groups_claim,
+        teams=options.oidc_team,
+        creates_users=options.oidc_create_users,
+        public_url=options.public_url,
+        environment=os.environ,
+    )
     run_server(
         options.data,
         database=options.database,
@@ -162,6 +175,7 @@ def serve(options: argparse.Namespace) -> int:
         has_accounts=not options.no_accounts,
         requests_per_s=options.rate_limit,
         has_open_metrics=options.open_metrics,
+        oidc=oidc,
     )
     return 0
 

@@ -35,6 +35,7 @@ __all__ = [
     "FleetAnalysisDocument",
     "JobDocument",
     "LandscapeDocument",
+    "LogoutDocument",
     "MeDocument",
     "MergeLossDocument",
     "NewTokenDocument",
@@ -44,6 +45,7 @@ __all__ = [
     "RayJobDocument",
     "RoleName",
     "ScopeName",
+    "SessionDocument",
     "SharingName",
     "StudyDocument",
     "TaskVectorDocument",
@@ -442,7 +444,25 @@ class MeDocument(TypedDict):
     """Sender of the request."""
 
     user: Annotated[UserDocument | None, Field(description="Null: the server has no accounts.")]
-    token: TokenDocument | None
+    token: Annotated[TokenDocument | None, Field(description="Null: the sender has a session, or no account.")]
+
+
+class SessionDocument(TypedDict):
+    """User who sends the request, and the session of the browser."""
+
+    user: Annotated[UserDocument | None, Field(description="Null: the server has no accounts.")]
+    scope: Annotated[ScopeName | None, Field(description="What the session or the token may be used for.")]
+    expires_at: Annotated[Time | None, Field(description="End of the session; null: the sender has no session.")]
+    csrf_token: Annotated[
+        str | None,
+        Field(description="Value of the header X-CSRF-Token of requests that change something; null: no session."),
+    ]
+
+
+class LogoutDocument(TypedDict):
+    """Answer to a logout."""
+
+    was_logged_in: Annotated[bool, Field(description="Whether the request ended a session.")]
 
 
 class AuditEntryDocument(TypedDict):

@@ -1,4 +1,4 @@
-"""Users, teams, tokens and the audit log of a server, in its database.
+"""Users, teams, tokens, sessions and the audit log of a server, in its database.
 
 A change and its entry in the audit log are stored in one transaction. A change that would leave the server without an
 administrator is refused.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -25,8 +25,10 @@ from service.types import (
     Account,
     AuditRecord,
     JobRecord,
+    LoginRecord,
     Role,
     Scope,
+    SessionRecord,
     Sharing,
     TeamRecord,
     TokenRecord,
@@ -64,7 +66,7 @@ def name_problem(name: str) -> str | None:
 
 @repeated
 class AccountStore:
-    """Store of users, teams, tokens and the audit log in the database of `store`. Thread-safe.
+    """Store of users, teams, tokens, sessions and the audit log in the database of `store`. Thread-safe.
 
     Methods that change something receive the Actor for the audit log. Callers must check names with `name_problem`
     first.
@@ -121,6 +123,8 @@ class AccountStore:
     ) -> UserRecord:
         """Change whether a user is an administrator or disabled (None: unchanged), and return the user.
 
+        The sessions of a user who is disabled end.
+
         Raises NotFound if there is no such user, and Conflict if no administrator would be left.
         """
         table = schema.users
@@ -137,6 +141,8 @@ class AccountStore:
                     f"user {name!r}: is the last administrator, who can be neither disabled nor demoted; make "
                     "another user an administrator first"
                 )
+            if changed["is_disabled"]:
+                connection.execute(sa.delete(schema.sessions).where(schema.sessions.c.user == name))
             after = _user(connection, name)
             if after != before:
                 _record(connection, actor, "user.change", f"user {name}", _user_document(before), _user_document(after))
@@ -296,6 +302,107 @@ class AccountStore:
                 is_later = table.c.last_used_at.is_(None) | (table.c.last_used_at < time)
                 connection.execute(
                     sa.update(table).where((table.c.id == token_id) & is_later).values(last_used_at=time)
+                )
+
+    # -- sessions of browsers ----------------------------------------------------------------------------------------
+
+    def add_login(self, login: LoginRecord, *, state: str, browser: str, lifetime_s: float) -> None:
+        """Store a login that a browser began, for `lifetime_s` seconds.
+
+        `state` and `browser` are the sha256 of the login's state and of the value in the browser's cookie.
+        """
+        table = schema.logins
+        with transaction(self._engine) as connection:
+            now = clock(connection)
+            connection.execute(sa.delete(table).where(table.c.expires_at <= now))
+            row = {**vars(login), "state": state, "browser": browser}
+            connection.execute(sa.insert(table).values(**row, expires_at=now + lifetime_s))
+
+    def take_login(self, *, state: str, browser: str) -> LoginRecord | None:
+        """Remove the login of a state and a browser, and return it.
+
+        Returns None if there is no such login, or it has expired. Of simultaneous calls, one gets the login.
+        """
+        table = schema.logins
+        is_this = (table.c.state == state) & (table.c.browser == browser)
+        with transaction(self._engine) as connection:
+            found = connection.execute(
+                sa.delete(table)
+                .where(is_this & (table.c.expires_at > clock(connection)))
+                .returning(table.c.nonce, table.c.verifier, table.c.redirect_uri, table.c.next)
+            ).one_or_none()
+        return None if found is None else LoginRecord(**found._mapping)
+
+    def add_session(self, user: str, *, digest: str, lifetime_s: float, idle_s: float, actor: Actor) -> SessionRecord:
+        """Store a new session of a user for `lifetime_s` seconds, and return its record.
+
+        `digest` is the sha256 of the value in the cookie. Sessions that have expired, or were unused for `idle_s`
+        seconds, are removed. Raises NotFound if there is no such user, and Conflict if the user is disabled.
+        """
+        table = schema.sessions
+        row = {"id": uuid.uuid4().hex, "user": user, "digest": digest}
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            if _user(connection, user).is_disabled:
+                raise Conflict(f"user {user!r}: is disabled")
+            now = clock(connection)
+            is_over = (table.c.expires_at <= now) | (table.c.last_used_at + idle_s <= now)
+            connection.execute(sa.delete(table).where(is_over))
+            times = {"created_at": now, "expires_at": now + lifetime_s, "last_used_at": now}
+            connection.execute(sa.insert(table).values(**row, **times))
+            columns = [column for column in table.c if column.name != "digest"]
+            stored = connection.execute(sa.select(*columns).where(table.c.id == row["id"])).mappings().one()
+            session = SessionRecord(**stored)
+            actor = replace(actor, token=session.label)
+            _record(connection, actor, "session.login", f"user {user}", None, {"expires_at": session.expires_at})
+        return session
+
+    def find_session(self, digest: str, *, idle_s: float) -> tuple[SessionRecord, Account] | None:
+        """Find a valid session by the sha256 of its cookie's value: its record, and its user's rights.
+
+        Returns None if there is no such session, it has expired, it was unused for `idle_s` seconds, or its user is
+        disabled.
+        """
+        sessions, users, members = schema.sessions, schema.users, schema.memberships
+        columns = [column for column in sessions.c if column.name != "digest"]
+        with self._reads.connect() as connection:
+            query = (
+                sa.select(
+                    *columns,
+                    users.c.is_admin.label("user_is_admin"),
+                    members.c.team.label("member_of"),
+                    members.c.role.label("member_as"),
+                    sa.cast(clock(connection), sa.Float).label("now"),
+                )
+                .join(users, users.c.name == sessions.c.user)
+                .outerjoin(members, members.c.user == sessions.c.user)
+                .where((sessions.c.digest == digest) & ~users.c.is_disabled)
+            )
+            rows = connection.execute(query).mappings().all()
+        if not rows:
+            return None
+        first = rows[0]
+        session = SessionRecord(**{column.name: first[column] for column in columns})
+        roles = {row["member_of"]: Role(row["member_as"]) for row in rows if row["member_of"] is not None}
+        account = Account(session.user, first["user_is_admin"], roles)
+        return (session, account) if session.is_valid(now=first["now"], idle_s=idle_s) else None
+
+    def end_session(self, session: SessionRecord, *, actor: Actor) -> bool:
+        """End a session. Returns whether it had not ended already."""
+        table = schema.sessions
+        with transaction(self._engine) as connection:
+            was_there = connection.execute(sa.delete(table).where(table.c.id == session.id)).rowcount > 0
+            if was_there:
+                _record(connection, actor, "session.logout", f"user {session.user}", None, None)
+        return was_there
+
+    def record_session_uses(self, session_ids: Collection[str]) -> None:
+        """Store that sessions were used now."""
+        table = schema.sessions
+        with transaction(self._engine) as connection:
+            for session_id in sorted(session_ids):
+                connection.execute(
+                    sa.update(table).where(table.c.id == session_id).values(last_used_at=clock(connection))
                 )
 
     # -- jobs ------------------------------------------------------------------------------------------------------

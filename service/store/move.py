@@ -18,8 +18,9 @@ __all__ = ["MovedTable", "check_empty", "copy_tables", "move"]
 # Rows that are read, and written, at once.
 BATCH = 1000
 
-# Not copied: the first is made with the tables, like Alembic's own table; the second is about connections.
-NOT_COPIED = frozenset({"schema_version", "commit_tokens"})
+# Not copied: the first is made with the tables, like Alembic's own table; the second is about connections. Sessions and
+# logins of browsers end, as a session that ended after a backup would be valid again.
+NOT_COPIED = frozenset({"schema_version", "commit_tokens", "sessions", "logins"})
 
 
 @dataclass(frozen=True)

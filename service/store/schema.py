@@ -38,6 +38,7 @@ __all__ = [
     "evidence",
     "exports",
     "judgments",
+    "logins",
     "memberships",
     "metadata",
     "prompt_templates",
@@ -47,6 +48,7 @@ __all__ = [
     "sample_texts",
     "samples",
     "search_steps",
+    "sessions",
     "studies",
     "teams",
     "tokens",
@@ -56,7 +58,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0016"
+REVISION = "0017"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -427,6 +429,33 @@ tokens = Table(
     Column("last_used_at", Float),
     Column("revoked_at", Float),
     ForeignKeyConstraint(["user"], ["users.name"]),
+)
+
+# Sessions of browsers: the sha256 of the value in each one's cookie. A session that ends is deleted.
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("id", string(32), primary_key=True),
+    Column("user", string(64), nullable=False),
+    Column("digest", string(64), nullable=False, unique=True),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+    Column("last_used_at", Float, nullable=False),
+    ForeignKeyConstraint(["user"], ["users.name"]),
+)
+
+# Logins that browsers began: the sha256 of the state, and of the value in the browser's cookie. A login that ends is
+# deleted.
+logins = Table(
+    "logins",
+    metadata,
+    Column("state", string(64), primary_key=True),
+    Column("browser", string(64), nullable=False),
+    Column("nonce", string(64), nullable=False),
+    Column("verifier", string(128), nullable=False),
+    Column("redirect_uri", LosslessText, nullable=False),
+    Column("next", LosslessText, nullable=False),
+    Column("expires_at", Float, nullable=False),
 )
 
 # The audit log. Triggers of the database refuse to change or delete its rows.

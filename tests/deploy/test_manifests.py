@@ -19,8 +19,11 @@ import pytest
 import yaml
 
 from service.api import preflight_process
+from service.auth import settings
+from service.auth.settings import GroupRole
 from service.auth.tokens import given_token
 from service.cli import main as command_line
+from service.types import Role
 from tests.deploy import kuberay
 from tests.deploy.chart import CHART, NAMESPACE, PROFILES, RELEASE, Helm, Manifests, values_of
 from tests.deploy.conftest import Rendered
@@ -171,6 +174,36 @@ def test_accounts_are_there_or_given_up_explicitly(helm: Helm, rendered: Rendere
         (secret,) = [each for each in manifests.of("Secret") if each["metadata"]["name"].endswith("-accounts")]
         for value in secret["data"].values():
             assert given_token(base64.b64decode(value).decode())
+
+
+def test_browsers_log_in_by_the_values(helm: Helm) -> None:
+    """The API gets the identity provider by options, the client secret from the Secret alone, and its own address."""
+    options = {
+        "issuer": "https://login.example.org/realms/main",
+        "clientId": "mergesearch",
+        "existingSecret": "ours",
+        "scopes": "openid profile groups",
+        "userClaim": "upn",
+        "groupsClaim": "groups",
+        "teams[0]": "search users=red:member",
+        "createUsers": "true",
+    }
+    given = [text for name, value in options.items() for text in ("--set", f"api.oidc.{name}={value}")]
+    for more, address in (
+        (("--set", "ingress.host=search.example.org"), "https://search.example.org"),
+        (("--set", "api.oidc.publicUrl=https://m.example.org/a"), "https://m.example.org/a"),
+    ):
+        manifests = helm.manifests("multi-gpu", *given, *more)
+        (api,) = [each for each in containers(manifests) if each["name"] == "api"]
+        parsed = command_line._parser().parse_args([*api["command"][1:], *api["args"]])
+        assert (parsed.oidc_issuer, parsed.oidc_client_id) == (options["issuer"], options["clientId"])
+        assert (parsed.oidc_scopes, parsed.oidc_user_claim) == (options["scopes"], options["userClaim"])
+        assert (parsed.oidc_groups_claim, parsed.oidc_create_users) == ("groups", True)
+        assert parsed.oidc_team == [GroupRole("search users", "red", Role.MEMBER)]
+        assert parsed.public_url == address
+        (secret,) = [each for each in api["env"] if each["name"] == settings.VARIABLE]
+        assert secret["valueFrom"] == {"secretKeyRef": {"name": "ours", "key": "client_secret"}}
+    assert settings.VARIABLE not in json.dumps(helm.manifests("multi-gpu").objects)
 
 
 def test_an_option_that_is_not_there_is_noticed(capsys: pytest.CaptureFixture[str], helm: Helm) -> None:

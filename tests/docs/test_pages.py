@@ -21,7 +21,7 @@ from search_spaces.study.file import load_study, parse_study, study_json_schema
 from search_spaces.study.yaml import parse_document
 from service.api.metrics import JOB, METRICS, SETBACKS
 from service.api.openapi import install_openapi
-from service.api.routes import accounts, exports, finetunes, jobs, operations, results
+from service.api.routes import accounts, exports, finetunes, jobs, login, operations, results
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
 from tests.test_maps import PACKAGES
@@ -348,7 +348,7 @@ def test_every_route_is_in_the_table_and_no_other() -> None:
     from fastapi import FastAPI
 
     app = FastAPI()
-    for router in (*jobs.routers(), finetunes.router, results.router, exports.router, accounts.router):
+    for router in (*jobs.routers(), finetunes.router, results.router, exports.router, accounts.router, login.router):
         app.include_router(router, prefix="/v1")
     app.include_router(operations.router)
     install_openapi(app)

@@ -1,7 +1,8 @@
 """Limits on requests: their origin and number, how many are checked at once, and the disk space of their results.
 
 - `origin`: refuses requests for another server, or from a web page of another server
-- `rates`: limits the number of requests of each token and address
+- `csrf`: refuses requests of sessions that pages of other servers may have sent
+- `rates`: limits the number of requests of each token, session and address
 - `headers`: security headers of responses
 - `fair_queue`: shares a limited number of concurrent turns between clients
 - `artifacts`: the quota of experts and policies

@@ -1,4 +1,4 @@
-"""Limits on the number of requests: of each token, of each address, and of requests without a valid token."""
+"""Limits on the number of requests: of each token and address, of logins, and of requests without a valid token."""
 
 from __future__ import annotations
 
@@ -49,15 +49,17 @@ class Rate:
 class RateLimits:
     """Limits on the number of requests: of a token, of an address at a server without accounts, and of refused ones.
 
-    - `tokens`: limit on the requests of each token
+    - `tokens`: limit on the requests of each token and session
     - `open`: limit on the requests of each address at a server without accounts; by default there is no limit, since
       all users may have one address
     - `refused`: limit on the requests of each address without a valid token
+    - `logins`: limit on the requests of each address that begin or end a login
     """
 
     tokens: Rate = field(default_factory=lambda: Rate(100.0, 1000.0))
     open: Rate = field(default_factory=lambda: Rate(math.inf, math.inf))
     refused: Rate = field(default_factory=lambda: Rate(5.0, 50.0))
+    logins: Rate = field(default_factory=lambda: Rate(5.0, 100.0))
 
     @classmethod
     def of(cls, per_s: float) -> RateLimits:

@@ -6,5 +6,6 @@
 - `results`: trials, recipes, front, summary, report and plots of a study
 - `exports`: merged models to download
 - `accounts`: users, teams, tokens, the sender's own account, and the audit log
+- `login`: logins of browsers with an identity provider, and their sessions
 - `operations`: health, readiness, metrics
 """

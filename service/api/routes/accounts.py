@@ -89,10 +89,11 @@ class NewToken(_Body):
 @router.get("/me", response_model=None, responses={200: {"model": MeDocument}})
 def get_me(services: Context, sender: Reader) -> Response:
     """Show the sender's user, teams and token."""
-    if sender.account is None or sender.token is None:
+    if sender.account is None:
         return Json(MeDocument(user=None, token=None))
     user = services.accounts.user(sender.account.user)
-    return Json(MeDocument(user=user_document(user), token=token_document(sender.token)))
+    token = None if sender.token is None else token_document(sender.token)
+    return Json(MeDocument(user=user_document(user), token=token))
 
 
 # -- users -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import Any, Self
 import httpx
 import sqlalchemy as sa
 
-from service.auth.tokens import new_token
+from service.auth.sessions import IDLE_S, LIFETIME_S, new_session_secret
+from service.auth.tokens import digest_of, new_token
 from service.store import schema
 from service.store.accounts import AccountStore, Actor
 from service.store.connection import transaction
@@ -69,6 +70,14 @@ class Company:
             actor=OPERATOR,
         )
         return token.secret
+
+    def add_session(self, user: str) -> str:
+        """Begin a session of a user; returns the value of its cookie."""
+        secret = new_session_secret()
+        self.accounts.add_session(
+            user, digest=digest_of(secret), lifetime_s=LIFETIME_S, idle_s=IDLE_S, actor=Actor(user, "tests")
+        )
+        return secret
 
     def own(
         self,

@@ -21,23 +21,37 @@ from fastapi.routing import APIRoute
 from service.api.limits.rates import Rate, RateLimits
 from service.api.permissions import Right, Rule, check_rules, rule_of
 from service.api.protocols import Principal
+from service.auth.sessions import COOKIE, csrf_token_of, new_session_secret
 from service.types import Account, JobRecord, Role, Scope
 from tests.service.api.accounts import EXPORT, ROLES, Company, bearer
 from tests.service.api.harness import ApiServer, analysed_fleet, stored_study
+from tests.service.api.identity_provider import identity_provider
 
 UNKNOWN = "0" * 32
 
 
 @dataclass(frozen=True)
 class Visitor:
-    """A sender of requests: a user with a token of one scope, or nobody with a token that is not valid."""
+    """A sender of requests: a user with a token of one scope or a session, or nobody with what is not valid.
+
+    The sender of a session sends its CSRF token if `has_csrf`.
+    """
 
     user: str | None
     scope: Scope | None = None
     token: str | None = None
+    session: str | None = None
+    has_csrf: bool = True
 
     def __str__(self) -> str:
-        return f"{self.user or 'nobody'}, {self.scope or ('expired' if self.token else 'no token')}"
+        credential = "no token" if self.token is self.session is None else "token" if self.token else "session"
+        return f"{self.user or 'nobody'}, {credential}, {self.scope}, {'' if self.has_csrf else 'no CSRF token'}"
+
+    def headers(self) -> dict[str, str]:
+        if self.session is None:
+            return bearer(self.token)
+        csrf = {"X-CSRF-Token": csrf_token_of(self.session)} if self.has_csrf else {}
+        return {"Cookie": f"{COOKIE}={self.session}", **csrf}
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,7 @@ class Place:
     tuned: JobRecord
     begun: JobRecord
     http: httpx.Client
+    sessions: dict[str, str]
 
     @property
     def app(self) -> FastAPI:
@@ -65,7 +80,13 @@ class Place:
         visitors = [Visitor(None), Visitor(None, None, self.company.expired), Visitor(None, None, "mst_wrong")]
         visitors += [Visitor("owner", scope, tokens["owner", scope]) for scope in Scope]
         others = [user for user in ROLES if user != "owner"]
-        return visitors + [Visitor(user, Scope.ADMIN, tokens[user, Scope.ADMIN]) for user in others]
+        visitors += [Visitor(user, Scope.ADMIN, tokens[user, Scope.ADMIN]) for user in others]
+        visitors.append(Visitor(None, None, session=new_session_secret()))
+        for user in ("root", "owner", "stranger"):
+            scope = Scope.ADMIN if user == "root" else Scope.SUBMIT
+            visitors.append(Visitor(user, scope, session=self.sessions[user]))
+            visitors.append(Visitor(user, scope, session=self.sessions[user], has_csrf=False))
+        return visitors
 
     def parameters(self, route: APIRoute) -> dict[str, str]:
         """Path parameters of objects of the team "red" by whose state a change is refused, or that are new."""
@@ -91,21 +112,27 @@ class Place:
     def send(self, route: APIRoute, visitor: Visitor, **changes: str) -> httpx.Response:
         (method,) = route.methods
         path = route.path_format.format(**{**self.parameters(route), **changes})
-        return self.http.request(method, path, headers=bearer(visitor.token))
+        if route.path == "/v1/logout" and visitor.session in self.sessions.values():
+            assert visitor.user is not None
+            visitor = replace(visitor, session=self.company.add_session(visitor.user))
+        self.http.cookies.clear()
+        return self.http.request(method, path, headers=visitor.headers())
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    unlimited = RateLimits(*(Rate(math.inf, math.inf) for _ in range(3)))
+    unlimited = RateLimits(*(Rate(math.inf, math.inf) for _ in range(4)))
     with (
-        ApiServer(tmp_path_factory.mktemp("api"), rates=unlimited) as server,
+        identity_provider() as provider,
+        ApiServer(tmp_path_factory.mktemp("api"), rates=unlimited, oidc=provider.settings()) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         company = Company.on(server)
         analysis = {"samples": 3, "fleets": [analysed_fleet("mergopt", 1, 2, 3, 4)]}
         tuned = company.tuned(server.data_dir, analysis=analysis)
         created = company.own(stored_study(server.store))
-        yield Place(company, company.finished(), created, tuned, company.begun(), http)
+        sessions = {user: company.add_session(user) for user in ("root", "owner", "stranger")}
+        yield Place(company, company.finished(), created, tuned, company.begun(), http, sessions)
 
 
 def account_of(user: str) -> Account:
@@ -113,12 +140,14 @@ def account_of(user: str) -> Account:
     return Account(user, user == "root", {} if membership is None else {membership[0]: membership[1]})
 
 
-def expected(rule: Rule, visitor: Visitor, job: JobRecord | None) -> int | None:
+def expected(rule: Rule, visitor: Visitor, job: JobRecord | None, *, method: str) -> int | None:
     """The status with which a request is refused; None if it is not refused for its sender."""
     if rule.scope is None:
         return None
     if visitor.user is None or visitor.scope is None:
         return 401
+    if not visitor.has_csrf and method != "GET":
+        return 403
     if not visitor.scope.allows(rule.scope):
         return 403
     account = account_of(visitor.user)
@@ -150,15 +179,16 @@ def job_of(place: Place, route: APIRoute) -> JobRecord | None:
 def mistakes(place: Place, route: APIRoute) -> Iterator[str]:
     """What is wrong with the answers of a route to all visitors."""
     rule, job = rule_of(route), job_of(place, route)
+    (method,) = route.methods
     for visitor in place.visitors():
-        status, wanted = place.send(route, visitor).status_code, expected(rule, visitor, job)
+        status, wanted = place.send(route, visitor).status_code, expected(rule, visitor, job, method=method)
         is_right = status not in (401, 403, 404) and status < 500 if wanted is None else status == wanted
         if not is_right:
             yield f"{route.methods} {route.path}, {visitor}: {status}, expected {wanted or 'no refusal'}"
 
 
 def test_every_route_answers_as_declared(place: Place) -> None:
-    """Every route refuses exactly the senders that its rule refuses, whatever the token."""
+    """Every route refuses exactly the senders that its rule refuses, whatever the token or session."""
     documented = {
         (method.upper(), path)
         for path, operations in httpx.get(f"{place.company.server.url}/openapi.json").json()["paths"].items()
@@ -166,6 +196,7 @@ def test_every_route_answers_as_declared(place: Place) -> None:
     }
     assert documented == {(method, route.path_format) for route in place.routes for method in route.methods}
     assert len(documented) > 40
+    assert {("GET", "/v1/login"), ("GET", "/v1/login/callback"), ("POST", "/v1/logout")} < documented
     assert [mistake for route in place.routes for mistake in mistakes(place, route)] == []
 
 

@@ -147,6 +147,21 @@ def test_the_server_is_not_open_by_accident(tmp_path: Path) -> None:
     store.close()
 
 
+def test_an_identity_provider_needs_accounts(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options of a login that contradict others end the server, and no message has the client secret."""
+    monkeypatch.setenv("MERGESEARCH_OIDC_CLIENT_SECRET", "s3cr3t")
+    login = ("--oidc-issuer", "https://login.example.org", "--oidc-client-id", "m")
+    for options, message in (
+        ((*login, "--no-accounts"), "--oidc-issuer https://login.example.org: has no effect with --no-accounts"),
+        (("--oidc-create-users",), "--oidc-create-users: has no effect without --oidc-issuer"),
+        ((*login, "--oidc-team", "g=red:owner"), "argument --oidc-team: 'g=red:owner' is not GROUP=TEAM:ROLE"),
+    ):
+        code, out, err = terminal.run("serve", "--data", tmp_path, "--port", 0, *options)
+        assert (code, message in err, "s3cr3t" in out + err) == (2, True, False)
+
+
 def test_the_database_must_be_named(terminal: Terminal, tmp_path: Path) -> None:
     code, _, err = terminal.run("users", "list")
     assert (code, "give the server's --data or --database, or set MERGESEARCH_DATABASE" in err) == (2, True)

@@ -15,7 +15,7 @@ from service.errors import Conflict, NotFound
 from service.store import Store, schema
 from service.store.accounts import AccountStore, Actor, name_problem
 from service.store.connection import transaction
-from service.types import Account, JobRecord, JobState, Role, Scope, Sharing, TokenRecord
+from service.types import Account, JobRecord, JobState, LoginRecord, Role, Scope, Sharing, TokenRecord
 
 ACTOR = Actor("ann", "192.0.2.1", "mst_abcdef")
 
@@ -260,3 +260,61 @@ def test_given_tokens_are_as_long_as_made_ones() -> None:
         with pytest.raises(ValueError, match="not a token") as refused:
             given_token(text)
         assert not text.strip() or text.strip() not in str(refused.value)
+
+
+def test_a_login_is_taken_once(accounts: AccountStore) -> None:
+    """Of a state and a browser, one of simultaneous calls gets the login, while it has not expired."""
+    login = LoginRecord("nonce", "verifier", "https://search.example.org/v1/login/callback", "/docs")
+    accounts.add_login(login, state="a" * 64, browser="b" * 64, lifetime_s=60.0)
+    accounts.add_login(login, state="c" * 64, browser="b" * 64, lifetime_s=-1.0)
+    assert accounts.take_login(state="a" * 64, browser="c" * 64) is None
+    assert accounts.take_login(state="c" * 64, browser="b" * 64) is None
+    found: list[LoginRecord | None] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(accounts.take_login(state="a" * 64, browser="b" * 64)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [each for each in found if each is not None] == [login]
+    assert len(found) == 4
+
+
+def test_sessions_have_the_rights_of_their_users(accounts: AccountStore) -> None:
+    """A session is found by its hash, with its user's present rights, until it ends, expires or is idle."""
+    accounts.add_user("ann", is_admin=True, actor=ACTOR)
+    accounts.add_user("bob", is_admin=False, actor=ACTOR)
+    accounts.add_team("red", actor=ACTOR)
+
+    def begin(digest: str, *, lifetime_s: float = 60.0, user: str = "bob") -> None:
+        accounts.add_session(user, digest=digest * 64, lifetime_s=lifetime_s, idle_s=30.0, actor=Actor(user, "test"))
+
+    begin("a")
+    session, account = accounts.find_session("a" * 64, idle_s=30.0) or pytest.fail("no session")
+    assert (account, session.user) == (Account("bob"), "bob")
+    assert session.expires_at - session.created_at == pytest.approx(60.0, abs=1.0)
+    accounts.set_role("red", "bob", Role.VIEWER, actor=ACTOR)
+    assert (accounts.find_session("a" * 64, idle_s=30.0) or pytest.fail("no session"))[1].roles == {"red": Role.VIEWER}
+    assert accounts.find_session("b" * 64, idle_s=30.0) is None
+    assert accounts.find_session("a" * 64, idle_s=0.0) is None
+    accounts.record_session_uses([session.id, "0" * 32])
+    later, _ = accounts.find_session("a" * 64, idle_s=30.0) or pytest.fail("no session")
+    assert later.last_used_at > session.last_used_at
+    assert accounts.end_session(session, actor=ACTOR)
+    assert not accounts.end_session(session, actor=ACTOR)
+    assert accounts.find_session("a" * 64, idle_s=30.0) is None
+    begin("c", lifetime_s=-1.0)
+    assert accounts.find_session("c" * 64, idle_s=30.0) is None
+    begin("d")
+    accounts.change_user("bob", is_disabled=True, actor=ACTOR)
+    assert accounts.find_session("d" * 64, idle_s=30.0) is None
+    with pytest.raises(Conflict, match="user 'bob': is disabled"):
+        begin("e")
+    accounts.change_user("bob", is_disabled=False, actor=ACTOR)
+    assert accounts.find_session("d" * 64, idle_s=30.0) is None
+    with pytest.raises(NotFound, match="user 'eve': there is no such user"):
+        begin("f", user="eve")
+    actions = [entry.action for entry in accounts.audit() if entry.action.startswith("session")]
+    assert actions == ["session.login", "session.logout", "session.login", "session.login"]

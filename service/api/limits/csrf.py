@@ -1,0 +1,36 @@
+"""Cross-site request forgery: what a request must have that a browser's session authenticates.
+
+A browser sends the cookie of a session with requests of any page. So a request that changes something needs the
+session's CSRF token in a header, which pages of other servers cannot know, and must come from a page of this server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from service.auth.sessions import is_csrf_token
+
+__all__ = ["CSRF_HEADER", "csrf_problem"]
+
+CSRF_HEADER = "X-CSRF-Token"
+
+# Methods that change nothing.
+SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+
+# Values of Sec-Fetch-Site: a page of this server, and the user's own doing.
+OWN_SITES = ("same-origin", "none")
+
+
+def csrf_problem(method: str, headers: Mapping[str, str], *, secret: str) -> str | None:
+    """Reason why a request of the session with the `secret` is refused; None if it is not."""
+    if method in SAFE_METHODS:
+        return None
+    site = headers.get("sec-fetch-site", "none")
+    if site not in OWN_SITES:
+        return f"Sec-Fetch-Site {site!r:.40}: pages of other servers may not use the session of this one"
+    token = headers.get(CSRF_HEADER.lower())
+    if token is None:
+        return f"{CSRF_HEADER}: is missing; a session changes something only with the `csrf_token` of GET /v1/session"
+    if not is_csrf_token(token, secret=secret):
+        return f"{CSRF_HEADER}: is not that of this session; send the `csrf_token` of GET /v1/session"
+    return None

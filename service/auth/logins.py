@@ -1,0 +1,225 @@
+"""Logins of browsers with the identity provider, from the redirect to it until the session begins.
+
+A login begins with a random state, nonce and verifier, which are in the database for ten minutes, and a random value in
+a cookie of the browser. It ends, once, in the same browser.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import anyio.to_thread
+
+from service.auth.provider import Provider
+from service.auth.sessions import IDLE_S, LIFETIME_S, new_session_secret
+from service.auth.settings import OidcSettings
+from service.auth.tokens import digest_of
+from service.errors import Conflict, LoginRefused, NotFound
+from service.store.accounts import AccountStore, Actor, name_problem
+from service.types import LoginRecord, Role, UserRecord
+
+__all__ = ["LOGIN_S", "Begun", "Ended", "Logins", "login_cookie", "next_problem", "team_roles", "user_name"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds for a login.
+LOGIN_S = 600.0
+
+# Beginning of the names of cookies of logins: several may be in progress in a browser.
+LOGIN_COOKIE = "mergesearch_login_"
+
+MAX_NEXT = 2000
+
+# Roles from the smallest to the largest.
+ORDER = (Role.VIEWER, Role.MEMBER, Role.ADMIN)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A login that has begun: the address at the provider, and the state and the cookie's value of the login."""
+
+    url: str = field(repr=False)
+    state: str = field(repr=False)
+    browser: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A login that has ended with a session: the value of its cookie, and the path to which the browser goes."""
+
+    secret: str = field(repr=False)
+    next: str
+
+
+class Logins:
+    """Logins with one identity provider."""
+
+    def __init__(self, accounts: AccountStore, settings: OidcSettings, *, provider: Provider | None = None) -> None:
+        self._accounts = accounts
+        self._provider = provider or Provider(settings)
+        self.settings = settings
+
+    async def begin(self, *, redirect_uri: str, next_path: str) -> Begun:
+        """Begin a login, after which the browser goes to `next_path`. Raises ProviderUnavailable."""
+        state, browser = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        login = LoginRecord(
+            nonce=secrets.token_urlsafe(32),
+            verifier=secrets.token_urlsafe(64),
+            redirect_uri=redirect_uri,
+            next=next_path,
+        )
+        url = await self._provider.login_url(login, state=state)
+        await anyio.to_thread.run_sync(
+            lambda: self._accounts.add_login(
+                login, state=digest_of(state), browser=digest_of(browser), lifetime_s=LOGIN_S
+            )
+        )
+        return Begun(url, state, browser)
+
+    async def finish(
+        self, *, state: str, browser: str | None, code: str | None, error: str | None, address: str
+    ) -> Ended:
+        """End a login with the answer that the provider gave to the browser: a `code`, or an `error`.
+
+        Raises:
+            LoginRefused: The login or its answer is not valid, or the user may not log in. The audit log has an entry.
+            ProviderUnavailable: The provider does not answer.
+        """
+        user: str | None = None
+        try:
+            login = await anyio.to_thread.run_sync(self._take, state, browser)
+            if error is not None or code is None:
+                shown = error if error is not None and re.fullmatch("[a-z_]{1,40}", error) else "unknown error"
+                raise LoginRefused(f"the identity provider ended the login: {shown}")
+            claims = await self._provider.claims(login, code=code)
+            user = user_name(claims, self.settings.user_claim)
+            roles = team_roles(claims, self.settings)
+            return await anyio.to_thread.run_sync(self._let_in, user, roles, login.next, address)
+        except LoginRefused as refused:
+            target, actor = "login" if user is None else f"user {user}", Actor(None, address)
+            reason = {"reason": str(refused)}
+            await anyio.to_thread.run_sync(lambda: self._accounts.record(actor, "session.refuse", target, after=reason))
+            raise
+
+    def _take(self, state: str, browser: str | None) -> LoginRecord:
+        login = None
+        if browser is not None:
+            login = self._accounts.take_login(state=digest_of(state), browser=digest_of(browser))
+        if login is None:
+            raise LoginRefused(
+                f"there is no such login: it took more than {LOGIN_S / 60:g} minutes, has ended already, or was begun "
+                "in another browser; log in again"
+            )
+        return login
+
+    def _let_in(self, name: str, roles: Mapping[str, Role | None], next_path: str, address: str) -> Ended:
+        """Begin a session of the user `name`, with the given roles in teams (None: no member)."""
+        actor = Actor(name, address)
+        try:
+            user = self._accounts.user(name)
+        except NotFound:
+            user = self._new_user(name, actor)
+        if user.is_disabled:
+            raise LoginRefused(f"user {name!r}: is disabled; an administrator of the server can enable it")
+        for team, role in roles.items():
+            if user.roles.get(team) is not role:
+                try:
+                    self._accounts.set_role(team, name, role, actor=actor)
+                except NotFound:
+                    logger.warning("--oidc-team: there is no team %r, so user %r gets no role in it", team, name)
+        secret = new_session_secret()
+        try:
+            self._accounts.add_session(
+                name, digest=digest_of(secret), lifetime_s=LIFETIME_S, idle_s=IDLE_S, actor=actor
+            )
+        except Conflict as error:
+            raise LoginRefused(str(error)) from error
+        return Ended(secret, next_path)
+
+    def _new_user(self, name: str, actor: Actor) -> UserRecord:
+        if not self.settings.creates_users:
+            raise LoginRefused(
+                f"user {name!r}: is not a user of this server; an administrator can add it, or the server's operator "
+                "can give --oidc-create-users"
+            )
+        try:
+            return self._accounts.add_user(name, is_admin=False, actor=actor)
+        except Conflict as error:
+            try:
+                return self._accounts.user(name)  # another login has just added it
+            except NotFound:
+                raise LoginRefused(str(error)) from error
+
+
+def login_cookie(state: str) -> str:
+    """Name of the cookie of the login with the given state."""
+    return LOGIN_COOKIE + hashlib.sha256(state.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+def user_name(claims: Mapping[str, Any], claim: str | None) -> str:
+    """The name of the user that the claims are about; letters become lower-case.
+
+    It is the claim of that name, or by default `preferred_username`, or else `email`. An e-mail address counts only if
+    the provider has verified it. Raises LoginRefused.
+    """
+    if claim is None:
+        claim = "preferred_username" if claims.get("preferred_username") else "email"
+    value = claims.get(claim)
+    if not isinstance(value, str) or not value:
+        raise LoginRefused(f"the identity provider does not name the user: the claim {claim} is {value!r:.80}")
+    if claim == "email" and claims.get("email_verified") is not True:
+        raise LoginRefused(f"the identity provider has not verified the e-mail address {value!r:.80} of the user")
+    # Other letters may become ASCII ones in lower case, as the Kelvin sign becomes k.
+    name = value.lower() if value.isascii() else value
+    if problem := name_problem(name):
+        raise LoginRefused(f"claim {claim}: {problem}")
+    return name
+
+
+def team_roles(claims: Mapping[str, Any], settings: OidcSettings) -> dict[str, Role | None]:
+    """The role of the user in each team of `settings.teams`: the largest one of the user's groups; None if no member.
+
+    Without the claim the user is in no group. Raises LoginRefused if the claim is not a list of texts.
+    """
+    if settings.groups_claim is None:
+        return {}
+    groups = claims.get(settings.groups_claim, [])
+    groups = [groups] if isinstance(groups, str) else groups
+    if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
+        raise LoginRefused(f"claim {settings.groups_claim}: {groups!r:.80} is not a list of the names of groups")
+    found: dict[str, Role | None] = {}
+    for rule in settings.teams:
+        role = found.setdefault(rule.team, None)
+        if rule.group in groups and (role is None or ORDER.index(rule.role) > ORDER.index(role)):
+            found[rule.team] = rule.role
+    return found
+
+
+def next_problem(path: str, *, below: str) -> str | None:
+    """Reason why a browser may not be sent to `path` after a login; None if it may.
+
+    The path must be one of this server, which is below `below` (empty for the root), as other pages could imitate it.
+    """
+    accepted = f"give a path of this server, such as {below}/docs"
+    if len(path) > MAX_NEXT:
+        return f"has {len(path)} characters, more than {MAX_NEXT}; {accepted}"
+    try:
+        parts = urlsplit(path)
+        is_path = not parts.scheme and not parts.netloc
+    except ValueError:
+        is_path = False
+    # Browsers read \ as /, drop tabs and line ends, and take // as the beginning of another server's address.
+    if not is_path or not re.fullmatch(r"/(?![/\\])[!-\[\]-~]*", path):
+        return f"{path!r:.100} is not a path of this server; {accepted}"
+    if any(unquote(segment) in (".", "..") for segment in parts.path.split("/")):
+        return f"{path!r:.100} has the segment . or ..; {accepted}"
+    if not f"{parts.path}/".startswith(f"{below}/"):
+        return f"{path!r:.100} is not below {below}; {accepted}"
+    return None

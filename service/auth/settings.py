@@ -1,0 +1,179 @@
+"""Settings of the identity provider (OpenID Connect) with which users of browsers log in, as `serve` gets them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from service.errors import Conflict
+from service.types import Role
+
+__all__ = ["DEFAULT_SCOPES", "VARIABLE", "GroupRole", "OidcSettings", "is_protected", "oidc_settings"]
+
+# The variable with the client secret.
+VARIABLE = "MERGESEARCH_OIDC_CLIENT_SECRET"
+
+DEFAULT_SCOPES = "openid profile email"
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class GroupRole:
+    """The role that members of a group of the provider have in a team of the server."""
+
+    group: str
+    team: str
+    role: Role
+
+    @classmethod
+    def parse(cls, text: str) -> GroupRole:
+        """Read GROUP=TEAM:ROLE. Raises ValueError for another text."""
+        group, _, place = text.rpartition("=")
+        team, _, role = place.rpartition(":")
+        if not re.fullmatch(r"[a-z0-9][a-z0-9._@+-]{0,63}", team) or not group or role not in list(Role):
+            raise ValueError(
+                f"{text!r:.120} is not GROUP=TEAM:ROLE; TEAM is the name of a team, ROLE is {', '.join(Role)}, as in "
+                "search-users=red:member"
+            )
+        return cls(group, team, Role(role))
+
+
+@dataclass(frozen=True)
+class OidcSettings:
+    """An identity provider, and what its users may do here.
+
+    - `issuer`: the provider's issuer identifier, a URL
+    - `client_id`, `client_secret`: of this server, from its registration at the provider
+    - `scopes`: what is asked for
+    - `user_claim`: the claim that names the user; None for `preferred_username`, or else a verified `email`
+    - `groups_claim`: the claim with the groups of the user, from which `teams` follow; None if teams are set here alone
+    - `creates_users`: whether a user who is not known becomes one
+    - `public_url`: the URL under which browsers reach the server; None if requests tell it
+    """
+
+    issuer: str
+    client_id: str
+    client_secret: str = field(repr=False)
+    scopes: str = DEFAULT_SCOPES
+    user_claim: str | None = None
+    groups_claim: str | None = None
+    teams: tuple[GroupRole, ...] = ()
+    creates_users: bool = False
+    public_url: str | None = None
+
+
+def oidc_settings(
+    *,
+    issuer: str | None,
+    client_id: str | None,
+    secret_file: Path | None,
+    scopes: str | None,
+    user_claim: str | None,
+    groups_claim: str | None,
+    teams: Iterable[GroupRole],
+    creates_users: bool,
+    public_url: str | None,
+    environment: MutableMapping[str, str],
+) -> OidcSettings | None:
+    """Settings from the options of `mergesearch serve`; None if there is no provider.
+
+    The client secret is read from `secret_file`, or else taken out of the `environment`, so that other programs that
+    this process starts do not get it. Raises Conflict if options are wrong or do not fit together.
+    """
+    teams = tuple(teams)
+    others = {
+        "--oidc-client-id": client_id,
+        "--oidc-client-secret-file": secret_file,
+        "--oidc-scopes": scopes,
+        "--oidc-user-claim": user_claim,
+        "--oidc-groups-claim": groups_claim,
+        "--oidc-team": teams,
+        "--oidc-create-users": creates_users,
+        "--public-url": public_url,
+    }
+    secret = environment.pop(VARIABLE, "").strip()
+    if issuer is None:
+        if given := [option for option, value in others.items() if value]:
+            raise Conflict(f"{given[0]}: has no effect without --oidc-issuer URL; give the provider's issuer too")
+        return None
+    if problem := _issuer_problem(issuer):
+        raise Conflict(f"--oidc-issuer {problem}")
+    if public_url is not None and (problem := _public_problem(public_url)):
+        raise Conflict(f"--public-url {problem}")
+    if not client_id:
+        raise Conflict("--oidc-client-id: is missing; give the id that the provider gave to this server")
+    if secret_file is not None:
+        secret = _secret_in(secret_file)
+    if not secret:
+        raise Conflict(
+            f"client secret of --oidc-client-id {client_id}: is missing; set {VARIABLE}, or give "
+            "--oidc-client-secret-file FILE"
+        )
+    scopes = DEFAULT_SCOPES if scopes is None else " ".join(scopes.split())
+    if "openid" not in scopes.split():
+        raise Conflict(f"--oidc-scopes {scopes!r}: does not have the scope openid; give for example {DEFAULT_SCOPES!r}")
+    if bool(teams) != (groups_claim is not None):
+        given_one, missing = ("--oidc-team", "--oidc-groups-claim CLAIM")
+        if not teams:
+            given_one, missing = "--oidc-groups-claim", "--oidc-team GROUP=TEAM:ROLE"
+        raise Conflict(f"{given_one}: has no effect without {missing}; give both")
+    return OidcSettings(
+        issuer=issuer,
+        client_id=client_id,
+        client_secret=secret,
+        scopes=scopes,
+        user_claim=user_claim,
+        groups_claim=groups_claim,
+        teams=teams,
+        creates_users=creates_users,
+        public_url=None if public_url is None else public_url.rstrip("/"),
+    )
+
+
+def is_protected(url: str) -> bool:
+    """Whether others on the network cannot read what is sent to `url`: it is HTTPS, or on this machine."""
+    try:
+        parts = urlsplit(url)
+        return parts.hostname is not None and (
+            parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK)
+        )
+    except ValueError:
+        return False
+
+
+def _issuer_problem(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("https", "http") and parts.hostname is not None and parts.username is None
+    except ValueError:
+        is_url = False
+    if not is_url or parts.query or parts.fragment:
+        return f"{url!r:.200}: is not the URL of a provider; give one such as https://login.example.org/realms/main"
+    if not is_protected(url):
+        return f"{url!r:.200}: is not https, so that others on the network could read secrets; give an https URL"
+    return None
+
+
+def _public_problem(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("https", "http") and parts.hostname is not None and parts.username is None
+    except ValueError:
+        is_url = False
+    if is_url and not parts.query and not parts.fragment and re.fullmatch(r"(/[A-Za-z0-9_.~-]+)*/?", parts.path):
+        return None
+    return f"{url!r:.200}: is not the URL of a server; give one such as https://search.example.org/mergesearch"
+
+
+def _secret_in(file: Path) -> str:
+    try:
+        secret = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Conflict(f"--oidc-client-secret-file {file}: cannot be read: {error}") from error
+    if not secret:
+        raise Conflict(f"--oidc-client-secret-file {file}: is empty; write the client secret to it")
+    return secret
