@@ -341,12 +341,17 @@ class Account:
 
 @dataclass(frozen=True)
 class UserRecord:
-    """A stored user. `is_admin` says whether the user administers the server. A disabled user has no rights."""
+    """A stored user. `is_admin` says whether the user administers the server. A disabled user has no rights.
+
+    `identity` has the issuer and the subject of the identity at a provider that has logged in as the user. No other
+    identity may log in as the user. None if nobody has logged in yet.
+    """
 
     name: str
     is_admin: bool
     is_disabled: bool
     created_at: float
+    identity: str | None = None
     roles: Mapping[str, Role] = field(default_factory=dict)
 
     @property

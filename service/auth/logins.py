@@ -101,7 +101,8 @@ class Logins:
             claims = await self._provider.claims(login, code=code)
             user = user_name(claims, self.settings.user_claim)
             roles = team_roles(claims, self.settings)
-            return await anyio.to_thread.run_sync(self._let_in, user, roles, login.next, address)
+            identity = f"{self.settings.issuer} {claims['sub']}"
+            return await anyio.to_thread.run_sync(self._let_in, user, identity, roles, login.next, address)
         except LoginRefused as refused:
             target, actor = "login" if user is None else f"user {user}", Actor(None, address)
             reason = {"reason": str(refused)}
@@ -119,7 +120,9 @@ class Logins:
             )
         return login
 
-    def _let_in(self, name: str, roles: Mapping[str, Role | None], next_path: str, address: str) -> Ended:
+    def _let_in(
+        self, name: str, identity: str, roles: Mapping[str, Role | None], next_path: str, address: str
+    ) -> Ended:
         """Begin a session of the user `name`, with the given roles in teams (None: no member)."""
         actor = Actor(name, address)
         try:
@@ -128,6 +131,10 @@ class Logins:
             user = self._new_user(name, actor)
         if user.is_disabled:
             raise LoginRefused(f"user {name!r}: is disabled; an administrator of the server can enable it")
+        try:
+            self._accounts.bind_identity(name, identity, actor=actor)
+        except Conflict as error:
+            raise LoginRefused(str(error)) from error
         for team, role in roles.items():
             if user.roles.get(team) is not role:
                 try:

@@ -100,6 +100,11 @@ def change_user(options: argparse.Namespace) -> int:
         return _print_users(options, [user], one=True)
 
 
+def unbind_user(options: argparse.Namespace) -> int:
+    with _accounts(options) as (accounts, actor):
+        return _print_users(options, [accounts.unbind_identity(options.name, actor=actor)], one=True)
+
+
 def list_teams(options: argparse.Namespace) -> int:
     with _accounts(options) as (accounts, _):
         return _print_teams(options, accounts.teams())

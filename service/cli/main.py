@@ -555,6 +555,9 @@ def _add_accounts(commands: Any) -> None:
         command = action(name, accounts.change_user, text, **defaults)
         command.add_argument("name", type=_name, metavar="NAME")
 
+    command = action("unbind", accounts.unbind_user, "Let another identity of the identity provider log in as a user.")
+    command.add_argument("name", type=_name, metavar="NAME")
+
     action = group("teams", "Manage the teams of a server, in its database.")
     action("list", accounts.list_teams, "List the teams and their members.")
     command = action("add", accounts.add_team, "Add a team without members.")

@@ -148,6 +148,41 @@ class AccountStore:
                 _record(connection, actor, "user.change", f"user {name}", _user_document(before), _user_document(after))
         return after
 
+    def bind_identity(self, name: str, identity: str, *, actor: Actor) -> None:
+        """Let only one identity of a provider log in as a user: the first one that does.
+
+        `identity` has the provider's issuer and the subject, by which the provider names somebody forever. Raises
+        NotFound if there is no such user, and Conflict if the user has another identity.
+        """
+        table = schema.users
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            known = _user(connection, name).identity
+            if known == identity:
+                return
+            if known is not None:
+                raise Conflict(
+                    f"user {name!r}: another identity of the identity provider has logged in as this user before; an "
+                    "administrator can allow a new one (`mergesearch users unbind`)"
+                )
+            connection.execute(sa.update(table).where(table.c.name == name).values(identity=identity))
+            _record(connection, actor, "user.bind", f"user {name}", None, {"identity": identity})
+
+    def unbind_identity(self, name: str, *, actor: Actor) -> UserRecord:
+        """Let the next identity that logs in as a user be the user's, and return the user; end the user's sessions.
+
+        Raises NotFound if there is no such user.
+        """
+        table = schema.users
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            before = _user(connection, name)
+            connection.execute(sa.update(table).where(table.c.name == name).values(identity=None))
+            connection.execute(sa.delete(schema.sessions).where(schema.sessions.c.user == name))
+            if before.identity is not None:
+                _record(connection, actor, "user.unbind", f"user {name}", {"identity": before.identity}, None)
+            return _user(connection, name)
+
     # -- teams -----------------------------------------------------------------------------------------------------
 
     def teams(self) -> tuple[TeamRecord, ...]:

@@ -395,6 +395,8 @@ users = Table(
     Column("is_admin", Boolean, nullable=False),
     Column("is_disabled", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
+    # The issuer and the subject of the identity that has logged in as the user, which alone may do so.
+    Column("identity", LosslessText),
 )
 
 teams = Table(

@@ -66,6 +66,9 @@ class NewUser(_Body):
 class ChangedUser(_Body):
     is_admin: bool | None = None
     is_disabled: bool | None = None
+    identity: Annotated[
+        None, Field(description="null: the next identity that logs in as the user is the user's; its sessions end.")
+    ] = None
 
 
 class NewTeam(_Body):
@@ -129,9 +132,12 @@ async def add_user(request: Request, services: Context, sender: Admin) -> Respon
 async def change_user(request: Request, user: UserName, services: Context, sender: Admin) -> Response:
     """Disable or enable a user, or change whether the user administers the server.
 
-    The last administrator can be neither disabled nor demoted (409).
+    The last administrator can be neither disabled nor demoted (409). With `identity`, which must be null, another
+    identity of the identity provider may log in as the user.
     """
     body = await read_object(request, ChangedUser)
+    if "identity" in body.model_fields_set:
+        await run_in_threadpool(services.accounts.unbind_identity, user, actor=sender.actor)
     changed = await run_in_threadpool(
         services.accounts.change_user,
         user,

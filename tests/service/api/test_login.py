@@ -72,6 +72,8 @@ def company(tmp_path_factory: pytest.TempPathFactory, provider: IdentityProvider
 
 @pytest.fixture
 def browser(company: Company) -> Iterator[Browser]:
+    for user in company.accounts.users():  # an earlier test may have logged in with another identity
+        company.accounts.unbind_identity(user.name, actor=OPERATOR)
     with Browser(company.server.url) as browser:
         yield browser
 
@@ -222,6 +224,29 @@ def test_disabled_users_lose_their_sessions(company: Company, provider: Identity
     assert browser.get("/v1/session").status_code == 401
 
 
+def test_a_name_that_another_person_has_now_is_refused(
+    company: Company, provider: IdentityProvider, browser: Browser, monkeypatch: Patch
+) -> None:
+    """The first identity that logs in as a user stays the user's, until an administrator unbinds it."""
+    provider.add_user("first", preferred_username="viewer")
+    provider.add_user("second", preferred_username="viewer")
+    assert browser.log_in("first").status_code == 303
+    with Browser(company.server.url) as other:
+        refused = other.log_in("second")
+        assert (refused.status_code, "another identity" in refused.json()["detail"]) == (403, True)
+        assert other.session is None
+        assert last_entry(company).action == "session.refuse"
+        assert browser.log_in("first").status_code == 303, "the same identity may"
+        with monkeypatch.context() as patch:
+            passes(patch, AccountStore, "bind_identity")
+            assert other.log_in("second").status_code == 303, "without the check another person is the user"
+        with company.http("root") as root:
+            root.patch("/v1/users/viewer", json={"identity": None}).raise_for_status()
+        assert browser.get("/v1/session").status_code == 401, "its sessions have ended"
+        assert other.log_in("second").status_code == 303
+        assert browser.log_in("first").status_code == 403
+
+
 # -- what is refused, and what happens without the check ---------------------------------------------------------------
 
 
@@ -345,7 +370,8 @@ def test_unknown_users_are_refused(
     use(company, provider, monkeypatch, creates_users=True)
     assert browser.log_in("3").status_code == 303
     assert browser.get("/v1/session").json()["user"]["teams"] == {}
-    assert [e.action for e in company.accounts.audit(target="user eve")][-2:] == ["user.add", "session.login"]
+    actions = [entry.action for entry in company.accounts.audit(target="user eve")]
+    assert actions[-3:] == ["user.add", "user.bind", "session.login"]
 
 
 def test_groups_give_roles_at_each_login(

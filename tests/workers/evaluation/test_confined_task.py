@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,10 +97,10 @@ class Target:
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Iterator[Target]:
-    (tmp_path / "secret").write_text("secret")
-    (tmp_path / "secret").chmod(0o600)
+def target() -> Iterator[Target]:
+    """The directory is where programs have theirs, so that only the confinement keeps files from being moved."""
     with (
+        tempfile.TemporaryDirectory() as outside,
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.socket(socket.AF_UNIX) as local,
         subprocess.Popen(["sleep", "100"]) as process,
@@ -107,7 +108,10 @@ def target(tmp_path: Path) -> Iterator[Target]:
         name = f"mergesearch-{os.getpid()}"
         local.bind(f"\0{name}")
         local.listen()
-        yield Target(tmp_path, server.getsockname()[1], name, process)
+        secret = Path(outside, "secret")
+        secret.write_text("secret")
+        secret.chmod(0o600)
+        yield Target(Path(outside), server.getsockname()[1], name, process)
         process.kill()
 
 

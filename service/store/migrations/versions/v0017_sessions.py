@@ -1,4 +1,4 @@
-"""Migration: adds sessions of browsers, and logins that have begun."""
+"""Migration: adds sessions of browsers, logins that have begun, and the identity of a user at a provider."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,6 +10,7 @@ down_revision = "0016"
 
 
 def upgrade() -> None:
+    op.add_column("users", sa.Column("identity", LosslessText()))
     op.create_table(
         "sessions",
         sa.Column("id", string(32), primary_key=True),
