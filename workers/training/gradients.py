@@ -188,9 +188,10 @@ class CoefficientGradients:
     def losses(
         self, recipe: Recipe, batch: Batch, *, completions: Collection[str] = ()
     ) -> dict[str, tuple[float, ...]]:
-        """Compute the loss of each sample in `batch`, by objective and in the order of `batch`.
+        """Compute the loss of each sample in `batch`, by objective.
 
-        The objectives named in `completions` are measured on the completions given to `set_completions`, all other
+        `batch` has the positions of samples by objective, and the losses of an objective are in the same order. The
+        objectives named in `completions` are measured on the completions given to `set_completions`, all other
         objectives on the right answers. Each loss is divided by its objective's unit, which makes objectives comparable
         (`references.References.unit`).
         """
@@ -241,11 +242,12 @@ class CoefficientGradients:
             )
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """Texts and right answers from which the losses of the samples in `batch` are computed, by objective.
+        """The targets of each objective in `batch`: the texts and right answers from which losses are computed.
 
-        For the objectives in `completions`, a target is a completion given to `set_completions`; for all other
-        objectives it is the task's right answer. Raises ValueError for an unknown objective, and for a position without
-        a completion or right answer.
+        `batch` has the positions of the samples by objective. For the objectives in `completions`, a target is a
+        completion given to `set_completions`; for all other objectives it is the task's right answer. Raises ValueError
+        for an unknown objective, for an objective without positions, and for a position without a completion or right
+        answer.
         """
         found = {}
         for name, positions in batch.items():
@@ -262,7 +264,7 @@ class CoefficientGradients:
         return found
 
     def _fit(self, recipe: Recipe) -> None:
-        """Replace the transformers model if the merge of `recipe` has other layers than the model."""
+        """Replace the transformers model by another one if it has other layers than the merge of `recipe`."""
         if self.model.holds(recipe, self.bank):
             return
         device = self.model.device
@@ -271,9 +273,9 @@ class CoefficientGradients:
         self.model = TrainableModel(self.bank, self.dtype, device=device, recomputes=self._recomputes, like=recipe)
 
     def _hold(self, recipe: Recipe) -> None:
-        """Write the merge of `recipe` into the model, except tensors that the model already holds.
+        """Write the merge of `recipe` into the model.
 
-        The model already holds a tensor if the last merge computed it in the same way.
+        A tensor that the last merge computed in the same way is not written again.
         """
         plan = plan_tensors(recipe, self.bank)
         wanted = computations(plan, self.bank)
@@ -435,9 +437,9 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager in which torch uses deterministic algorithms only, where it has them.
+    """Context manager in which torch uses deterministic algorithms.
 
-    torch warns about operations for which it has no deterministic algorithm.
+    An operation that has no deterministic algorithm is computed by another one, and torch warns about it.
     """
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic

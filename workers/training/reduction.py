@@ -124,8 +124,9 @@ def _through_the_function(
 ) -> Derivatives:
     """Derivatives of the loss with respect to the coefficients of a merge, by automatic differentiation.
 
-    PyTorch differentiates the function of the merge method. `gradient` is the gradient of the loss with respect to the
-    merged tensor. `per_model` says for each coefficient, by name, whether it has a value for each source.
+    PyTorch differentiates the function of the merge method, which is called with the tensors `operands`. `gradient` is
+    the gradient of the loss with respect to the merged tensor. The keys of `per_model` are the coefficients' names; a
+    value is True for a coefficient that has a number for each source.
     """
     leaves = {
         name: [

@@ -52,10 +52,11 @@ class Evaluator:
     """Scorer of a fine-tuning's evaluation objectives on the model in training.
 
     `section` is the section `evaluation` of the specification. `base` is the directory of the base model, whose
-    tokenizer is used. `max_length` is the largest number of tokens in a text. With `chat_template`, prompts are
-    formatted with the tokenizer's chat template. `called` is what is called in place of `model`: its linearization, or
-    an adapter around its shards. `access` limits the files that tasks may use, or is None for no limit. Raises
-    InvalidTask if a task cannot be built, or if the chat template is missing.
+    tokenizer is used. `max_length` is the largest number of tokens in a text, and `seed` determines the random choices
+    of tasks. With `chat_template`, prompts are formatted with the tokenizer's chat template. `called` is called in
+    place of `model`, which it represents: as a linearization, or as an adapter if `model` has shards. `access` limits
+    the files that tasks may use; None means no limit. Raises InvalidTask if a task cannot be built, or if the chat
+    template is missing.
     """
 
     def __init__(

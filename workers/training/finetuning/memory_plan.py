@@ -75,8 +75,8 @@ def training_memory(
 ) -> TrainingMemory:
     """Plan the memory of a training on each of the specification's workers.
 
-    `is_bfloat16` says whether activations are bfloat16; otherwise they are float32. `recomputes` says whether
-    activations are computed twice.
+    `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16; otherwise they are
+    float32. `recomputes` says whether activations are computed again in the backward pass, which saves their memory.
     """
     value = 2 if is_bfloat16 else FLOAT32
     sizes = {name: math.prod(tensor.shape) for name, tensor in base.tensors.items()}

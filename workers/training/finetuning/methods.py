@@ -28,10 +28,11 @@ __all__ = ["fitted_scale", "make_optimizer", "read_task_vectors"]
 
 
 def fitted_scale(method: Method, base: Path) -> Fit | None:
-    """Fit the scale of MergOPT's noise to the task vectors of the experts that the specification names (`fit_to`).
+    """Fit the scale of MergOPT's noise to the task vectors of the experts that `method.fit_to` names.
 
-    Returns None unless the method is MergOPT with `scale: auto` and a noise that has a scale. `base` is the directory
-    of the base model. Raises InvalidModel if a model cannot be used, and ValueError if the task vectors are 0.
+    Returns None if the specification states a scale, or if no noise with a scale is used: the scale is fitted for the
+    method MergOPT with `scale: auto` and a noise other than experts' task vectors. `base` is the directory of the base
+    model. Raises InvalidModel if a model cannot be used, and ValueError if the task vectors are 0.
     """
     if method.scale != "auto" or method.kind != "mergopt" or method.noise in OF_EXPERTS:
         return None
@@ -42,13 +43,13 @@ def fitted_scale(method: Method, base: Path) -> Fit | None:
 def read_task_vectors(
     method: Method, base: Path, model: torch.nn.Module, moved: Sequence[torch.nn.Parameter] | None = None
 ) -> TaskVectors | None:
-    """Read the task vectors of experts from which MergOPT computes its offsets, if it does so.
+    """Read the task vectors of the experts that `method.fit_to` names, from which MergOPT computes its offsets.
 
-    MergOPT adds an offset to the parameters while the gradient is computed. The option `fit_to` of `method` names the
-    experts. If parameters are sharded, only the parts of this rank are read. Returns None if the method is not MergOPT,
-    or if its offsets are random noise. `base` is the directory of the base model. `model` is a transformers model in
+    MergOPT adds an offset to the parameters while the gradient is computed. Returns None if the method is not MergOPT,
+    or if the offsets are random noise. `base` is the directory of the base model. `model` is a transformers model in
     float32 that still has the weights of the base model. `moved` are the parameters that get an offset; None means all
-    parameters of `model`. Raises InvalidModel if an expert has other tensors than the base model.
+    parameters of `model`. If parameters are sharded, only the parts of this rank are read. Raises InvalidModel if an
+    expert has other tensors than the base model.
     """
     if method.kind != "mergopt" or method.noise not in OF_EXPERTS:
         return None

@@ -89,10 +89,12 @@ class UpdateStatistics:
 
 
 class BaseLearner:
-    """Base class of learners: a policy's networks, the number of their updates, and remembered episodes.
+    """Base class of learners, which improve a policy's networks by the episodes that the policy has built.
 
-    A learner computes on the CPU in float32. `seed` determines the learner's random numbers. Subclasses implement
-    learning from episodes in `_learn`, with their own optimizers.
+    A learner has the networks, the number of their updates, and the episodes that it remembers. It computes on the CPU
+    in float32. `paths` has the models through which layer paths lead. `descriptors` are statistics of the layers'
+    weights, or None. `seed` determines the learner's random numbers. Subclasses implement `_learn` with their own
+    optimizers.
     """
 
     def __init__(
@@ -122,10 +124,11 @@ class BaseLearner:
 
     @property
     def ideal(self) -> Tensor | None:
-        """Ideal point [objectives] of Tchebycheff's function; None if outcomes are weighted sums.
+        """The ideal point [objectives], the best known outcome in each objective of the remembered episodes.
 
-        It has the best outcome of the remembered episodes in each objective. If no episode is remembered, it has 1, the
-        best possible outcome. Tchebycheff's function measures the distance from this point (`scalarisation`).
+        Tchebycheff's function measures the distance of outcomes from this point (`scalarisation`). If no episode is
+        remembered, each number is 1, the best possible outcome. The result is None if outcomes are combined by weighted
+        sums.
         """
         if self.options.scalarisation is Scalarisation.WEIGHTED_SUM:
             return None
@@ -136,10 +139,10 @@ class BaseLearner:
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
         """Update the networks with the episodes of one iteration.
 
-        `outcomes_BK` [episodes, objectives] are the outcomes of each episode by objective, less the price of the path's
-        length. The scalarisation of these numbers by the episode's preference vector is the outcome that the policy
-        learns to raise. Raises TrainingFailed if an outcome, a loss or a number in the networks is NaN or infinite; the
-        learner must not be used after that.
+        `outcomes_BK` [episodes, objectives] are the episodes' outcomes, from which the price of the path's length is
+        already subtracted. The policy learns to raise one number, into which the outcomes are combined by the episode's
+        preference vector (`scalarisation`). Raises TrainingFailed if an outcome, a loss or a number in the networks is
+        NaN or infinite; the learner must not be used after that.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
         self._check(batch.outcomes, "an outcome")
@@ -191,19 +194,22 @@ class BaseLearner:
     # -- what a version of the learner defines ---------------------------------------------------------------------
 
     def _learn(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> UpdateStatistics:
-        """Learn from `batch`, the episodes of one iteration, and from `memory`, which contains them and earlier ones.
+        """Learn from the episodes of one iteration (`batch`) and from all remembered episodes (`memory`).
 
-        `order` is the random number generator that draws mini-batches. Returns the losses and policy changes of this
-        update.
+        `memory` contains the episodes of `batch` too. `order` is the random number generator that draws mini-batches.
+        Returns the losses and policy changes of this update.
         """
         raise NotImplementedError
 
     def _state(self) -> dict[str, Any]:
-        """The part of the state that is specific to this version of the learner, by its key in the saved state."""
+        """The part of the learner's state that only this version of the learner has, such as its optimizers.
+
+        The keys are those in the saved state.
+        """
         raise NotImplementedError
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the part of a saved state that is specific to this version of the learner (`_state`)."""
+        """Restore from a saved state the part that only this version of the learner has (`_state`)."""
         raise NotImplementedError
 
     # -- for all versions ------------------------------------------------------------------------------------------
@@ -347,9 +353,9 @@ class Learner(BaseLearner):
             return losses, float(self._moved(former, batch.remembered))
 
     def _moved(self, former: Networks, episodes: Memory) -> Tensor:
-        """Mean KL divergence between the policy of `former` and the current policy, over the steps of `episodes`.
+        """Mean KL divergence between a former and the current policy, over the steps of `episodes`.
 
-        `former` are the networks before an update.
+        `former` are the networks of the former policy.
         """
         legal = self._legal.before(episodes.steps)
         with torch.no_grad():
@@ -401,7 +407,10 @@ class Learner(BaseLearner):
 
 
 def action_in(content: bytes) -> Action:
-    """Kind of action that a saved policy draws for each step; `content` is the saved state."""
+    """The kind of action that a saved policy draws for each step.
+
+    `content` is the policy's saved state (`BaseLearner.to_bytes`).
+    """
     return _action_of(torch.load(io.BytesIO(content), weights_only=True))
 
 
@@ -418,7 +427,10 @@ def mean_of(values: Sequence[Tensor]) -> float:
 
 
 def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
-    """Advantages scaled to mean 0 and standard deviation 1 over the real steps, and 0 at padding."""
+    """Scale advantages to mean 0 and standard deviation 1 over the real steps, and set them to 0 at padding.
+
+    `is_step_BT` [episodes, steps] is True for real steps and False for padding.
+    """
     real = advantages_BT[is_step_BT]
     scale = real.std(unbiased=False) + 1e-8
     return torch.where(is_step_BT, (advantages_BT - real.mean()) / scale, 0.0)
@@ -447,7 +459,11 @@ class Memory:
 
     @property
     def num_left(self) -> Tensor:
-        """Number of steps that follow each state, [episodes, steps + 1]; negative after an episode's end."""
+        """Number of steps of the episode that follow each state: [episodes, steps + 1].
+
+        An episode with n steps has n + 1 states, one before each step and one at the end. The number is negative at the
+        padding after the end.
+        """
         return self.lengths[:, None] - torch.arange(self.steps.shape[1] + 1)[None]
 
     def only(self, rows: Tensor) -> Memory:

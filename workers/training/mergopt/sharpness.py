@@ -91,12 +91,15 @@ class SharpnessAware(OptimizerWrapper):
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Part of a parameter or gradient that this rank holds, sharing its memory; all of it without shards."""
+    """The part of a parameter or gradient that this rank holds, or all of it if it is not sharded.
+
+    The result shares the memory of `tensor`.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Moved:
-    """Context manager that adds offsets to parameters, and restores the parameters bit for bit at the end.
+    """Context manager that adds offsets to parameters on entry, and restores the parameters bit for bit on exit.
 
     `steps` has pairs of a parameter and its offset.
     """
