@@ -52,9 +52,10 @@ def all_baselines(
 ) -> tuple[Baseline, ...]:
     """The baselines of a study: the base model, each expert, then merges of all experts known from publications.
 
-    `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. `chosen` are the baselines that
-    are returned (`baseline_labels`). Every recipe is in canonical form. If two baselines have equal recipes, only the
-    first one is returned.
+    `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of
+    layers of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects the baselines
+    that are returned (`baseline_labels`). Every recipe is in canonical form. If two baselines have equal recipes, only
+    the first one is returned.
     """
     labels = baseline_labels(chosen, experts)
     found: dict[str, Baseline] = {}
@@ -103,7 +104,7 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 
 
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
-    """Yield the name and merge of each baseline without mixup in the paper "Mixup Model Merge (M3)".
+    """Yield the name and merge of each method with which the paper "Mixup Model Merge (M3)" compares its mixup.
 
     They are:
 

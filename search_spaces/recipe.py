@@ -300,11 +300,11 @@ class Recipe:
 
 
 def may_keep_equal(text: str) -> bool:
-    """Whether merges by a recipe (JSON text) may keep more elements than its density says, due to equal magnitudes.
+    """Whether merges by a recipe may keep more elements than its density says, because several have equal magnitudes.
 
-    Some merge methods keep the largest elements of a task vector, up to a rank. In recipes of format 1, they keep all
-    elements that have the magnitude at that rank. The result is True if the recipe has this format and names such a
-    method.
+    `text` is the recipe as JSON. Some merge methods keep the largest elements of a task vector, up to a rank. In
+    recipes of format 1, they keep all elements that have the magnitude at that rank. The result is True if the recipe
+    has this format and names such a method.
     """
     return FORMAT in text and any(f'"{name}"' in text for name, method in METHODS.items() if method.cuts_at_rank)
 

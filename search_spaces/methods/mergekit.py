@@ -75,7 +75,8 @@ class Values:
 class Counterpart:
     """The method of mergekit that computes the same tensors as a declared merge method.
 
-    - `method` and `settings`: the name of mergekit's method, and its flags
+    - `method`: the name of mergekit's method
+    - `settings`: the values of mergekit's flags, by name
     - `base`: the role of mergekit's base model: it has no effect ("none"), it is the recipe's base ("recipe"), or it is
       the first source ("first")
     - `parameters`: mergekit's parameters, equal for all methods with the same name in mergekit
@@ -155,8 +156,9 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Make the function that converts mergekit's parameters to coefficients, for methods that elect a sign (TIES).
 
-    In each element, they add only the task vectors with the elected sign. `sparse` are the names of mergekit's
-    parameters for the mask that makes task vectors sparse: `density` first, and `rescale` if it is a coefficient.
+    In each element, these methods add only the task vectors that have the elected sign. `sparse` are the names of
+    mergekit's parameters for the mask that makes task vectors sparse: `density` first, and `rescale` if it is a
+    coefficient.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -169,10 +171,10 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """Whether the sparse mask of each task vector of a merge keeps at least one element.
+    """Say for each task vector of a merge whether its sparse mask keeps at least one element.
 
     `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
-    mask keeps no element of a task vector whose `density` is 0. If there are no names there is no mask, and all
+    mask keeps no element of a task vector whose `density` is 0. If there are no names, there is no mask, and all
     elements are kept.
     """
     return tuple(not names or density != 0 for density in values.numbers("density"))

@@ -60,10 +60,11 @@ def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, floa
 
 
 def path_of_recipe(recipe: Recipe, *, scale_of: ScaleOf) -> list[tuple[str, int, float]] | None:
-    """The path that a recipe's layers form, each given as model, layer number and scale.
+    """The path of whole layers that a recipe describes, each given as model, layer number and scale.
 
-    `scale_of` says which of a layer's two scales is given. Returns None if the other scale is not 1 in some layer, or
-    if a layer is merged from several models or has an alignment.
+    `scale_of` says which of a layer's two scales is read: the factor on the residual stream or on the MLP's output.
+    Returns None if the other scale is not 1 in some layer, or if a layer is merged from several models or has an
+    alignment.
     """
     layers = [_step(layer, scale_of) for layer in recipe.layers]
     found = [step for step in layers if step is not None]
