@@ -73,10 +73,11 @@ class _Kept:
 
 
 class Cleaner:
-    """Finds and removes data of a server's jobs that exceed `limits` (one limit for each kind of data).
+    """Finds and removes data of a server's jobs that exceed limits.
 
-    `delete_job` deletes a job that has ended from the store, with its exports; it raises Conflict or NotFound if that
-    cannot be done at the moment.
+    `limits` has the limit of each kind of data, such as "responses". `data_dir` is the server's directory with the
+    files of jobs. `delete_job` is a function that deletes a job that has ended from the store, with its exports; it
+    raises Conflict or NotFound if the job cannot be deleted at the moment.
     """
 
     def __init__(
@@ -157,15 +158,19 @@ class Cleaner:
                 file.unlink(missing_ok=True)
 
     def _files(self, job: JobRecord) -> Iterator[Path]:
-        """Files that a job's drivers wrote, except alignments: exports of the job's trials still need those."""
+        """Files that a job's drivers wrote, except alignments.
+
+        Alignments are maps between the layers of merges; exports of the job's trials still need them.
+        """
         root = job_dir(self._data_dir, job.id)
         kept = alignments_dir(root)
         return (file for file in root.rglob("*") if file.is_file() and not file.is_relative_to(kept))
 
     def _has_void(self, job_id: str) -> bool:
-        """Whether a job has samples from engines that failed a check; if so, it may resume and needs its responses.
+        """Whether a job has void samples (scored by an engine that later failed a check), which must be scored again.
 
-        If no engine has ever failed a check, no sample is void, and the samples are not searched.
+        Such a job may resume and then needs its responses. If no engine has ever failed a check, the samples are not
+        searched.
         """
         return self._store.num_engine_faults() > 0 and self._store.has_void(job_id)
 

@@ -28,9 +28,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Condition:
     """Value that a mergekit file gives a parameter for the tensors whose names contain `filter`.
 
-    Several `values` are a gradient over layers: they are interpolated from the first layer to the last. `values` is
-    empty if the file has no valid value. `place` is the key in the file, and `text` the values as they are in the file,
-    both for messages.
+    Several `values` are interpolated over the layers of a slice, from the first layer to the last. `values` is empty if
+    the file has no valid value. For messages, `place` is the key in the file, and `text` is the text of the values in
+    the file.
     """
 
     filter: str
@@ -85,9 +85,9 @@ class Slice:
 class TokenSource:
     """Source of the merged model's embedding row for one token.
 
-    It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
-    None, the row is zero. With `force`, the row is used for all models, even for models that have a row for the token;
-    without `force`, only for models that lack the token.
+    The source is the row of `model` for the token itself, for another `token`, or for the token with the id `id`. If
+    `model` is None, the row is zero. With `force`, all models get this row; otherwise, only models that lack the token
+    get it.
     """
 
     model: str | None
@@ -131,8 +131,8 @@ class MergekitConfig:
     def base(self) -> str:
         """Model that gives the merge its configuration and tokenizer, and from which task vectors are computed.
 
-        It is `base_model`, or the base of the first slice, or the first model of the first slice, whichever exists
-        first. It is "" if no model could be read.
+        The result is the file's `base_model`. If it is missing, the result is the base of the first slice or, if this
+        is missing too, the first model of the first slice. If no model could be read, the result is "".
         """
         bases = (slice_.base for slice_ in self.slices[:1])
         inputs = (source.model for slice_ in self.slices[:1] for source in slice_.inputs)
@@ -153,7 +153,7 @@ class MergekitConfig:
     def unmerged(self) -> Mapping[str, str]:
         """Models that are not merged but provide the tokenizer or embedding rows of tokens.
 
-        Each is mapped to the key of the file that names it.
+        The values of the result are the keys of the file that name the models.
         """
         places = {token.model: f"tokenizer.tokens.{name}.source" for name, token in self.tokens.items()}
         places |= {self.tokenizer_source: self.tokenizer_place}

@@ -96,8 +96,8 @@ class _Builder:
     def parts(self) -> Parts:
         """Build the recipe's layers, embedding and head, and the merges of single tensors by name.
 
-        Single tensors are the tensors whose merge differs from the merge of their component. Problems are added to
-        `problems`; the result is then not usable.
+        Single tensors are the tensors whose merge differs from the merge of their component. Problems in the file are
+        added to `problems`; if there are any, the result is not usable.
         """
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:
@@ -117,11 +117,11 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """Add the base model to the inputs of a slice, if the file lists `models` and the base is not among them.
+        """Copy a slice of a mergekit file with the base model among its inputs, as mergekit itself adds it.
 
-        The result is a copy of the slice. The base is the base of the slice or, if the slice names none, of the file.
-        If the file lists `slices`, the base is not added: with a method that uses a base, each slice must have it among
-        its sources. Problems with the slice's models and layer ranges are added to `problems`.
+        The base is that of the slice or, if the slice names none, of the file. It is added if the file lists `models`
+        without it. If the file lists `slices`, it is not added; with a method that uses a base, each slice must then
+        list the base. Problems with the slice's models and layer ranges are added to `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model

@@ -162,11 +162,11 @@ class ResolvedFamily:
         return states
 
     def check_unchanged(self) -> None:
-        """Raise EvidenceMismatch if a model's files have changed since its fingerprint was computed.
+        """Check that the models' files have not changed since their fingerprints were computed.
 
-        Sizes, times of modification and inodes of files are compared. A model is read again only if one of these
-        differs, because a file may have been touched, or replaced by a copy. A file that no longer exists does not
-        count as changed.
+        Sizes, times of modification and inodes of files are compared. Only if one of these differs is the model read
+        again, because a file may have been touched, or replaced by a copy. A file that no longer exists does not count
+        as changed. Raises EvidenceMismatch if the contents of a model have changed.
         """
         for alias, checkpoint in self.checkpoints.items():
             states = self._states[alias]

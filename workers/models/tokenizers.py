@@ -104,9 +104,10 @@ def _warn(path: Path, difference: str) -> None:
 
 
 def _found(path: Path) -> tuple[Any, str]:
-    """Tokenizer that agrees with tokenizer.json, and a text about how transformers' default tokenizer differs.
+    """Load the tokenizer in the directory `path` so that it agrees with tokenizer.json.
 
-    The text is "" if there is no difference. Raises InvalidModel if there is no tokenizer that agrees.
+    The second result is a text about how the tokenizer that transformers chooses by default differs from
+    tokenizer.json, or "" if it does not. Raises InvalidModel if there is no tokenizer that agrees.
     """
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))

@@ -123,9 +123,10 @@ class Vocabulary:
 class TokenAlignment:
     """Common vocabulary of several models, and the new embeddings and output heads of each model.
 
-    `tensors` has the embeddings and output heads that change, by alias and name. The vocabulary has `num_rows` rows;
-    `num_unnamed` of these represent no token. `added` are the tokens that are added to the tokenizer, in the order of
-    their ids.
+    - `num_rows`: the number of rows of every embedding and output head
+    - `tensors`: the embeddings and output heads that change, by the model's alias and the tensor's name
+    - `added`: the tokens that are added to the tokenizer, in the order of their ids
+    - `num_unnamed`: the number of rows that stand for no token
     """
 
     num_rows: int
@@ -207,9 +208,10 @@ def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
-    """Ids of the tokens that have an embedding row, by model and token; and a list of problems, as texts.
+    """The tokens that have an embedding row in each model, and a list of problems.
 
-    A problem is a model whose tokens are unknown. `models` and the ids are by alias, the base first.
+    The first result has the ids of the tokens by the model's alias and the token, the base first. A problem is a text
+    about a model whose tokens are unknown.
     """
     base, *_ = models
     tokens: dict[str, Mapping[str, int]] = {}
@@ -292,13 +294,15 @@ def _added_by_others(
 
 
 class _Plan:
-    """Plan of one model's alignment: the source of each row of its new embedding and output head.
+    """Plan of one model's alignment: where each row of its new embedding and output head comes from.
 
     - `alias`: the model that is aligned
-    - `target`: the vocabulary to which it is aligned, as the ids by token
-    - `owner`: the model from which the rows without a token are taken
+    - `owner`: the model whose rows are used where a row of the new vocabulary stands for no token
+    - `base`: the alias of the base model, whose row is preferred for a token that the model lacks
     - `tokens`: the ids of each model's tokens, by alias
-    - `chosen`: the rows that options choose (`_chosen_rows`)
+    - `target`: the vocabulary to which the model is aligned, as the ids by token
+    - `num_rows`: the number of rows of the new embedding
+    - `chosen`: the rows that options choose for single tokens (`_chosen_rows`)
     """
 
     def __init__(

@@ -353,9 +353,10 @@ def _draw(*key: object) -> float:
 
 
 def _quantile(probability: float) -> float:
-    """Quantile of (u + v)/2 for independent uniform u and v in [0, 1), at `probability`.
+    """Quantile, at `probability`, of the mean of two independent numbers that are uniform in [0, 1).
 
-    `FakeScorer` compares it with the mean of two such numbers, so that a sample is right with this probability.
+    `FakeScorer` compares the quantile with the mean of two such pseudorandom numbers, so that a sample is right with
+    this probability.
     """
     if probability < 0.5:
         return math.sqrt(probability / 2)

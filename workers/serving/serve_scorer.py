@@ -209,10 +209,10 @@ class ServeScorer:
 
 
 def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
-    """Raise EngineCrashed if `error` means that a replica died while it scored this request.
+    """Raise EngineCrashed if `error` means that a replica died while it scored the samples of `request`.
 
-    Otherwise return: if the request only waited at the replica, if the replica died because its node was preempted, or
-    if the error has another meaning.
+    In all other cases the function returns: the request only waited at the replica that died, the replica died because
+    its node was preempted, or the error has another meaning.
     """
     from ray.exceptions import OutOfMemoryError, RayActorError
 
@@ -238,10 +238,11 @@ def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _handle(name: str) -> Any:
-    """Ray Serve handle to the replicas of an application.
+    """Ray Serve handle to the replicas of the application `name`.
 
-    This does not query Serve's controller for the replicas: `ray.serve.get_app_handle` would wait for its answer
-    without limit. Requests through the handle of an application that does not exist are never answered.
+    Unlike `ray.serve.get_app_handle`, this function does not ask Serve's controller for the application, because it
+    would wait for the answer without limit. Requests through the handle of an application that does not exist are never
+    answered.
     """
     from ray import serve
 
