@@ -181,11 +181,11 @@ def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
 
 
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
-    """Convert mergekit's parameters of a sparse mask, named in `names`, to the method's coefficients for this mask.
+    """Convert mergekit's parameters of a sparse mask to the method's coefficients for this mask.
 
-    At density 1 or more no element is dropped, so the mask's other parameters are set to zero. At density 0 no element
-    is kept. Such a task vector has the weight zero, so its density may be any number, and is set to 1. If there are no
-    names, there is no mask and no coefficient.
+    `names` are the names of the parameters; if there are none, there is no mask and no coefficient. At density 1 or
+    more no element is dropped, so the mask's other parameters are set to zero. At density 0 no element is kept. Such a
+    task vector has the weight zero, so its density may be any number, and is set to 1.
     """
     if not names:
         return {}

@@ -339,8 +339,8 @@ class DisPaths:
         layers is drawn, then its division between the changed blocks, then the layers of each changed block. Blocks
         that are not changed have scale 1. The published search also starts from the source models (section 4.1).
 
-        With `draws_uniformly`, each parameter is drawn uniformly, as in the published code, and the configuration is
-        repaired.
+        With `draws_uniformly`, each parameter is drawn uniformly, as in the published code. The result is then the
+        repaired configuration, which describes the same path.
         """
         if self.draws_uniformly:
             return self.repair({parameter.name: parameter.sample(rng) for parameter in self._drawn})
@@ -359,7 +359,7 @@ class DisPaths:
         return tuple(self.parameters())
 
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
-        """Draw the number of layers for each of `num_changed` blocks, which are the blocks that a random merge changes.
+        """Draw the number of layers of each of the `num_changed` blocks that a random merge changes.
 
         First the sum of these numbers is drawn, and then the division of this sum between the blocks. The merge has at
         most `max_layers` layers.

@@ -27,10 +27,10 @@ def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
 
 
 def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
-    """The merge of each component, if it is the same in all `layers`; None if the layers differ.
+    """The merges of the components of several adjacent layers, if all of these layers are merged in the same way.
 
-    `layers` are adjacent layers of a merge, and `start` is the number of the first one. Layers also count as different
-    if one of them has a scale, an alignment, or sources from a layer with another number than its own.
+    `start` is the number of the first layer. Returns None if the layers differ. Returns None also if a layer has a
+    scale, an alignment, a stated base, or sources from a layer with another number than its own.
     """
     stripped: list[dict[Component, Merge]] = []
     for layer, recipe in enumerate(layers, start):

@@ -40,8 +40,8 @@ class TargetLoss(torch.nn.Module):
     def forward(self, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
         """Sum of the losses of the tokens whose `labels` [rows, columns] are not IGNORED.
 
-        `inputs` are those of the model, with `input_ids` [rows, columns]. The label of a token is the token that
-        follows it. Without labels, the result has the outputs of the model.
+        The label at a position is the next token, which the model predicts there. `inputs` are the inputs of the model,
+        such as `input_ids` [rows, columns]. If `labels` is None, the result has the outputs of the model instead.
         """
         if labels is None:
             return self.model(**inputs)
