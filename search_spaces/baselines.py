@@ -33,7 +33,8 @@ BY_DEFAULT: tuple[BaselineGroup, ...] = ("sources", "published")
 class Baseline(NamedTuple):
     """A source model or a merge known from publications, scored in addition to the search's proposals.
 
-    `label` is its name, for example "expert:math"; it is unique within a study.
+    `origin` is "source" or "published". `label` is the name of the baseline, for example "expert:math"; it is unique
+    within a study. `recipe` describes the merge.
     """
 
     origin: _Origin

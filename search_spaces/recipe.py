@@ -159,7 +159,11 @@ class Recipe:
         tokenizer: str = "base",
         vocabulary: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The recipe that merges every tensor by the same merge; layer l is merged from layer l of each source."""
+        """The recipe that merges every tensor by the same merge; layer l is merged from layer l of each source.
+
+        `models`, `base`, `tokenizer` and `vocabulary` are fields of the recipe. `num_layers` is the number of its
+        layers.
+        """
         layers = tuple(LayerRecipe(own, own, own) for own in map(merge.at_layer, range(num_layers)))
         whole = merge.at_layer(None)
         return cls(models, base, layers, whole, whole, tokenizer=tokenizer, vocabulary=vocabulary or {})
@@ -175,7 +179,10 @@ class Recipe:
         tokenizer: str = "base",
         vocabulary: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The recipe of one unchanged model: every tensor is that of `model`, one of the aliases in `models`."""
+        """The recipe of one unchanged model: every tensor is that of `model`, one of the aliases in `models`.
+
+        The other arguments are as in `uniform`.
+        """
         merge = Merge("passthrough", (Source(model),))
         return cls.uniform(
             merge, models=models, base=base, num_layers=num_layers, tokenizer=tokenizer, vocabulary=vocabulary

@@ -103,7 +103,8 @@ class CrashKind(StrEnum):
 class EngineCrashed(EngineUnavailable):
     """Raised if an engine failed or its process ended during a request; the engine is not used again.
 
-    `scored_others` says whether the engine's replica had scored a recipe other than the requested one since its start.
+    `kind` is the way in which the engine crashed. `scored_others` says whether the engine's replica had scored a recipe
+    other than the requested one since its start.
     """
 
     def __init__(

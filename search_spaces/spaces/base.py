@@ -51,15 +51,18 @@ class TensorLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedModels:
-    """The properties of the models to merge, from which a search space is built, such as their tensors.
+    """The properties of the models to merge, from which a search space is built.
 
-    Models are named by their aliases. `fingerprints` are the content fingerprints of `base` and `experts`. `tensors`
-    are the merged model's tensors, by name and in the order in which they are merged: embedding, layer by layer, head.
-    An output head that is tied to the embedding is not in `tensors`. If the base's files have such a head, `tied` maps
-    its name to the embedding's. `tokenizer` is the tokenizer of every recipe. `max_layers` is the largest number of
-    layers that a merge may have, or None if the study states no limit. `preferences` are the study's preference
-    vectors: weights by objective, at least 0, that sum to one. A study without preference vectors has a single vector
-    of equal weights.
+    Models are named by their aliases.
+
+    - `fingerprints`: the content fingerprints of `base` and `experts`
+    - `tensors`: the merged model's tensors, by name and in the order in which they are merged: embedding, layer by
+      layer, head. An output head that is tied to the embedding is not included.
+    - `tied`: if the base's files have a tied output head, its name with the name of the embedding
+    - `tokenizer`: the tokenizer of every recipe
+    - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
+    - `preferences`: the study's preference vectors: weights by objective, at least 0, that sum to one. A study without
+      preference vectors has a single vector of equal weights.
     """
 
     base: str

@@ -57,13 +57,21 @@ class Block:
 class DisPaths:
     """The layer paths of one DIS search space, and their conversion to configurations and back.
 
-    The class implements `Structure`. `base` is the alias of the base model. `models` are the models whose layers blocks
-    use, in order. A block has `depth_granularity` adjacent layers of each model, and may use each layer up to `repeats`
-    times; these layers are the block's candidates. With `retains`, a block that uses no candidate has the base's
-    layers; otherwise it has no layers. With `permutes`, a block may have its candidates in any order; otherwise they
-    are in the order of their numbers. With `has_scales`, a block has a scale within `scale_range`, which multiplies the
-    stream or the MLP's output (`scale_of`) at the block's last layer. With `draws_uniformly`, each parameter of a
-    random configuration is drawn independently; otherwise random paths are near one source.
+    A layer path is a sequence of layers of several models. The layers are divided into blocks. The class implements
+    `Structure`.
+
+    - `base`: the alias of the base model
+    - `models`: the models whose layers blocks use, in order
+    - `num_layers`, `max_layers`: the number of layers of each model, and the largest number of layers of a merge
+    - `depth_granularity`: the number of adjacent layers of each model in a block. These layers are the block's
+      candidates.
+    - `repeats`: the number of times that a block may use the same layer
+    - `retains`: whether a block that uses no candidate has the base's layers; otherwise it has no layers
+    - `has_scales`: whether a block has a scale within `scale_range`, which multiplies the stream or the MLP's output
+      (`scale_of`) at the block's last layer
+    - `permutes`: whether a block may have its candidates in any order; otherwise they are in the order of their numbers
+    - `draws_uniformly`: whether each parameter of a random configuration is drawn independently; otherwise random paths
+      are near one source
     """
 
     base: str

@@ -42,7 +42,8 @@ class ComponentGroup:
 class SearchedMethod(Protocol):
     """A merge method in LFS: its searched parameters, and the conversion of their values to a merge and back.
 
-    In its methods, `cell` is the component group that is merged, and `operands` are the aliases of the merged models.
+    In the methods of this class, `cell` is the component group that is merged, and `operands` are the aliases of the
+    models that are merged.
     """
 
     @property

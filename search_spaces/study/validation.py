@@ -71,7 +71,7 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints
     """Convert validation errors to problems with messages for users, in the order of the errors.
 
     Only the first MAX_PROBLEMS errors become problems; one more problem then says how many errors are left. `schema` is
-    the JSON Schema that the document violates.
+    the JSON Schema that the document violates. `hints` has texts for messages that the schema cannot supply.
     """
     problems: list[Problem] = []
     for error in errors[:MAX_PROBLEMS]:

@@ -76,9 +76,10 @@ def _directory() -> Path:
 
 
 def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, FittedAlignment] | None:
-    """Find the alignment between two layers in the cache, and return its digest and the alignment, or None.
+    """Find the alignment between the two layers `pair` in the cache, where it is if it was learned before.
 
-    The alignment was learned before from equal inputs. A damaged file counts as missing.
+    `inputs` are the models and texts from which it is learned. Returns the alignment's digest and the alignment; None
+    if the cache has no alignment that was learned from equal inputs. A damaged file counts as missing.
     """
     digest = cached(inputs.key(pair))
     if digest is None:

@@ -102,11 +102,15 @@ class MergekitConfig:
 
     Models are named as in the file: directories or hub ids, MODEL+LORA for an adapter to a model.
 
+    - `method`: mergekit's name of the merge method
+    - `slices`: the slices of the merge; each merges the same number of adjacent layers of several models
+    - `base_model`: the base model, or None if the file states none
     - `settings`: the parameters for the whole file
     - `module_settings`: the parameters for the file's only module, which have precedence
     - `dtype`: the dtype of the written merge, or None if the file states none
     - `tokenizer_source`: "base", "union", a model, or None for the base
     - `tokenizer_place`: the key in the file that names the source of the tokenizer
+    - `chat_template`: the file's setting of the chat template, or None
     - `tokens`: the tokens whose embedding rows the file chooses
     - `own_tokens`: tokens listed without a source; the file requires that every model has a row for them
     - `pad_to_multiple_of`: the vocabulary is padded to a multiple of this number, unless it is None

@@ -224,10 +224,10 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """Layer of each of `models` that the merged layer `index` uses.
+    """The layer of each model that is used for the merged layer with the index `index`, by the model's alias.
 
-    `merges` are the merges of this layer. A model that no merge uses gets an arbitrary layer, because a slice must name
-    a layer of every model. Raises Inexpressible if several layers of one model are used.
+    `merges` are the merges of the merged layer. A model of `models` that no merge uses gets an arbitrary layer, because
+    a slice must name a layer of every model. Raises Inexpressible if several layers of one model are used.
     """
     used: dict[str, int] = {}
     for merge in merges.values():

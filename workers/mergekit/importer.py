@@ -68,9 +68,15 @@ Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]
 class _Builder:
     """Builder of a recipe's parts (layers, embedding, head, single tensors) from a mergekit configuration.
 
-    It determines the merge of every tensor. The merge that most tensors of a component have becomes the component's
-    merge; tensors with another merge are listed one by one. `problems` maps a place in the file to the problem there,
-    so that a problem that occurs in every layer is reported once. `warnings` are lines about settings without effect.
+    The builder determines the merge of every tensor. The merge that most tensors of a component have becomes the
+    component's merge; tensors with another merge are listed one by one.
+
+    - `aliases`: the alias of each model of the configuration in the recipe
+    - `layout`, `layouts`: the tensor names of the base, and of models with another number of layers, by alias
+    - `seed`: the seed for methods with random masks
+    - `problems`: the problems found so far, by their place in the file, so that a problem that occurs in every layer is
+      reported once
+    - `warnings`: lines about settings without effect
     """
 
     def __init__(

@@ -39,8 +39,8 @@ def make_result_dir(
 ) -> TemporaryDirectory[str]:
     """Make a temporary directory with config.json, tokenizer and generation_config.json for merges.
 
-    `sources` are the models by alias, the base first; `tokenizer` selects the vocabulary; `config` is the content of
-    config.json. Raises InvalidModel if the files cannot be made.
+    `sources` are the models by alias, the base first. `config` is the content of config.json. `tokenizer` selects the
+    vocabulary, and `alignment` has the tokens that are added to it. Raises InvalidModel if the files cannot be made.
     """
     made = TemporaryDirectory(prefix="mergesearch-result-")
     place, base = Path(made.name), next(iter(sources.values())).tokenizer_dir

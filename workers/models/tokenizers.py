@@ -147,8 +147,8 @@ def _loaded(name: str, path: Path) -> Any:
 def _difference(tokenizer: Any, path: Path) -> str:
     """Describe the first difference of `tokenizer` from tokenizer.json in `path`; "" if there is none.
 
-    `tokenizer` and the tokenizer that tokenizer.json defines encode and decode the texts in PROBES, and the results are
-    compared. The result is also "" if there is no tokenizer.json.
+    The texts in PROBES are encoded and decoded by `tokenizer` and by the tokenizer that tokenizer.json defines, and the
+    results are compared. The result is also "" if there is no tokenizer.json.
     """
     from tokenizers import Tokenizer
 

@@ -67,13 +67,16 @@ def deploy_scorer(
 ) -> ServeScorer:
     """Start scoring replicas on the Ray cluster of this process, and wait until they are ready.
 
-    A running application of the same name is used unchanged. With `keep_idle_s`, studies share the application: the
-    number of its replicas follows the number of requests, up to the number for which there are GPUs. Replicas that are
-    idle for `keep_idle_s` seconds are stopped, down to none, and the next request starts them again. `make_worker`
-    replaces the engine in tests. Serve replaces a replica after three failed health checks in a row. By default this
-    takes at most two minutes for a process that does not answer, and a quarter of a minute for one whose work is
-    overdue (`time_limits`). Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica
-    fails to start.
+    `name` is the name of the Serve application, by default that of `app_name`; a running application of this name is
+    used unchanged. With `keep_idle_s`, studies share the application: the number of its replicas follows the number of
+    requests, up to the number for which there are GPUs. Replicas that are idle for `keep_idle_s` seconds are stopped,
+    down to none, and the next request starts them again. `make_worker` replaces the engine in tests.
+
+    Serve checks the health of replicas every `health_check_period_s` seconds, and waits `health_check_timeout_s`
+    seconds for an answer. It replaces a replica after three failed checks in a row. By default this takes at most two
+    minutes for a process that does not answer, and a quarter of a minute for one whose work is overdue (`time_limits`).
+    Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start, and if no
+    replica is ready after `start_timeout_s` seconds.
     """
     from ray import serve
 
@@ -181,7 +184,8 @@ def _deploying(deadline: float) -> Iterator[None]:
 
     Without the lock, one of two processes that start Serve at the same time fails, and deploying an application a
     second time restarts its replicas. The lock is the name of a Ray actor. Ray frees the name when the process that
-    holds it ends for any reason.
+    holds it ends for any reason. Raises EngineUnavailable if the lock is not free at `deadline`, a time of
+    `time.monotonic`.
     """
     import ray
 

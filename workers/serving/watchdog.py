@@ -41,9 +41,10 @@ TIME_LIMITS = TimeLimits()
 class Watchdog:
     """Timer of a replica's work, which reports work that is overdue.
 
-    The engine's thread enters the contexts `chunk` (scoring a chunk of samples) and `work`; any thread may call the
-    method `overdue`. `start_s` is the number of seconds that the start of the replica's worker took. A chunk may always
-    take at least this long, because it may include a comparison with transformers, as the start does.
+    The engine's thread enters the context `chunk` when it scores a chunk of samples, and `work` for other work. Any
+    thread may call the method `overdue`. `limits` are the time limits. `start_s` is the number of seconds that the
+    start of the replica's worker took. A chunk may always take at least this long, because it may include a comparison
+    with transformers, as the start does.
     """
 
     def __init__(self, limits: TimeLimits, *, start_s: float) -> None:

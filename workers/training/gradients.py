@@ -159,7 +159,11 @@ class CoefficientGradients:
         *,
         by_scales: bool,
     ) -> GradientResult:
-        """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`."""
+        """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`.
+
+        `targets` has the texts from which the losses are computed, by objective. The other arguments are as in
+        `loss_and_gradient`.
+        """
         plan = plan_as_stated(recipe, self.bank)
         self._fit(recipe)
         reducers = {}
@@ -330,10 +334,11 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """Targets of one objective's samples by position, and the number `unit` by which their losses are divided.
+    """Targets of one objective's samples, and the number by which their losses are divided.
 
-    A target has the texts from which a loss is computed. `unit` is the mean size of the task's samples
-    (`References.unit`), or of the completions that replace right answers.
+    `at` has the targets by the sample's position; a target has the texts from which a loss is computed. The divisor,
+    `unit`, is the mean size of the task's samples (`References.unit`), or of the completions that replace right
+    answers.
     """
 
     at: Mapping[int, Target]
@@ -349,7 +354,8 @@ def _by_objective(
 ) -> dict[str, tuple[float, ...]]:
     """Group the losses of samples by objective, each divided by its objective's unit to make objectives comparable.
 
-    `losses` are in the order of `batch`.
+    `losses` are in the order of `batch`, which has the positions of the samples by objective. `targets` has the unit of
+    each objective.
     """
     each = iter(losses)
     return {name: tuple(next(each) / targets[name].unit for _ in positions) for name, positions in batch.items()}
@@ -358,9 +364,10 @@ def _by_objective(
 class _Reducer:
     """Accumulates the derivatives of the loss with respect to the coefficients of one merged tensor.
 
-    The derivatives are computed from gradients of the loss with respect to the tensor. `stated` are the coefficients.
-    `merged` is the computed tensor, or None. If it is given, the inner products of gradient and tensor are also
-    accumulated, in `along`; the derivatives with respect to layer scales follow from them.
+    The method `add` is called with gradients of the loss with respect to the tensor. `stated` are the coefficients.
+    `plan` is the plan of the merge, and `bank` has the weights of its sources. If `merged`, the computed tensor, is
+    given, the inner products of gradient and tensor are also accumulated, in `along`; the derivatives with respect to
+    layer scales follow from them.
     """
 
     def __init__(

@@ -124,7 +124,8 @@ def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
 def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
     """Map the name of each tensor of a merge to the name of the base tensor that initialises it.
 
-    The layers are those of the merge `like`; if it is None, they are the base's.
+    `bank` has the opened weights of the base and the experts. The layers are those of the merge of the recipe `like`,
+    or the base's if `like` is None.
     """
     layout, names = bank.layout, bank.base.tensors
     if like is None:

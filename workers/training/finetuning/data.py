@@ -59,6 +59,8 @@ class Batch:
 def read_documents(data: Data, prompts: Prompts) -> list[Document]:
     """Read and tokenize all documents of the training data, in the order of the data.
 
+    `prompts` has the tokenizer.
+
     Raises:
         InvalidTask: Data are missing, malformed or empty (with the line), there is no completion to learn from, a
             document is longer than a row, or the tokenizer has no end-of-text token.

@@ -256,7 +256,10 @@ class _TaskSamples:
 
 
 class _Linearized:
-    """Adapter with which a linearized model implements `ModelOfLogits`, so that sample losses can be computed."""
+    """Adapter that gives a linearized model the method `logits` (see `ModelOfLogits`).
+
+    Losses of samples are computed from the logits. `device` is the device of the model.
+    """
 
     def __init__(self, model: LinearizedModel, device: torch.device) -> None:
         self._model, self.device = model, device
@@ -269,10 +272,11 @@ class _Linearized:
 def lack_of_losses(
     experts: Mapping[str, FinetuneSpec], *, access: FileAccess | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (alias, reason) for each reason why the losses of merges of a fleet's experts cannot be measured.
+    """Yield the reasons why the losses of merges of a fleet's experts cannot be measured, as pairs (alias, reason).
 
-    A fleet consists of the experts that one fine-tuning trains. Nothing is yielded for a fleet with a single expert,
-    because merges of one expert are never measured. `access` limits the files that tasks may use; None means no limit.
+    A fleet consists of the experts that one fine-tuning trains. `experts` has their specifications by alias. Merges of
+    a single expert are not measured, so a fleet with one expert has no reasons. `access` limits the files that tasks
+    may use; None means no limit.
     """
     for alias, spec in experts.items() if len(experts) > 1 else ():
         if spec.evaluation is None:
@@ -300,11 +304,11 @@ def losses_of_experts(
 ) -> MergeLosses:
     """Prepare to measure the losses and metrics of merges of a fleet's trained experts.
 
-    A fleet consists of the experts that one fine-tuning trains. `directories` has the directory of each trained expert,
-    by alias. The arguments `samples` and `is_linearized` are passed on to `MergeLosses`: coefficients are chosen on
-    `samples` samples of each task of an expert's evaluation, and merges are reported on the next `samples` samples.
-    `access` limits the files that tasks may use; None means no limit. Raises InvalidTask if an expert has no
-    evaluation, and the errors of `MergeLosses`.
+    A fleet consists of the experts that one fine-tuning trains. `experts` has the specification, and `directories` the
+    directory, of each expert by alias. Coefficients are chosen on `samples` samples of each task of an expert's
+    evaluation, and merges are reported on the next `samples` samples. `is_linearized` is as in `MergeLosses`. `access`
+    limits the files that tasks may use; None means no limit. Raises InvalidTask if an expert has no evaluation, and the
+    errors of `MergeLosses`.
     """
     tasks = {}
     for alias, spec in experts.items():
@@ -346,9 +350,9 @@ def landscape(
 def landscapes(
     measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, grid: Sequence[float] = GRID
 ) -> tuple[Landscape, ...]:
-    """Measure the loss landscapes of the first NUM_LANDSCAPES pairs of experts.
+    """Measure the loss landscapes (losses over a grid of coefficients) of the first NUM_LANDSCAPES pairs of experts.
 
-    `measure` and `grid` are passed on to `landscape`.
+    `measure` and `grid` are as in `landscape`.
     """
     pairs = list(combinations(experts[:IN_PAIRS], 2))[:NUM_LANDSCAPES]
     return tuple(landscape(measure, pair, grid=grid) for pair in pairs)
@@ -357,8 +361,9 @@ def landscapes(
 def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
     """Yield merges of experts by the methods of the MergOPT paper, each with every coefficient to compare.
 
-    The methods are weight averaging, task arithmetic, TIES and DARE. With `wudi`, WUDI-Merging (table 5) is a further
-    method; it computes several hundred matrix products for each matrix. `seed` determines the random masks of DARE.
+    `experts` are the aliases of the experts. The methods are weight averaging, task arithmetic, TIES and DARE. With
+    `wudi`, WUDI-Merging (table 5) is a further method; it computes several hundred matrix products for each matrix.
+    `seed` determines the random masks of DARE.
     """
     sources = tuple(Source(alias) for alias in experts)
     yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))

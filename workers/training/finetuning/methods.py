@@ -104,9 +104,13 @@ def make_optimizer(
 ) -> Optimizer:
     """Make the optimizer that a specification names for the parameters `trained` of `model`.
 
-    `moved` are the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
-    parameters. `fitted` is the result of `fitted_scale`, which gives the scale of MergOPT's noise; if it is None, the
-    specification gives the scale. `vectors` is the result of `read_task_vectors`.
+    - `method`: the section of the specification that names the optimizer and its options
+    - `seed`: the seed of MergOPT's random draws (`trainer.noise_seed`)
+    - `moved`: the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
+      parameters
+    - `fitted`: the result of `fitted_scale`, which gives the scale of MergOPT's noise; None if the specification gives
+      the scale
+    - `vectors`: the result of `read_task_vectors`
     """
     parameters = list(trained)
     is_sgd = method.kind == "sgd" or (method.kind != "adamw" and method.optimizer == "sgd")

@@ -307,7 +307,10 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The rank of this process, the number of training processes (`size`), and operations on all of these processes."""
+    """This process among the processes that train, and operations on all of these processes together.
+
+    `rank` is the index of this process, `size` the number of processes, and `device` the device of this process.
+    """
 
     rank: int
     size: int

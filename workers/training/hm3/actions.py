@@ -57,10 +57,11 @@ def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tenso
 def distribution(
     networks: Networks, states: Tensor, preference: Tensor, allowed: Tensor, action: Action
 ) -> Distribution:
-    """The distribution of a policy's actions in each of several states.
+    """The distribution from which a policy draws its actions, in each of several states.
 
-    `states` [..., H] are states of layer paths, with H numbers each. `preference` has the weights of the objectives.
-    `allowed` [..., A] says which of A possible steps may follow. No gradients reach the embeddings through this
+    With `action` CATEGORICAL an action is one of A possible steps; with WOLPERTINGER it is a point in the space of the
+    steps' embeddings. `states` [..., H] are states of layer paths, with H numbers each. `preference` has the weights of
+    the objectives. `allowed` [..., A] says which steps may follow. No gradients reach the embeddings through this
     distribution, because only outcomes train the embeddings.
     """
     protos = networks.proto(states, preference)

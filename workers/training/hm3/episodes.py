@@ -48,11 +48,13 @@ class Role:
 class Episode:
     """A layer path that a policy built step by step, and the data from which the policy learns.
 
-    `steps` [T] are the indices of the T steps, including the end of the path if the policy chose it; `path` is without
-    the end. `protos` [T, D] are the proto-actions: for each step a point in the D-dimensional space of embeddings,
-    whose nearest steps were the candidates. `log_densities` [T] are the log densities of these points under the policy
-    that built the episode. If layers have scales, `scales` are the scales of all layers but the last. A proto-action
-    then has one more number, which is the scale of the layer before the step, as a position in the range of scales.
+    - `steps`: [T], the indices of the T steps, including the end of the path if the policy chose it
+    - `protos`: [T, D], the proto-actions: for each step a point in the D-dimensional space of embeddings, whose nearest
+      steps were the candidates. If layers have scales, a proto-action has one more number: the scale of the layer
+      before the step, as a position in the range of scales.
+    - `log_densities`: [T], the log densities of these points under the policy that built the episode
+    - `path`: the steps without the end
+    - `scales`: the scales of all layers but the last, if layers have scales
     """
 
     number: int

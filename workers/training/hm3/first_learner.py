@@ -34,7 +34,10 @@ __all__ = ["FirstLearner"]
 
 
 class FirstLearner(BaseLearner):
-    """The PPO learner of version 1, in which all networks have one common optimizer."""
+    """The PPO learner of version 1 of the searcher, in which all networks have one common optimizer.
+
+    The arguments are as in `BaseLearner`.
+    """
 
     def __init__(
         self,

@@ -44,10 +44,19 @@ FIRST_NETWORKS, MINI_BATCHES = -1, -2
 class LearnerOptions:
     """Options for updating the policy network and the value network.
 
-    The options `clip` and the lambda of GAE (generalized advantage estimation) have the values that HM3's authors
-    state; the others were chosen here. `recalled` is the number of earlier episodes in each mini-batch of the value
-    network. `target_kl` is a limit, in nats per step of an episode: the policy network stops its updates with the
-    episodes of an iteration once its KL divergence from the policy that built them exceeds the limit.
+    `clip` and `gae_lambda` have the values that HM3's authors state; the others were chosen here.
+
+    - `clip`: PPO's limit on the change of a ratio of densities
+    - `gamma`: the discount factor
+    - `gae_lambda`: the lambda of generalized advantage estimation
+    - `value_coefficient`, `entropy_coefficient`: the factors of the value network's loss, and of the policy's entropy
+    - `epochs`, `mini_batches`: the number of passes over an iteration's episodes, and of mini-batches in each pass
+    - `recalled`: the number of remembered episodes in each mini-batch of the value network
+    - `max_gradient_norm`: the norm to which gradients are clipped
+    - `target_kl`: a limit, in nats per step of an episode, on the KL divergence between the policies before and after
+      an update; beyond it, the policy network is not trained further in this update
+    - `action`: the kind of action that the policy draws
+    - `scalarisation`: the function that combines the outcomes of several objectives
     """
 
     clip: float = 0.1
@@ -297,10 +306,12 @@ class Learner(BaseLearner):
     def _improve_policy(
         self, batch: EpisodeBatch, advantages_BT: Tensor, order: torch.Generator
     ) -> tuple[list[Tensor], list[Tensor], float, float]:
-        """Train the policy network on an iteration's episodes, whose steps have the given advantages.
+        """Train the policy network on an iteration's episodes.
 
-        Returns the policy's losses and entropies, with one number for each step of the optimizer; the KL divergence
-        between the policies before and after the training; and the share of ratios outside PPO's clip after it.
+        `advantages_BT` are the advantages of the episodes' steps. `order` is the random number generator that draws
+        mini-batches. Returns the policy's losses and entropies, with one number for each step of the optimizer; the KL
+        divergence between the policies before and after the training; and the share of ratios outside PPO's clip after
+        it.
         """
         options, is_step = self.options, batch.is_step
         taken = batch.steps if options.action is Action.CATEGORICAL else batch.protos
@@ -333,8 +344,9 @@ class Learner(BaseLearner):
     def _improve_value(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> tuple[list[Tensor], float]:
         """Train the value network and the encoder on remembered episodes, while the policy's actions stay the same.
 
-        Returns the value network's losses and the policy's drift, which is the KL divergence between the policies
-        before and after this training, over the steps of `batch`.
+        `memory` has the remembered episodes, among them those of this iteration (`batch`). `order` is the random number
+        generator that draws mini-batches. Returns the value network's losses and the policy's drift. The drift is the
+        KL divergence between the policies before and after this training, over the steps of `batch`.
         """
         options, networks = self.options, self.networks
         former = copy.deepcopy(networks)
@@ -440,8 +452,10 @@ def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
 class Memory:
     """Episodes from which the value network learns, as tensors that are padded to the longest episode.
 
-    `steps` [episodes, T] are the steps of each episode, padded to T steps with step 0. `lengths` [episodes] are the
-    numbers of steps without padding. `preferences` and `outcomes` are [episodes, objectives].
+    - `steps`: [episodes, T], the steps of each episode, padded to T steps with step 0
+    - `lengths`: [episodes], the numbers of steps without padding
+    - `preferences`: [episodes, objectives], the weights of the objectives in each episode
+    - `outcomes`: [episodes, objectives], the outcomes of the layer paths
     """
 
     steps: Tensor
@@ -486,12 +500,15 @@ def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EpisodeBatch:
-    """Episodes of one iteration as tensors, padded with step 0 to the longest episode.
+    """Episodes of one iteration as tensors, padded with step 0 to the longest episode of T steps.
 
-    `steps` and `log_densities` are [episodes, T], where T is the number of steps of the longest episode. `protos` are
-    [episodes, T, D]: for each step, the proto-action, a point that the policy drew in the D-dimensional space of the
-    steps' embeddings. `preferences` and `outcomes` are [episodes, objectives]. `lengths` are the numbers of steps
-    without padding.
+    - `steps`: [episodes, T], the steps of each episode
+    - `protos`: [episodes, T, D], the proto-action of each step: a point that the policy drew in the space of the steps'
+      embeddings
+    - `log_densities`: [episodes, T], the log densities of the proto-actions under the policy that drew them
+    - `preferences`: [episodes, objectives], the weights of the objectives in each episode
+    - `outcomes`: [episodes, objectives], the outcomes of the layer paths
+    - `lengths`: the numbers of steps without padding
     """
 
     steps: Tensor

@@ -36,8 +36,8 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
     """Generalized advantage estimation: the advantage of each step [T] of a finished episode.
 
     The advantage of step t is the sum over l of (gamma lambda)^l delta_{t+l}. Here delta_t is r_t + gamma V(s_{t+1}) -
-    V(s_t), where r_t is the reward of step t, and V(s_t) is the value of the state before step t. The value after the
-    last step is 0.
+    V(s_t). r_t is the reward of step t (`rewards_T`), and V(s_t) is the value of the state before step t (`values_T`).
+    The value after the last step is 0.
     """
     following = torch.cat([values_T[1:], values_T.new_zeros(1)])
     deltas = rewards_T + gamma * following - values_T

@@ -76,12 +76,16 @@ class _Played:
 
 
 class PolicyTraining:
-    """The policies of one search, which build episodes and learn from their outcomes.
+    """The policies of one search, which build episodes (layer paths) and learn from their outcomes.
 
-    `preferences` are the preference vectors, at least one. `descriptors` are statistics of the layers' weights, or
-    None. `saved` has the checkpoints that were saved after iterations of this search, by iteration. Only the
-    checkpoints of the last two iterations of each policy are needed. `start` has the checkpoint that each policy begins
-    with, or is empty for new policies. Raises ValueError if `start` has another number of checkpoints.
+    - `paths`: the models through which paths lead, and the limits of paths
+    - `preferences`: the preference vectors, at least one; each has the weights of the objectives
+    - `descriptors`: statistics of the layers' weights, or None
+    - `saved`: the checkpoints that were saved after iterations of this search, by iteration. Only those of the last two
+      iterations of each policy are needed.
+    - `start`: the checkpoint that each policy begins with, or empty for new policies
+
+    Raises ValueError if `start` has another number of checkpoints than there are policies.
     """
 
     def __init__(
@@ -110,7 +114,11 @@ class PolicyTraining:
 
     @property
     def num_policies(self) -> int:
-        """Number of policies: one if it is conditioned on preference vectors, else one for each vector."""
+        """The number of policies.
+
+        There is one policy if it has the preference vector as an input; otherwise there is one for each preference
+        vector.
+        """
         return 1 if self.options.is_conditioned else len(self.preferences)
 
     def iteration_of(self, number: int) -> int:
