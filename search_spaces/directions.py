@@ -30,12 +30,14 @@ class Direction:
 def direction_of(recipe: Recipe) -> Direction | None:
     """Read each expert's share in a merge, and the scale of the merge, from a recipe that merges all tensors equally.
 
-    The merge of the head is read, as an example of all merges. The shares depend on the merge method:
+    The merge of the head is read, as an example of all merges. Shares and scale depend on the merge method:
 
-    - a method that divides weights by their sum: the weights divided by their sum
-    - a method with a lambda for each model: the lambdas divided by their sum, which is the scale
-    - a method with one lambda and no weights, such as TIES: equal shares
-    - an unchanged expert: the share 1
+    - a method that divides weights by their sum: the shares are the weights divided by their sum; the scale is the
+      coefficient lambda, or None if the method has no lambda
+    - a method with a lambda for each model: the scale is the sum of the lambdas; the shares are the lambdas divided by
+      the scale
+    - a method with one lambda and no weights, such as TIES: the shares are equal; the scale is the lambda
+    - an unchanged expert: its share is 1; the scale is None
 
     Returns None for the base model, for numbers that sum to 0, and for other methods.
     """

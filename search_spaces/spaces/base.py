@@ -291,9 +291,10 @@ class SpaceSection(Section, ABC):
 
     @property
     def scaled_by(self) -> str | None:
-        """The name of the option that adds scales of the residual stream after layers to recipes (`LayerRecipe.scale`).
+        """The option that gives recipes layer scales, which are factors on the residual stream after layers.
 
-        The result is None if the recipes have no such scales. Not every model type supports them.
+        The result is the option's name, or None if the space's recipes have no such scales (`LayerRecipe.scale`). Not
+        every model type supports them.
         """
         return None
 

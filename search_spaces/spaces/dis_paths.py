@@ -98,7 +98,7 @@ class DisPaths:
     def num_candidates(self) -> int:
         """The number of candidates of one block. A candidate is a layer that the block may use.
 
-        It is the number of layers in a block times the number of models.
+        The result is the number of layers in a block times the number of models.
         """
         return self.depth_granularity * len(self.models)
 

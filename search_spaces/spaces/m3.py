@@ -370,9 +370,9 @@ def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[f
 def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, ...]:
     """Reconstruct the experts' shares, which sum to one, from the rounded coefficients of a recipe.
 
-    Rounding changes the sum of the coefficients; this error is distributed evenly over the experts. `scales` are the
-    lowest and the highest scale that the space allows. If the recipe's scale is not known, the sum of the coefficients
-    is taken for it, limited to `scales`.
+    Rounding changes the sum of the coefficients; this error is distributed evenly over the experts. `found` has the
+    coefficients and, if it is known, the scale of the recipe. An unknown scale is estimated by the sum of the
+    coefficients, limited to `scales`, the lowest and the highest scale that the space allows.
     """
     total = math.fsum(found.numbers)
     exact = 1.0 if found.scale is not None else min(max(total, scales[0]), scales[1])

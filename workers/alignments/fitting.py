@@ -187,10 +187,10 @@ def fit_mlp(
     """Train a small network that maps activations x to the distribution of y, and return the alignment it computes.
 
     `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
-    and the input of the layer that follows the alignment. `first` has the texts' first tokens as in `fit_moments`; in
-    channels in which those of x are outliers, the alignment stays that of `fit_moments`. The epoch with the smallest
-    `discrepancy` on the held-out rows is kept. `seed` fixes the initial weights and the order of rows. Equal arguments
-    give equal bits on one machine with one number of threads.
+    and the input of the layer that follows the alignment. `first` has the texts' first tokens as in `fit_moments`. In
+    channels of x in which the first tokens are outliers, the alignment stays that of `fit_moments`. The epoch with the
+    smallest `discrepancy` on the held-out rows is kept. `seed` fixes the initial weights and the order of rows. Equal
+    arguments give equal bits on one machine with one number of threads.
     """
     _check(*train)
     chosen = options or MlpOptions()

@@ -54,10 +54,10 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 
 
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
-    """Whether layer `after` of a merge follows `layer` in the source models, so that no alignment is between them.
+    """Whether layer `after` of a merge is the layer that follows `layer` in the source models.
 
-    The result is True if `after` has the same merges as `layer`, except that each source and base is the next layer of
-    its model.
+    No alignment is allowed between two such layers. The result is True if `after` has the same merges as `layer`,
+    except that each source and base is the next layer of its model.
     """
 
     def next_to(source: Source) -> Source:

@@ -41,9 +41,9 @@ class Condition:
     def at(self, t: float) -> Scalar | None:
         """Value of the parameter at a layer; None if `values` is empty.
 
-        t is the place of the layer among the layers of its slice: 0 for the first layer, 1 for the last. Numbers are
-        interpolated linearly between `values`. Flags are not interpolated: the result is the last of `values` whose
-        place is at or before t.
+        `t` is the position of the layer in its slice: 0 for the first layer, 1 for the last. `values` are at equal
+        distances from 0 to 1. Numbers are interpolated linearly between them. For a flag, the result is the value at
+        `t` or, if there is none, the last value before `t`.
         """
         if not self.values:
             return None

@@ -408,15 +408,15 @@ def resolve_family(
 ) -> ResolvedFamily:
     """Locate, open and check a base and its experts, which are whole models or LoRA adapters.
 
-    The models are given as directories or hub ids. The models must have the same structure, and their embeddings must
-    be alignable to the vocabulary that `tokenizer` selects. `vocabulary` has further options of this vocabulary, as in
-    a recipe. Only configurations, headers and tokenizers are read; for hub models, these files are downloaded. Weights
-    are neither read nor downloaded.
+    The models are given as directories or hub ids; `base_alias` is the alias of the base. The models must have the same
+    structure, and their embeddings must be alignable to the vocabulary that `tokenizer` selects. `vocabulary` has
+    further options of this vocabulary, as in a recipe. Only configurations, headers and tokenizers are read; for hub
+    models, these files are downloaded. Weights are neither read nor downloaded.
 
     An adapter may change another model than the base; `adapted` then names that model, by the adapter's alias. With
-    `any_depth` the models may have different numbers of layers, and recipes must name layers that exist. `names` has,
-    by alias, the names that messages use for models that are not experts. Raises InvalidModel with every problem of
-    every model.
+    `any_depth` the models may have different numbers of layers, and recipes must name layers that exist. `cache` is the
+    directory of the cache, or None for the default directory. `names` has, by alias, the names that messages use for
+    models that are not experts. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))

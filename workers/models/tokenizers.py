@@ -135,7 +135,7 @@ def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirector
 
 
 def _loaded(name: str, path: Path) -> Any:
-    """Load the tokenizer in `path` with transformers' class `name`."""
+    """Load the tokenizer in the directory `path` with the class of transformers that is called `name`."""
     import transformers
 
     try:

@@ -160,9 +160,9 @@ def _num_gpus() -> int:
 def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -> dict[str, Any]:
     """Ray Serve settings for the number of replicas: fixed, or autoscaled with the load.
 
-    If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise there are `replicas` at first. Later their
-    number follows the number of requests, up to the number for which there are GPUs, and down to none after
-    `keep_idle_s` idle seconds.
+    If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise the number is `replicas` at first, and
+    then follows the number of requests, up to the number for which there are GPUs. After `keep_idle_s` seconds without
+    a request, a replica is stopped; there may be none left. `options` has the number of GPUs that a replica uses.
     """
     if keep_idle_s is None:
         return {"num_replicas": replicas}

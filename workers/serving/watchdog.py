@@ -20,7 +20,7 @@ __all__ = ["TIME_LIMITS", "TimeLimits", "Watchdog"]
 class TimeLimits:
     """Time limits, in seconds, for the work of a replica.
 
-    - `start_s`: the start of its worker, with downloads and compilation
+    - `start_s`: the start of the replica's worker, with downloads and compilation
     - `first_chunk_s`: scoring a chunk of samples with a task or a merge method that is new to the replica, for which
       data are prepared and kernels compiled
     - `chunk_factor`, `chunk_s`: any other chunk may take `chunk_factor` times the time expected from the chunks

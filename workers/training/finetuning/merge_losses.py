@@ -84,7 +84,7 @@ class Landscape:
 class Candidate(NamedTuple):
     """A merge of experts by a published method, with one of the coefficients that are compared for this method.
 
-    `method` is the method's name in tables. `coefficient` is None for a method without a coefficient.
+    `method` is the method's name in tables. `coefficient` is the coefficient, or None for a method without one.
     """
 
     method: str

@@ -30,9 +30,9 @@ __all__ = ["fitted_scale", "make_optimizer", "read_task_vectors"]
 def fitted_scale(method: Method, base: Path) -> Fit | None:
     """Fit the scale of MergOPT's noise to the task vectors of the experts that `method.fit_to` names.
 
-    Returns None if the specification states a scale, or if no noise with a scale is used: the scale is fitted for the
-    method MergOPT with `scale: auto` and a noise other than experts' task vectors. `base` is the directory of the base
-    model. Raises InvalidModel if a model cannot be used, and ValueError if the task vectors are 0.
+    The scale is fitted only for the method MergOPT with `scale: auto` and random noise. Otherwise the result is None,
+    because the specification states the scale, or there is no random noise. `base` is the directory of the base model.
+    Raises InvalidModel if a model cannot be used, and ValueError if the task vectors are 0.
     """
     if method.scale != "auto" or method.kind != "mergopt" or method.noise in OF_EXPERTS:
         return None

@@ -62,7 +62,8 @@ def unread_model(base: Path, dtype: torch.dtype) -> tuple[Any, BaseWeights] | No
     """Make the transformers model in the directory `base` without reading its weights.
 
     Returns the model and the object that reads the weights later, or None if transformers names or groups the model's
-    weights differently from its files. In the model, each parameter with `dtype` is a placeholder without values.
+    weights differently from its files. Each parameter of the model, of the dtype `dtype`, is a placeholder until its
+    values are read.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig

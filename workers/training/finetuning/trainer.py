@@ -219,11 +219,11 @@ def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
 def _weights(
     spec: FinetuneSpec, model: TrainedModel, directory: Path | None
 ) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
-    """Context manager that gives all weights to write for a model whose weights are divided over the ranks, by name.
+    """Context manager that gives the weights to write for the trained expert, by name, if the model is sharded.
 
-    It gives None for a model that each rank holds as a whole. The weights of the trained expert have the dtype of the
-    specification, and those of an adapter are float32. While the context is open, the weights are in files below
-    `directory`. A rank whose `directory` is None gets an empty dict.
+    If each rank holds the whole model, it gives None. The weights have the dtype of the specification; those of an
+    adapter are float32. While the context is open, the weights are in files below `directory`. A rank whose `directory`
+    is None gets an empty dict.
     """
     if not model.is_sharded:
         return nullcontext()

@@ -45,7 +45,7 @@ class Part:
 
 
 def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
-    """Parts of all parameters that this process holds; a parameter given twice counts once.
+    """The part of each parameter that this process holds. A parameter that occurs twice is listed once.
 
     Raises ValueError for a parameter that is not of a floating dtype, or is sharded along another dimension than the
     first.

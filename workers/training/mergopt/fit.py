@@ -29,7 +29,7 @@ class Fit:
     - `distribution`: "laplace" or "gaussian"
     - `scale`: b of Laplace's distribution, or the standard deviation of the normal distribution
     - `distance`: the Kolmogorov-Smirnov distance, in [0, 1], between the distribution and the elements
-    - `log_likelihood`: the mean over the elements (natural log)
+    - `log_likelihood`: the mean log-likelihood of an element (natural log)
     - `zeros`: the share of elements that are exactly 0 because of rounding to a short dtype
     - `num_elements`: the number of elements
     """

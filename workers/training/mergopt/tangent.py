@@ -72,7 +72,10 @@ class LinearizedModel:
         past_key_values: Any = None,
         use_cache: bool = False,
     ) -> Any:
-        """Compute the outputs `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`."""
+        """Compute the outputs of the linearized model, with the arguments of a transformers model.
+
+        The outputs are `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`.
+        """
         given = {"input_ids": input_ids, "position_ids": position_ids}
         read = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}
         for name, before in (past_key_values or {}).items():
