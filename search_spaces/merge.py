@@ -103,7 +103,8 @@ class Merge:
     def base_in(self, recipe_base: str) -> Source:
         """The model and layer whose tensors are subtracted from those of the sources to get task vectors.
 
-        It is the field `base` or, by default, the recipe's base model `recipe_base` in the layer of the sources.
+        The result is the field `base` or, if this is None, the recipe's base model `recipe_base` in the layer of the
+        sources.
         """
         return self.base or Source(recipe_base, self.sources[0].layer)
 

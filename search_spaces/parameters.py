@@ -256,7 +256,7 @@ class Parameters:
     def repair(self, configuration: Configuration) -> Configuration:
         """The configuration that a study stores for a proposed one (`Structure.repair`).
 
-        Without a structure the result is `configuration` itself. `check` must accept it.
+        The method `check` must accept `configuration`. Without a structure the result is `configuration` itself.
         """
         return configuration if self.structure is None else self.structure.repair(configuration)
 

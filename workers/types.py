@@ -299,7 +299,7 @@ class CanaryReport:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """Scored samples of one request, with evidence of the weights and with timings.
+    """Scored samples of one request, with the engine's report about its weights (evidence) and with timings.
 
     `timings_s` has seconds by name:
 

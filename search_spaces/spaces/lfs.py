@@ -141,9 +141,10 @@ class LfsSpace:
     ) -> None:
         """Build the space over the base model `base` and its `experts`, which are aliases.
 
-        `fingerprints` maps these aliases to content fingerprints. `tokenizer` is the tokenizer of every recipe. The
-        other arguments are the options of the study file. Raises InvalidStudy if there are no experts, if there are
-        more layer groups than layers, for an unknown method, and for options that contradict the `preset`.
+        `fingerprints` maps these aliases to content fingerprints. `num_layers` is the number of layers of each model.
+        `tokenizer` is the tokenizer of every recipe. The other arguments are the options of the study file. Raises
+        InvalidStudy if there are no experts, if there are more layer groups than layers, for an unknown method, and for
+        options that contradict the `preset`.
         """
         given = {
             "layer_groups": layer_groups,

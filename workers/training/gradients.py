@@ -69,6 +69,8 @@ class CoefficientGradients:
     - `device`: the device on which the model computes. The default is the CPU, because a GPU that this process sees may
       belong to an engine
     - `recomputes`: whether activations are recomputed, which saves their memory and takes a third more time
+    - `max_tokens`: the largest number of tokens in a forward pass, with padding
+    - `cache`: the directory of the cache, or None for the default directory
 
     All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """

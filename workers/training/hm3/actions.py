@@ -72,12 +72,12 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """The proto-actions [B, D] with which the policy would have built given layer paths in B episodes.
+    """The proto-actions [B, D] with which the policy would have taken given steps, one in each of B episodes.
 
     A proto-action is a point in the E-dimensional space of the steps' embeddings. If layers have scales, one more
     number follows, the last layer's scale as a position in the range of scales (D = E + 1); otherwise D = E. In the
     result, the points are `taken_BE`, the embeddings of the given steps. The positions are `places_B` or, where this is
-    NaN, those in `proto_BD`, which the policy drew.
+    NaN, those in `proto_BD`, the proto-actions that the policy drew.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)
