@@ -378,8 +378,8 @@ class Hm3Space:
         """The step number of every layer that a path may have, by the layer's recipe.
 
         A step number stands for one layer of one model. The layers of the merged model are those for the preference
-        vector with the index `number`. If several models have an equal layer, it has the step number of the first of
-        these models.
+        vector with the index `number`. If several models have an equal layer, the layer has its step number in the
+        first of them.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}

@@ -63,10 +63,10 @@ class TokenRow:
 class VocabularyOptions:
     """Options of the vocabulary of merged models.
 
-    `tokens` has the sources of the embedding rows of single tokens; these tokens are added to the vocabulary if it
-    lacks them. The number of rows is rounded up to a multiple of `multiple_of`. A union is the base's vocabulary with
-    the tokens that other models added. With `by_id`, it has the added tokens in the order of their ids; otherwise, in
-    the order of their names.
+    - `tokens`: the sources of the embedding rows of single tokens; tokens that the vocabulary lacks are added
+    - `multiple_of`: the number of rows is rounded up to a multiple of this number
+    - `by_id`: for a union (the base's vocabulary with the tokens that other models added): whether the added tokens are
+      in the order of their ids; otherwise they are in the order of their names
     """
 
     tokens: Mapping[str, TokenRow] = field(default_factory=dict)

@@ -50,7 +50,7 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
 
 
 def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
-    """Discounted share of an episode's outcome that the steps from each step on get as rewards.
+    """The discounted share of an episode's outcome that each step and all later steps together get as rewards.
 
     The reward of each of the T = `num_steps` steps is the T-th part of the outcome. Therefore the share before step t
     is (1 / T) sum_{j >= t} gamma^(j - t), where gamma is the discount factor. The result is [T].
