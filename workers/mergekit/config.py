@@ -103,7 +103,7 @@ class MergekitConfig:
     Models are named as in the file: directories or hub ids, MODEL+LORA for an adapter to a model.
 
     - `method`: mergekit's name of the merge method
-    - `slices`: the slices of the merge; each merges the same number of adjacent layers of several models
+    - `slices`: the slices of the merge; each merges adjacent layers of one or several models
     - `base_model`: the base model, or None if the file states none
     - `settings`: the parameters for the whole file
     - `module_settings`: the parameters for the file's only module, which have precedence
