@@ -33,7 +33,8 @@ BY_DEFAULT: tuple[BaselineGroup, ...] = ("sources", "published")
 class Baseline(NamedTuple):
     """A source model or a merge known from publications, scored in addition to the search's proposals.
 
-    `label` is its name, for example "expert:math"; it is unique within a study.
+    `origin` is "source" or "published". `label` is the name of the baseline, for example "expert:math"; it is unique
+    within a study. `recipe` describes the merge.
     """
 
     origin: _Origin
@@ -52,9 +53,10 @@ def all_baselines(
 ) -> tuple[Baseline, ...]:
     """The baselines of a study: the base model, each expert, then merges of all experts known from publications.
 
-    `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. `chosen` are the baselines that
-    are returned (`baseline_labels`). Every recipe is in canonical form. If two baselines have equal recipes, only the
-    first one is returned.
+    `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of
+    layers of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects the baselines
+    that are returned (`baseline_labels`). Every recipe is in canonical form. If two baselines have equal recipes, only
+    the first one is returned.
     """
     labels = baseline_labels(chosen, experts)
     found: dict[str, Baseline] = {}
@@ -103,7 +105,7 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 
 
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
-    """Yield the name and merge of each baseline without mixup in the paper "Mixup Model Merge (M3)".
+    """Yield the name and merge of each method with which the paper "Mixup Model Merge (M3)" compares its mixup.
 
     They are:
 

@@ -18,8 +18,9 @@ __all__ = ["ModelSize"]
 class ModelSize:
     """Numbers of parameters in the models of one family (a base model and its experts), which all have the same size.
 
-    `outside` is the number of parameters outside decoder layers. `components` has, for each component, its number of
-    parameters in each layer. `max_layers` is the largest number of layers that a merge may have.
+    - `outside`: the number of parameters outside decoder layers
+    - `components`: for each component of a layer, such as attention, its number of parameters in each layer
+    - `max_layers`: the largest number of layers that a merge may have
     """
 
     outside: int

@@ -28,12 +28,18 @@ class Direction:
 
 
 def direction_of(recipe: Recipe) -> Direction | None:
-    """Read the experts' shares and the scale from a recipe that merges all tensors equally; None if it has no shares.
+    """Read each expert's share in a merge, and the scale of the merge, from a recipe that merges all tensors equally.
 
-    Direction (the shares) and scale are read from the merge of the head. The shares are the weights, for a method that
-    divides weights by their sum. For a method with a lambda for each model, the shares are the lambdas divided by their
-    sum, and this sum is the scale. Methods with one lambda and no weights, such as TIES, have equal shares. A single
-    expert has the share 1. Returns None for the base model, for numbers that sum to 0, and for other methods.
+    The merge of the head is read, as an example of all merges. Shares and scale depend on the merge method:
+
+    - a method that divides weights by their sum: the shares are the weights divided by their sum; the scale is the
+      coefficient lambda, or None if the method has no lambda
+    - a method with a lambda for each model: the scale is the sum of the lambdas; the shares are the lambdas divided by
+      the scale
+    - a method with one lambda and no weights, such as TIES: the shares are equal; the scale is the lambda
+    - an unchanged expert: its share is 1; the scale is None
+
+    Returns None for the base model, for numbers that sum to 0, and for other methods.
     """
     merge = recipe.head
     models, declared = [source.model for source in merge.sources], METHODS[merge.method]

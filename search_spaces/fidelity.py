@@ -112,10 +112,11 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
 
 
 def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
-    """The brackets that a search with the scheduler `scheduler` repeats, in order.
+    """The brackets (groups of configurations for successive halving) that a search repeats, in order.
 
-    With hyperband they are the brackets of one Hyperband iteration. With racing, each configuration has a separate
-    bracket. With the schedulers asha and none, and with hyperband on a single rung, one bracket has all configurations.
+    With the scheduler hyperband they are the brackets of one Hyperband iteration. With racing, each configuration has a
+    separate bracket. With asha and none, and with hyperband on a single rung, one bracket has all `max_trials`
+    configurations. `num_rungs` is the number of rungs, and one configuration in `eta` is promoted.
     """
     if scheduler == "racing":
         return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)
@@ -144,11 +145,12 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 
 
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
-    """The number of consecutive brackets of a search whose trials may run at the same time, at least two.
+    """The number of consecutive brackets of a search whose trials may run at the same time.
 
-    The result is the number of brackets that `max_staleness` configurations fill, but at least two. If k brackets may
-    be open, a bracket opens when the bracket k places before it, and all earlier brackets, are closed. `cycle` has the
-    brackets that the search repeats.
+    `cycle` has the brackets that the search repeats. `max_staleness` is the number of trials by which proposals may run
+    ahead of evaluations. The result is the number of brackets that together have `max_staleness` trials, but at least
+    two. If k brackets may be open, a bracket opens when the bracket k places before it, and all earlier brackets, are
+    closed.
     """
     size = sum(bracket.num_configurations for bracket in cycle)
     return max(OPEN_BRACKETS, max_staleness * len(cycle) // size)

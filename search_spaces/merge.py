@@ -103,7 +103,8 @@ class Merge:
     def base_in(self, recipe_base: str) -> Source:
         """The model and layer whose tensors are subtracted from those of the sources to get task vectors.
 
-        It is the field `base` or, by default, the recipe's base model `recipe_base` in the layer of the sources.
+        The result is the field `base` or, if this is None, the recipe's base model `recipe_base` in the layer of the
+        sources.
         """
         return self.base or Source(recipe_base, self.sources[0].layer)
 
@@ -187,7 +188,7 @@ def canonical_merge(merge: Merge, *, base: str, fingerprints: Mapping[str, str])
     ordered by (fingerprint, layer), unless their order has a meaning. Coefficients equal to their defaults are left
     out, and equal coefficients of all sources become one number. Two merges with equal tensors have the same canonical
     form only if the declarations of their methods show that they are equal. `base` is the alias of the recipe's base
-    model.
+    model. `fingerprints` has the content fingerprint of each model by alias.
     """
     base_source, declared = merge.base_in(base), METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources

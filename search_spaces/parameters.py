@@ -148,11 +148,10 @@ class Structure(Protocol):
         ...
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The repaired configuration of a proposed one. Both give the same merge.
+        """The configuration that a study stores for a proposed configuration. Both give the same merge.
 
-        The study stores the result. Each value of `configuration` must be accepted by its parameter. Configurations
-        that give the same merge have the same repaired configuration. The result depends only on `configuration`. A
-        repaired configuration is returned unchanged.
+        All configurations that give the same merge have the same result, which depends only on `configuration`. A
+        result that is repaired again does not change. Each value of `configuration` must be accepted by its parameter.
         """
         ...
 
@@ -257,7 +256,7 @@ class Parameters:
     def repair(self, configuration: Configuration) -> Configuration:
         """The configuration that a study stores for a proposed one (`Structure.repair`).
 
-        Without a structure the result is `configuration` itself. `check` must accept it.
+        The method `check` must accept `configuration`. Without a structure the result is `configuration` itself.
         """
         return configuration if self.structure is None else self.structure.repair(configuration)
 

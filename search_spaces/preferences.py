@@ -75,7 +75,7 @@ def lattice(num_objectives: int, *, divisions: int, corners: bool = True, interi
 
 
 def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True, interior: bool = False) -> int:
-    """Number of preference vectors in the result of the function `lattice` for the same arguments."""
+    """The number of preference vectors that the function `lattice` returns for the same arguments."""
     if interior:
         return math.comb(divisions - 1, num_objectives - 1)
     return math.comb(divisions + num_objectives - 1, num_objectives - 1) - (0 if corners else num_objectives)

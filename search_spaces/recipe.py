@@ -104,14 +104,14 @@ class Recipe:
       the merged model
     - `tokenizer`: the merged model's vocabulary, to which the rows of embeddings are aligned: "base", "union", or the
       alias of another model
-    - `vocabulary`: further options of the vocabulary, which `workers.models.vocabulary` reads
     - `keeps_equal`: for methods that keep the largest elements up to a rank: if several elements have the magnitude at
       that rank, all of them are kept, as in files of recipe format 1
+    - `vocabulary`: further options of the vocabulary, which `workers.models.vocabulary` reads
     - `stacks_experts`: all experts of a layer of a mixture of experts are merged as one tensor; otherwise each expert
       is merged separately
-    - `trim`: for methods that keep a share of each task vector's elements by magnitude (`MergeMethod.trims`): "tensor"
-      for a share of each tensor, "model" for a share of the whole task vector, all tensors of the model together, so
-      that tensors keep different shares; always "tensor" in a recipe without such a method
+    - `trim`: for methods that keep a share of a task vector's elements by magnitude (`MergeMethod.trims`): with
+      "tensor", the share is kept of each tensor; with "model", the share is kept of all tensors of the model together,
+      so that it differs between tensors. A recipe without such a method has "tensor".
     """
 
     models: Mapping[str, str]
@@ -159,7 +159,11 @@ class Recipe:
         tokenizer: str = "base",
         vocabulary: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The recipe that merges every tensor by the same merge; layer l is merged from layer l of each source."""
+        """The recipe that merges every tensor by the same merge; layer l is merged from layer l of each source.
+
+        `models`, `base`, `tokenizer` and `vocabulary` are fields of the recipe. `num_layers` is the number of its
+        layers.
+        """
         layers = tuple(LayerRecipe(own, own, own) for own in map(merge.at_layer, range(num_layers)))
         whole = merge.at_layer(None)
         return cls(models, base, layers, whole, whole, tokenizer=tokenizer, vocabulary=vocabulary or {})
@@ -175,7 +179,10 @@ class Recipe:
         tokenizer: str = "base",
         vocabulary: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The recipe of one unchanged model: every tensor is that of `model`, one of the aliases in `models`."""
+        """The recipe of one unchanged model: every tensor is that of `model`, one of the aliases in `models`.
+
+        The other arguments are as in `uniform`.
+        """
         merge = Merge("passthrough", (Source(model),))
         return cls.uniform(
             merge, models=models, base=base, num_layers=num_layers, tokenizer=tokenizer, vocabulary=vocabulary
@@ -300,11 +307,11 @@ class Recipe:
 
 
 def may_keep_equal(text: str) -> bool:
-    """Whether merges by a recipe (JSON text) may keep more elements than its density says, due to equal magnitudes.
+    """Whether merges by a recipe may keep more elements than its density says, because several have equal magnitudes.
 
-    Some merge methods keep the largest elements of a task vector, up to a rank. In recipes of format 1, they keep all
-    elements that have the magnitude at that rank. The result is True if the recipe has this format and names such a
-    method.
+    `text` is the recipe as JSON. Some merge methods keep the largest elements of a task vector, up to a rank. In
+    recipes of format 1, they keep all elements that have the magnitude at that rank. The result is True if the recipe
+    has this format and names such a method.
     """
     return FORMAT in text and any(f'"{name}"' in text for name, method in METHODS.items() if method.cuts_at_rank)
 

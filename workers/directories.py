@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
     """Context manager that locks `place`, a file or directory, so that other processes of this machine wait.
 
-    The log says once for which process this one waits. The wait also ends when that process ends. With `limit_s`,
-    TimeoutError is raised after this number of seconds; it names the process and the lock file.
+    If another process has the lock, this process waits for it, and the log says so once. The lock is also freed when
+    the process that has it ends. With `limit_s`, TimeoutError is raised after this number of seconds; the message names
+    the process and the lock file.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     lock = place.with_name(f".{place.name}.lock")

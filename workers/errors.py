@@ -103,7 +103,8 @@ class CrashKind(StrEnum):
 class EngineCrashed(EngineUnavailable):
     """Raised if an engine failed or its process ended during a request; the engine is not used again.
 
-    `scored_others` says whether the engine's replica had scored a recipe other than the requested one since its start.
+    `kind` is the way in which the engine crashed. `scored_others` says whether the engine's replica had scored a recipe
+    other than the requested one since its start.
     """
 
     def __init__(
@@ -145,15 +146,19 @@ class TrainingFailed(WorkerError, RuntimeError):
 
 
 class EvidenceMismatch(WorkerError, RuntimeError):
-    """Raised if a result does not come from the requested recipe, source models and prompts."""
+    """Raised if a result does not come from the requested recipe, source models and prompts.
+
+    Engines report with each result the weights and prompts that they used (the evidence), which is compared with the
+    request.
+    """
 
 
 class EngineFault(EvidenceMismatch):
     """Raised if an engine fails a check of its weights or results; the engine is not used again.
 
-    `replica` names the engine's replica. `canaries` is the number of comparisons with transformers that the engine had
-    passed before. The samples that it scored after the last of these are void, that is, they must be scored again. If
-    it had passed none, all samples that it scored since its start are void.
+    `replica` names the engine's replica. `canaries` is the number of comparisons with transformers that the engine
+    passed before. All samples that the engine scored after the last passed comparison, or since its start if it passed
+    none, are void: they must be scored again.
     """
 
     def __init__(self, message: str, replica: str = "", canaries: int = 0) -> None:

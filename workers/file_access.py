@@ -55,9 +55,9 @@ class FileAccess:
     def refusal(self, path: str | Path) -> str | None:
         """Reason why the file or directory `path` may not be read; None if it may be read.
 
-        It may be read if it is a directory of `readable` or `trusted`, or is below one, and is not in a directory of
-        `closed` (see the class). The file `database.url`, which may hold the password of the server's database, is
-        refused in any directory. For a URL, the result is that of `url_refusal`.
+        Reading is allowed in the directories of `readable` and `trusted` and everything below them, except in the
+        directories of `closed` (see the class). The file `database.url`, which may hold the password of the server's
+        database, is refused in any directory. For a URL, the result is that of `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))
@@ -116,7 +116,7 @@ class FileAccess:
     def distrust(self, directory: str | Path) -> str | None:
         """Reason why Python functions that task files in `directory` name must not run; None if they may run.
 
-        They may run if the directory is one of the directories `trusted` or below one, and is not below one of
+        The functions may run if the directory is one of the directories `trusted` or below one, and is not below one of
         `closed`.
         """
         if _is_below(directory, self.trusted) and not _is_below(directory, self.closed):

@@ -198,7 +198,7 @@ class ObjectStore:
     def _asking(self, what: str, path: str) -> Iterator[None]:
         """Context manager that turns errors of the store's driver into ObjectStoreError.
 
-        For the message, `what` names the operation and `path` the object.
+        In the message of the error, `what` names the operation, such as "read", and `path` the object.
         """
         try:
             yield

@@ -139,7 +139,7 @@ class TaskSpec:
     - `split`: a split of the task's data; with None, the task chooses the split
     - `num_fewshot`: the number of examples in a prompt; with None, the task chooses the number
     - `max_tokens`: the longest completion, in tokens, of an lm-eval task that generates; with None, the task chooses it
-    - `until`: the strings at which such a completion ends; with None, the task chooses them
+    - `until`: the strings at which a completion of an lm-eval task ends; with None, the task chooses them
     - `content`: the sha256 of the data file, if there is a data file, so that changed data is detected
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
     - `template`: a Jinja template of the prompts that replaces the task's own template; with None, the task's own is
@@ -299,7 +299,7 @@ class CanaryReport:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """Scored samples of one request, with evidence of the weights and with timings.
+    """Scored samples of one request, with the engine's report about its weights (evidence) and with timings.
 
     `timings_s` has seconds by name:
 
@@ -417,7 +417,7 @@ class Scorer(Protocol):
     """Interface for scoring recipes, implemented by Ray Serve replicas and by the fake in `workers.serving.fake`.
 
     Implementations are picklable and thread-safe. The method `score` may be called again with the same request after a
-    failure. Its only side effect is that an engine holds another recipe.
+    failure. The only side effect of `score` is that an engine holds another recipe.
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:

@@ -78,6 +78,7 @@ class Coefficient:
     - `per_model`: whether a merge may state one number per source instead of one for all
     - `default`: the value of a coefficient that a merge does not state; without a default it must be stated. Canonical
       recipes leave out a coefficient that has its default.
+    - `is_whole`: whether only whole numbers are accepted
     - `searched`: how a search varies the coefficient; None if it keeps its default
     - `has_gradient`: whether the merged tensor is differentiable with respect to the coefficient; the elements that the
       method keeps and the signs that it elects are held fixed

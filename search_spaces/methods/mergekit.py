@@ -75,7 +75,8 @@ class Values:
 class Counterpart:
     """The method of mergekit that computes the same tensors as a declared merge method.
 
-    - `method` and `settings`: the name of mergekit's method, and its flags
+    - `method`: the name of mergekit's method
+    - `settings`: the values of mergekit's flags, by name
     - `base`: the role of mergekit's base model: it has no effect ("none"), it is the recipe's base ("recipe"), or it is
       the first source ("first")
     - `parameters`: mergekit's parameters, equal for all methods with the same name in mergekit
@@ -155,8 +156,9 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Make the function that converts mergekit's parameters to coefficients, for methods that elect a sign (TIES).
 
-    In each element, they add only the task vectors with the elected sign. `sparse` are the names of mergekit's
-    parameters for the mask that makes task vectors sparse: `density` first, and `rescale` if it is a coefficient.
+    In each element, these methods add only the task vectors that have the elected sign. `sparse` are the names of
+    mergekit's parameters for the mask that makes task vectors sparse: `density` first, and `rescale` if it is a
+    coefficient.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -169,21 +171,21 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """Whether the sparse mask of each task vector of a merge keeps at least one element.
+    """Say for each task vector of a merge whether its sparse mask keeps at least one element.
 
     `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
-    mask keeps no element of a task vector whose `density` is 0. If there are no names there is no mask, and all
+    mask keeps no element of a task vector whose `density` is 0. If there are no names, there is no mask, and all
     elements are kept.
     """
     return tuple(not names or density != 0 for density in values.numbers("density"))
 
 
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
-    """Convert mergekit's parameters of a sparse mask, named in `names`, to the method's coefficients for this mask.
+    """Convert mergekit's parameters of a sparse mask to the method's coefficients for this mask.
 
-    At density 1 or more no element is dropped, so the mask's other parameters are set to zero. At density 0 no element
-    is kept. Such a task vector has the weight zero, so its density may be any number, and is set to 1. If there are no
-    names, there is no mask and no coefficient.
+    `names` are the names of the parameters; if there are none, there is no mask and no coefficient. At density 1 or
+    more no element is dropped, so the mask's other parameters are set to zero. At density 0 no element is kept. Such a
+    task vector has the weight zero, so its density may be any number, and is set to 1.
     """
     if not names:
         return {}

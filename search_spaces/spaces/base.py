@@ -51,15 +51,18 @@ class TensorLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedModels:
-    """The properties of the models to merge, from which a search space is built, such as their tensors.
+    """The properties of the models to merge, from which a search space is built.
 
-    Models are named by their aliases. `fingerprints` are the content fingerprints of `base` and `experts`. `tensors`
-    are the merged model's tensors, by name and in the order in which they are merged: embedding, layer by layer, head.
-    An output head that is tied to the embedding is not in `tensors`. If the base's files have such a head, `tied` maps
-    its name to the embedding's. `tokenizer` is the tokenizer of every recipe. `max_layers` is the largest number of
-    layers that a merge may have, or None if the study states no limit. `preferences` are the study's preference
-    vectors: weights by objective, at least 0, that sum to one. A study without preference vectors has a single vector
-    of equal weights.
+    Models are named by their aliases.
+
+    - `fingerprints`: the content fingerprints of `base` and `experts`
+    - `tensors`: the merged model's tensors, by name and in the order in which they are merged: embedding, layer by
+      layer, head. An output head that is tied to the embedding is not included.
+    - `tied`: if the base's files have a tied output head, its name with the name of the embedding
+    - `tokenizer`: the tokenizer of every recipe
+    - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
+    - `preferences`: the study's preference vectors: weights by objective, at least 0, that sum to one. A study without
+      preference vectors has a single vector of equal weights.
     """
 
     base: str
@@ -148,7 +151,7 @@ class LayeredSpace(SearchSpace, Protocol):
 
 @runtime_checkable
 class AlignedSpace(LayeredSpace, Protocol):
-    """A search space of layer paths through several models, with alignments where a path leaves a model's own order.
+    """A search space of layer paths (sequences of layers of several models) with alignments between layers.
 
     An alignment is a map of the residual stream. It is applied between two layers that do not follow each other in one
     model. Recipes name their alignments, so all alignments are learned before the first path is proposed.
@@ -168,14 +171,16 @@ class AlignedSpace(LayeredSpace, Protocol):
     def pairs(self) -> tuple[LayerPair, ...]:
         """Every pair of layers that may follow each other in a path and then need an alignment.
 
-        The result is empty if the space uses no alignments.
+        A layer is given as a model's name in `pool` and the layer's number in this model. The result is empty if the
+        space uses no alignments.
         """
         ...
 
     def with_alignments(self, names: Mapping[LayerPair, str]) -> Self:
-        """A copy of the search space whose recipes use the learned alignments that `names` lists.
+        """A copy of the search space whose recipes use learned alignments.
 
-        `names` has the name of the alignment of each pair in `pairs`; recipes have it as `LayerRecipe.alignment`.
+        `names` has, for each pair of layers in `pairs`, the name of the alignment between them. Recipes state this name
+        as `LayerRecipe.alignment`.
         """
         ...
 
@@ -198,7 +203,7 @@ class Coefficients(Protocol):
     def method(self) -> str:
         """The name of the merge method, or of one of the methods if tensors are merged by several.
 
-        All these methods leave a searched coefficient out of recipes at the same value.
+        In the recipes of all these methods, a coefficient is left out at the same value, such as 0.
         """
         ...
 
@@ -215,12 +220,12 @@ class Coefficients(Protocol):
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The coefficients of one tensor: each is a pair of a source's alias and the name of a parameter.
+        """The parameters that have the values of one tensor's coefficients.
 
-        The parameter has the value of the source's coefficient. If the sources share the coefficient, only the first
-        source is listed. A tensor without a searched coefficient has an empty tuple. `tensor_name` is a tensor of the
-        merged model, or an output head that is tied to the embedding and has the embedding's parameters. Raises
-        KeyError for any other name.
+        The result has pairs of a source's alias and the name of the parameter with the source's coefficient. If the
+        sources share the coefficient, only the first source is listed. The result is empty for a tensor without a
+        searched coefficient. `tensor_name` is a tensor of the merged model, or an output head that is tied to the
+        embedding and has the embedding's parameters. Raises KeyError for any other name.
         """
         ...
 
@@ -286,9 +291,10 @@ class SpaceSection(Section, ABC):
 
     @property
     def scaled_by(self) -> str | None:
-        """The option that adds scales of the residual stream after layers (`LayerRecipe.scale`). None without scales.
+        """The option that gives recipes layer scales, which are factors on the residual stream after layers.
 
-        Not every model type supports such scales.
+        The result is the option's name, or None if the space's recipes have no such scales (`LayerRecipe.scale`). Not
+        every model type supports them.
         """
         return None
 

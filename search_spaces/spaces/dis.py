@@ -80,8 +80,8 @@ class DisSection(SpaceSection):
     def num_repeats(self) -> int:
         """The number of times that a block may use the same layer.
 
-        It is the option `repeats`. Without this option, it is the value in the published configuration that the option
-        `preset` names, or 1.
+        The result is the option `repeats`. Without this option, it is the value in the published configuration that the
+        option `preset` names, or 1.
         """
         preset = PRESETS[self.preset][2] if self.preset else 1
         return preset if self.repeats is None else self.repeats

@@ -43,10 +43,10 @@ SCALE_DEVIATION = 0.11
 
 @dataclass(frozen=True)
 class Block:
-    """The layers that a merge uses in one block, and the scale of the last of these layers (`DisPaths.scale_of`).
+    """The layers that a merge uses in one block (adjacent layers of the models).
 
-    A candidate is a layer that the block may use. `path` has the numbers of the candidates that the merge uses, in
-    order.
+    `path` has these layers in order, as the numbers of candidates; a candidate is a layer that the block may use.
+    `scale` is the scale of the last of these layers (`DisPaths.scale_of`).
     """
 
     path: tuple[int, ...]
@@ -57,13 +57,21 @@ class Block:
 class DisPaths:
     """The layer paths of one DIS search space, and their conversion to configurations and back.
 
-    The class implements `Structure`. `base` is the alias of the base model. `models` are the models whose layers blocks
-    use, in order. A block has `depth_granularity` adjacent layers of each model, and may use each layer up to `repeats`
-    times; these layers are the block's candidates. With `retains`, a block that uses no candidate has the base's
-    layers; otherwise it has no layers. With `permutes`, a block may have its candidates in any order; otherwise they
-    are in the order of their numbers. With `has_scales`, a block has a scale within `scale_range`, which multiplies the
-    stream or the MLP's output (`scale_of`) at the block's last layer. With `draws_uniformly`, each parameter of a
-    random configuration is drawn independently; otherwise random paths are near one source.
+    A layer path is a sequence of layers of several models. The layers are divided into blocks. The class implements
+    `Structure`.
+
+    - `base`: the alias of the base model
+    - `models`: the models whose layers blocks use, in order
+    - `num_layers`, `max_layers`: the number of layers of each model, and the largest number of layers of a merge
+    - `depth_granularity`: the number of adjacent layers of each model in a block. These layers are the block's
+      candidates.
+    - `repeats`: the number of times that a block may use the same layer
+    - `retains`: whether a block that uses no candidate has the base's layers; otherwise it has no layers
+    - `has_scales`: whether a block has a scale within `scale_range`, which multiplies the stream or the MLP's output
+      (`scale_of`) at the block's last layer
+    - `permutes`: whether a block may have its candidates in any order; otherwise they are in the order of their numbers
+    - `draws_uniformly`: whether each parameter of a random configuration is drawn independently; otherwise random paths
+      are near one source
     """
 
     base: str
@@ -90,15 +98,15 @@ class DisPaths:
     def num_candidates(self) -> int:
         """The number of candidates of one block. A candidate is a layer that the block may use.
 
-        It is the number of layers in a block times the number of models.
+        The result is the number of layers in a block times the number of models.
         """
         return self.depth_granularity * len(self.models)
 
     @property
     def num_copies(self) -> int:
-        """The number of copies of all candidates of a block: each candidate has `repeats` copies.
+        """The number of copies of all candidates (layers that a block may use) of one block.
 
-        A candidate is a layer that the block may use.
+        Each candidate has `repeats` copies, because the block may use the layer so often.
         """
         return self.num_candidates * self.repeats
 
@@ -269,10 +277,11 @@ class DisPaths:
         return len(block.path) or (self.depth_granularity if self.retains else 0)
 
     def _keys(self, order: Sequence[int]) -> list[float]:
-        """Sort keys that give the sequence `order`: a number for each copy of each layer that a block may use.
+        """Make sort keys, numbers in [0, 1], that stand for the order `order` of a block's candidates.
 
-        The keys are numbers in [0, 1]. If the copies are sorted by their keys, the result is `order`. `order` lists
-        layers by their numbers. It has each layer that a block may use, as often as the block may use the layer.
+        Candidates are numbers that stand for layers which the block may use. `order` has each candidate `repeats`
+        times. The result has a key for each of these copies, ordered by candidate. Sorting the copies by their keys
+        gives `order`.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies
@@ -282,7 +291,7 @@ class DisPaths:
         return keys
 
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """The blocks in the form in which they are stored, with a scale of 1 wherever a scale has no influence.
+        """The blocks in the form in which they are stored: a scale that has no influence becomes 1.
 
         The scale of a block without layers has no influence. If scales multiply the stream, the scale of the last block
         with layers has no influence either, because the final norm cancels it. With `retains`, a path that is the
@@ -303,11 +312,12 @@ class DisPaths:
         return min(max(round(scale, COEFFICIENT_DECIMALS), low), high)
 
     def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
-        """The blocks, shortened so that the merge has at most `max_layers` layers.
+        """Shorten the blocks so that the merge has at most `max_layers` layers.
 
-        Which layers are removed is random, with a seed that is a function of the paths of all blocks. With `retains`,
-        each block keeps a layer, because an empty path means the base's layers. If no layer would be left in the merge,
-        the first block uses its first candidate, number 0 of the layers that it may use.
+        The layers to remove are chosen at random, with a seed that is a function of the paths of all blocks. With
+        `retains`, at least one layer of each block with layers is kept, because an empty path means the base's layers.
+        If no layer would be left in the merge, the first block uses its candidate number 0 (the first of the layers
+        that it may use).
         """
         paths = [list(block.path) for block in blocks]
         excess = self.depth(blocks) - self.max_layers
@@ -337,8 +347,8 @@ class DisPaths:
         layers is drawn, then its division between the changed blocks, then the layers of each changed block. Blocks
         that are not changed have scale 1. The published search also starts from the source models (section 4.1).
 
-        With `draws_uniformly`, each parameter is drawn uniformly, as in the published code, and the configuration is
-        repaired.
+        With `draws_uniformly`, each parameter is drawn uniformly, as in the published code. The result is then the
+        repaired configuration, which describes the same path.
         """
         if self.draws_uniformly:
             return self.repair({parameter.name: parameter.sample(rng) for parameter in self._drawn})
@@ -357,7 +367,7 @@ class DisPaths:
         return tuple(self.parameters())
 
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
-        """Draw the number of layers for each of `num_changed` blocks, which are the blocks that a random merge changes.
+        """Draw the number of layers of each of the `num_changed` blocks that a random merge changes.
 
         First the sum of these numbers is drawn, and then the division of this sum between the blocks. The merge has at
         most `max_layers` layers.
@@ -395,9 +405,10 @@ class DisPaths:
 class _Names:
     """The names of the parameters of one block of a DIS space.
 
-    `bits` are the parameters that say which copies of layers the block uses. The order of the copies is given by the
-    parameter `order` or, if there are too many orders, by the sort keys `keys`. If `order` is not used, it is None; if
-    `keys` is not used, it is empty. `scale` is None if the block has no scale.
+    - `bits`: the parameters that say which copies of layers the block uses
+    - `order`: the parameter for the order of the copies; None if there is only one order, or too many
+    - `keys`: if there are too many orders, the sort keys that define the order; otherwise empty
+    - `scale`: the parameter for the block's scale; None if the block has no scale
     """
 
     bits: tuple[str, ...]
@@ -448,12 +459,12 @@ def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
 
 
 def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-    """Encode a path through one block as bits and an order of layers: lexicographically the first that gives the path.
+    """Encode a path through one block as bits and an order of layers.
 
-    Candidates are the numbers 0 to `num_candidates` - 1, which stand for the layers that the block may use. The order
-    has `repeats` copies of each candidate. The bits select the copies that the path uses, which are the first copies of
-    each candidate. The path consists of the selected copies, in the order's sequence. Several orders may give the same
-    path; the result has the lexicographically first of these orders. Raises ValueError if the path uses a candidate
+    The path is a sequence of candidates, numbers from 0 to `num_candidates` - 1 that stand for the layers that the
+    block may use. The order has `repeats` copies of each candidate. The bits select the copies that the path uses,
+    which are the first copies of each candidate. The selected copies, in the order's sequence, are the path. Of several
+    orders that give the path, the lexicographically first is returned. Raises ValueError if the path uses a candidate
     more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
@@ -477,11 +488,11 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
 def _spelling(
     path: tuple[int, ...], num_candidates: int, repeats: int
 ) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
-    """Encode a path through one block as bits and an order (`first_order`). Also returns the index of the order.
+    """Encode a path through one block as bits, an order, and the index of the order.
 
-    A candidate is a layer that the block may use. There are `num_candidates` candidates, and each may be used up to
-    `repeats` times. Bits and order are the results of the function `first_order`. The index is the order's place in the
-    lexicographic list of all orders.
+    The path is a sequence of candidates (layers that the block may use, as numbers from 0 to `num_candidates` - 1),
+    each used up to `repeats` times. Bits and order are the results of the function `first_order`. The index is the
+    order's place in the lexicographic list of all orders.
     """
     bits, order = first_order(path, num_candidates, repeats)
     return bits, order, place_of(order, num_candidates, repeats)
@@ -489,11 +500,11 @@ def _spelling(
 
 @lru_cache(maxsize=100_000)
 def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
-    """Decode a path through one block from bits and the index `place` of an order. Inverse of `_spelling`.
+    """Decode the path through one block from bits and the index of an order. This is the inverse of `_spelling`.
 
-    The path is a sequence of candidates, numbers from 0 to `num_candidates` - 1 that stand for layers. The order has
-    each candidate `repeats` times; these are the candidate's copies. `bits` say which copies the path has, as in the
-    function `first_order`. `place` is the index of the order in the lexicographic list of all orders.
+    The path is a sequence of candidates (layers that the block may use, as numbers from 0 to `num_candidates` - 1). The
+    order, at the index `place` in the lexicographic list of all orders, has `repeats` copies of each candidate. `bits`
+    say which of these copies the path has (`first_order`).
     """
     copies = [0] * num_candidates
     path = []

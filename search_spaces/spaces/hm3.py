@@ -78,10 +78,10 @@ class MergedOptions(Section):
     """The expert of each objective; its weight is that of the objective. Default: the expert of the same name."""
 
     def merge(self, weights: Mapping[str, float]) -> Merge:
-        """The merge of a layer from several experts, with a weight for each of them; the weights sum to one.
+        """The merge of a layer from several experts, by the method that these options choose.
 
-        PCB-Merging and consensus merging have no weights: experts with a weight of 0 are left out and the others are
-        merged equally.
+        `weights` has the weight of each expert by alias; the weights sum to one. PCB-Merging and consensus merging do
+        not use the numbers: experts with a weight of 0 are left out, and the others are merged equally.
         """
         chosen = {alias: weight for alias, weight in weights.items() if weight > 0 or self.method not in UNWEIGHTED}
         sources = tuple(map(Source, chosen))
@@ -265,9 +265,10 @@ class Hm3Space:
         return None
 
     def coefficients_of(self, recipe: Recipe) -> Coefficients:
-        """Numeric parameters with the coefficients that the experts have in the merged layers of `recipe`.
+        """The coefficients of the merges on the layer path of `recipe`, as numeric parameters for gradient descent.
 
-        An expert has parameters if the search space allows its layers on a path, either unchanged or merged.
+        The parameters' defaults give `recipe` itself. An expert can have a coefficient if the search space allows its
+        layers on a path, either unchanged or merged.
         """
         merged = {source.model for merge in self._merges for source in merge.sources}
         experts = [expert for expert in self._models.experts if expert in {*self.paths.models, *merged}]
@@ -317,18 +318,19 @@ class Hm3Space:
         return found
 
     def _is_natural(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
-        """Whether layer `second` follows layer `first` in one model, so that no alignment between them is needed.
+        """Whether layer `second` follows layer `first` in one model, so that they need no alignment between them.
 
-        A layer is given as a model's name and its number. Models with equal recipes count as the same model.
+        A layer is given as a model's name and the layer's number. Models with equal recipes count as the same model.
         """
         return second[1] == first[1] + 1 and self._digests[first[0]] == self._digests[second[0]]
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models from which paths take layers, by name: each as an alias and the index of a preference vector.
+        """The models from which layer paths take their layers, by the name that identifies each of them.
 
-        The index is None for a model of the study. The alias MERGED stands for a merge of several models by a
-        preference vector; there is one such model for each vector.
+        The value is a pair. For a model of the study, it is the model's alias, which is also the name, and None. For a
+        model that is merged from the experts, it is MERGED and the index of the preference vector that determines the
+        weights; there is one such model for each preference vector.
         """
         found: dict[str, tuple[str, int | None]] = {}
         for model in self.paths.models:
@@ -338,9 +340,9 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """The recipe digest of each model from which paths take layers, by the model's name.
+        """The recipe digest of each model from which paths take layers. The keys are the names in `_names`.
 
-        Models that are merged with equal weights have equal digests.
+        Merged models of different preference vectors have the same digest if their recipes are equal.
         """
         return {name: recipe.digest for name, recipe in self.pool.items()}
 
@@ -350,9 +352,10 @@ class Hm3Space:
 
     @cached_property
     def _wholes(self) -> dict[tuple[str, int], Recipe]:
-        """A cache of recipes: each is the recipe of a complete model from which paths take single layers.
+        """A cache of the recipes of the complete models from which paths take single layers.
 
-        Its keys are a model's name and the index of the preference vector by which the model is merged.
+        The keys are pairs of a model's alias, or MERGED, and the index of the preference vector by which the merged
+        model is made; the index is 0 for other models.
         """
         return {}
 
@@ -372,10 +375,11 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """A map from a layer's recipe to the number that stands for this layer as a step of a path.
+        """The step number of every layer that a path may have, by the layer's recipe.
 
-        It has all layers that paths may have. The layers of the merged model are merged by the preference vector with
-        index `number`. If several models have an equal layer, its step is the step in the first of these models.
+        A step number stands for one layer of one model. The layers of the merged model are those for the preference
+        vector with the index `number`. If several models have an equal layer, the layer has its step number in the
+        first of them.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}
@@ -386,10 +390,10 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """Yield one merge of the experts for each preference vector, for models whose layers paths may take.
+    """Yield the merge of the experts for each preference vector: the model called MERGED, whose layers paths may use.
 
-    The weight of an objective is the weight of its expert; every objective must have an expert. Without preference
-    vectors there is one merge, in which all experts have equal weights.
+    The weight of an objective in the vector is the weight of its expert; every objective must have an expert. If the
+    study has no preference vectors, there is one merge, in which all experts have equal weights.
     """
     for vector in models.preferences or (dict.fromkeys(models.experts, 1 / max(1, len(models.experts))),):
         named = {_expert_of(objective, options): weight for objective, weight in vector.items()}

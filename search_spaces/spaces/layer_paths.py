@@ -109,7 +109,10 @@ class LayerPaths:
         return range(max(layer + 1 - self.max_jump, 0), min(layer + 1 + self.max_jump, self.num_layers - 1) + 1)
 
     def may_end(self, path: Sequence[int]) -> bool:
-        """Whether a path that consists of the steps `path` may end after the last of them."""
+        """Whether the layer path `path`, a sequence of step numbers, may end after its last step.
+
+        The path must have an allowed length. With a `max_jump`, its last layer must be near the last layer of a model.
+        """
         if not self.min_length <= len(path) <= self.max_length:
             return False
         return self.max_jump is None or self.layer_of(path[-1]) >= self.num_layers - 1 - self.max_jump
@@ -117,8 +120,9 @@ class LayerPaths:
     def next_layers(self, path: Sequence[int], *, max_length: int | None = None) -> tuple[int, ...]:
         """The layer numbers, in any model and in ascending order, that may follow the steps `path`.
 
-        After each of these layers, the path can still end with at most `max_length` layers; by default this is the
-        largest length in the space. The result is empty if the path must end.
+        After each of these layers, the path can still be completed with at most `max_length` layers in total. By
+        default `max_length` is the largest length in the space. The result is empty if the path already has this
+        length.
         """
         left = (self.max_length if max_length is None else max_length) - len(path) - 1
         if left < 0:
@@ -176,7 +180,11 @@ class LayerPaths:
         return tuple(found)
 
     def preference(self, configuration: Configuration) -> int:
-        """The index of the preference vector that gives the weights of a path's merged layers, from a configuration."""
+        """The index of the preference vector that a configuration chooses.
+
+        The vector determines the weights by which the merged layers of the path are merged. The index is 0 if the
+        configuration does not state it.
+        """
         return int(configuration.get(PREFERENCE, 0))
 
     def scales(self, configuration: Configuration) -> tuple[float, ...]:
@@ -256,9 +264,9 @@ class LayerPaths:
     def mutant(self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3) -> dict[str, Any]:
         """A configuration whose path is the path of `configuration` with one to `most` random changes.
 
-        One change is the likeliest number. The changes are of the same kinds as in `sample`. If layers have scales, one
-        scale is also replaced by a random one. The result may describe the same path as `configuration`, because one
-        change may undo another.
+        One change is the likeliest number. A change takes a layer from another model, repeats a layer, or leaves a
+        layer out. If layers have scales, one scale is also replaced by a random one. The result may describe the same
+        path as `configuration`, because one change may undo another.
         """
         num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))
         path = self.path(configuration)

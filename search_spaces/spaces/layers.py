@@ -27,10 +27,10 @@ def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
 
 
 def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
-    """The merge of each component, if it is the same in all `layers`; None if the layers differ.
+    """The merges of the components of several adjacent layers, if all of these layers are merged in the same way.
 
-    `layers` are adjacent layers of a merge, and `start` is the number of the first one. Layers also count as different
-    if one of them has a scale, an alignment, or sources from a layer with another number than its own.
+    `start` is the number of the first layer. Returns None if the layers differ. Returns None also if a layer has a
+    scale, an alignment, a stated base, or sources from a layer with another number than its own.
     """
     stripped: list[dict[Component, Merge]] = []
     for layer, recipe in enumerate(layers, start):
@@ -60,10 +60,11 @@ def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, floa
 
 
 def path_of_recipe(recipe: Recipe, *, scale_of: ScaleOf) -> list[tuple[str, int, float]] | None:
-    """The path that a recipe's layers form, each given as model, layer number and scale.
+    """The path of whole layers that a recipe describes, each given as model, layer number and scale.
 
-    `scale_of` says which of a layer's two scales is given. Returns None if the other scale is not 1 in some layer, or
-    if a layer is merged from several models or has an alignment.
+    `scale_of` says which of a layer's two scales is read: the factor on the residual stream or on the MLP's output.
+    Returns None if the other scale is not 1 in some layer, or if a layer is merged from several models or has an
+    alignment.
     """
     layers = [_step(layer, scale_of) for layer in recipe.layers]
     found = [step for step in layers if step is not None]

@@ -235,9 +235,9 @@ class LayerwiseSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The coefficients of one tensor: pairs of an expert's alias and the name of the parameter.
+        """The parameters that have the values of one tensor's coefficients, by expert.
 
-        Experts are in the study's order.
+        The result has a pair for each expert, in the study's order: the expert's alias and the name of the parameter.
         """
         piece = self._pieces[self._models.tied.get(tensor_name, tensor_name)]
         return tuple(zip(self._models.experts, self._keys[piece], strict=True))
@@ -277,8 +277,8 @@ class LayerwiseSpace:
     def _numbers(self, merge: Merge) -> tuple[float, ...] | None:
         """The coefficient of each expert in a canonical merge, in the order of the study's experts.
 
-        It is 0 for an expert that the merge leaves out. Returns None if the space has no such merge, because it is by
-        another method, or uses a model twice.
+        An expert that the merge leaves out has the coefficient 0. Returns None if the space has no such merge, because
+        the merge is by another method or uses a model twice.
         """
         experts = self._models.experts
         models = tuple(source.model for source in merge.sources)

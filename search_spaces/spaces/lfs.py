@@ -141,9 +141,10 @@ class LfsSpace:
     ) -> None:
         """Build the space over the base model `base` and its `experts`, which are aliases.
 
-        `fingerprints` maps these aliases to content fingerprints. `tokenizer` is the tokenizer of every recipe. The
-        other arguments are the options of the study file. Raises InvalidStudy if there are no experts, if there are
-        more layer groups than layers, for an unknown method, and for options that contradict the `preset`.
+        `fingerprints` maps these aliases to content fingerprints. `num_layers` is the number of layers of each model.
+        `tokenizer` is the tokenizer of every recipe. The other arguments are the options of the study file. Raises
+        InvalidStudy if there are no experts, if there are more layer groups than layers, for an unknown method, and for
+        options that contradict the `preset`.
         """
         given = {
             "layer_groups": layer_groups,
@@ -234,10 +235,10 @@ class LfsSpace:
         return f"{group}.use.{expert}"
 
     def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
-        """The conditions on parameters under which one component group is merged by one of `methods`.
+        """The conditions on parameters under which a component group is merged by one of `methods`.
 
-        The component group, such as attention, belongs to a layer group; `components` and `group` are their names.
-        Returns () if `methods` contains all methods of the space, because one of these methods is always used.
+        `components` is the name of the component group, such as attention, and `group` the name of its layer group.
+        Returns () if `methods` contains all methods of the space, because no condition is needed then.
         """
         if set(self._methods) <= set(methods):
             return ()
@@ -252,10 +253,10 @@ class LfsSpace:
         return ComponentGroup(f"{group}.{components}", self._base, self._experts, uses, bits)
 
     def _role(self, name: str) -> str:
-        """The role of a search parameter: its name without the names of its layer group and its component group.
+        """The role of the search parameter `name`, which is the same for all layer groups and component groups.
 
-        Dots separate the parts of a search parameter's name. Search parameters with the same role have the same meaning
-        in different groups.
+        The parts of a parameter's name are separated by dots. The role is the name without the parts that name the
+        layer group and the component group.
         """
         _, rest = name.split(".", 1)
         first, _, last = rest.partition(".")
@@ -309,9 +310,9 @@ class LfsSpace:
     def _operand_choices(self, method: str) -> dict[str, tuple[str, ...]]:
         """The models, or pairs of models, that a search may choose as sources of the merge method `method`.
 
-        The method merges one or two models. A pair consists of two experts, or of the base and an expert. For an
-        ordered method, a pair of experts is listed in both orders. With `selection: all` there are no pairs with the
-        base. The keys are the names of the choices: the aliases of the models, joined by "+".
+        The keys are the names of the choices: the aliases of the models, joined by "+". A pair consists of two experts,
+        or of the base and an expert. For an ordered method, a pair of experts is listed in both orders. With
+        `selection: all` there are no pairs with the base.
         """
         with_base = tuple((self._base, expert) for expert in self._experts if self._pairs_with_base)
         choices: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -387,11 +388,10 @@ class LfsSpace:
         return configuration
 
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
-        """The sources from which `method` can produce every merge in `merges`, or None if there are none.
+        """The model or pair of models from which the merge method `method` can make every merge in `merges`.
 
-        The search chooses a model or a pair of models for this method. The result is the first choice for which the
-        method has parameter values that give each merge; it is None if there is no such choice. `merges` has the merges
-        of the layer group `group`, by component group.
+        `merges` has the merges of the layer group `group`, by component group. The result is the first choice of
+        sources for which the method has parameter values that give each merge, or None if there is no such choice.
         """
         return next(
             (

@@ -23,11 +23,13 @@ DEFAULT_DENSITY = 0.2
 
 @dataclass(frozen=True)
 class ComponentGroup:
-    """A component group, such as attention, in one layer group; all its tensors share their coefficients.
+    """A component group, such as attention, in one layer group: the smallest unit with separate coefficients.
 
-    It is the smallest unit that has separate coefficients. `conditions` are the conditions under which the group uses a
-    certain method; empty if there is only one method. `is_selected` has, for each expert, the conditions under which
-    that expert is merged.
+    All tensors of the unit share their coefficients.
+
+    - `conditions`: the conditions on parameters under which a certain merge method is used; empty if the space has only
+      one method
+    - `is_selected`: for each expert, the conditions on parameters under which the expert is merged
     """
 
     name: str
@@ -40,7 +42,8 @@ class ComponentGroup:
 class SearchedMethod(Protocol):
     """A merge method in LFS: its searched parameters, and the conversion of their values to a merge and back.
 
-    In its methods, `cell` is the component group that is merged, and `operands` are the aliases of the merged models.
+    In the methods of this class, `cell` is the component group that is merged, and `operands` are the aliases of the
+    models that are merged.
     """
 
     @property
@@ -51,10 +54,10 @@ class SearchedMethod(Protocol):
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
 
     def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
-        """The parameter values that decode to `merge`, or None if the method cannot merge `operands` to it.
+        """The parameter values with which the method makes `merge` from `operands`, or None if there are none.
 
-        `cell` is the component group that is merged, `operands` are the aliases of the merged models. `merge` is in
-        canonical form.
+        `cell` is the component group that is merged. `operands` are the aliases of the models that are merged. `merge`
+        is in canonical form.
         """
         ...
 
@@ -154,10 +157,10 @@ class Ties:
 class Linear:
     """The weighted mean of the selected experts in LFS; the weights sum to one.
 
-    There is one parameter per expert, which has a value only if a configuration selects the expert; in a recipe, these
-    values are divided by their sum. Weights are equal if all values are zero. They are also equal if a configuration
-    selects no expert: in this case all experts are merged, and no parameter has a value. A single expert is averaged
-    with the base, whose weight is 1 minus the expert's.
+    Each expert has a parameter, which exists only in configurations that select the expert. The weights are the
+    parameters' values divided by their sum, or equal if all values are zero. If a configuration selects no expert, all
+    experts are merged with equal weights. If it selects a single expert, the expert is averaged with the base, whose
+    weight is 1 minus the expert's.
     """
 
     name = "linear"

@@ -78,17 +78,17 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """The parameter values with which a merge returns the model `model` unchanged, or None if none exist.
+        """The parameter values with which a merge returns the model `model` unchanged, or None if there are none.
 
-        `cell` is a layer group or a component of one; `operands` are the aliases of the models that are merged in it.
+        `cell` is the component group that is merged; `operands` are the aliases of the models that are merged in it.
         There are such values in three cases:
 
-        - `model` is the base, the method has a coefficient with which it returns the base at the value 0, and 0 is in
+        - `model` is the base, the method has a coefficient that makes the merge the base at the value 0, and 0 is in
           the searched range of this coefficient.
-        - `model` is the first operand, and the method has a coefficient (its `first_at_zero`) with which it returns the
+        - `model` is the first operand, and the method has a coefficient (its `first_at_zero`) that makes the merge the
           first operand at the value 0.
-        - `model` is the only operand, and the method returns a single source unchanged. A method that needs several
-          sources does so too, because `decode` makes a passthrough merge of a single operand.
+        - `model` is the only operand, and the method returns a single source unchanged. This holds for a method that
+          needs several sources, too, because `decode` makes a passthrough merge of a single operand.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)
@@ -123,9 +123,10 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """Values of the coefficients that count sources, by the coefficient's name, such as how many must agree.
+        """The coefficients whose value is a number of sources, such as how many sources must agree, by name.
 
-        A search does not vary them. A value is at most `num_operands`, the number of merged models.
+        A search does not vary them. Each has the value that the method declares, but at most `num_operands`, the number
+        of merged models.
         """
         return {
             c.name: min(c.searched.value, num_operands)

@@ -265,11 +265,11 @@ class M3Space:
                 yield {**chosen, **direction, **({"scale": scale} if is_searched else {})}
 
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
-        """Read the experts' coefficients from a canonical merge; None if the merge is not by `method`.
+        """Read the experts' coefficients from a canonical merge; None if `method` cannot have made the merge.
 
-        An expert that the merge leaves out has the coefficient 0. A merge by task arithmetic has only the products of
-        the scale and the experts' shares, so the scale in the result is None. A merge by another method states shares
-        and scale.
+        An expert that the merge leaves out has the coefficient 0. Task arithmetic states only the products of the scale
+        and the experts' shares; the scale in the result is then None. Other methods state the shares, and the scale is
+        known. The result is also None if a coefficient is negative, or if all are 0.
         """
         models = [source.model for source in merge.sources]
         if merge.method == "passthrough" and not merge.coefficients:
@@ -313,10 +313,10 @@ class M3Space:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The coefficients of the experts in a recipe, one for each expert.
+    """The coefficients of the experts in a recipe: `numbers` has one for each expert.
 
-    If the recipe states the scale of the task vectors, it is `scale`, and `numbers` are the experts' shares, which sum
-    to 1. If `scale` is None, `numbers` are the products of the scale and each share.
+    If `scale` (the factor on the weighted sum of task vectors) is known, `numbers` are the experts' shares, which sum
+    to 1. If `scale` is None, `numbers` are the products of the unknown scale and each share.
     """
 
     numbers: tuple[float, ...]
@@ -324,10 +324,11 @@ class _Numbers:
 
 
 def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """The shares of the experts, which sum to one, at the given quantiles of the symmetric Dirichlet distribution.
+    """Convert quantiles to the shares of the experts, which sum to one.
 
-    There is one more share than there are quantiles. If the quantiles are independent and uniform in [0, 1], the shares
-    have the symmetric Dirichlet distribution with concentration `alpha`; with one quantile, this is Beta(alpha, alpha).
+    The result has one share more than there are `quantiles`, numbers in [0, 1]. If the quantiles are independent and
+    uniform, the shares have the symmetric Dirichlet distribution with concentration `alpha`. With one quantile, this is
+    Beta(alpha, alpha).
     """
     from scipy.special import betaincinv
 
@@ -340,9 +341,10 @@ def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, .
 
 
 def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """The quantiles, numbers in [0, 1], that `dirichlet_shares` converts to the shares `shares`.
+    """Convert the experts' shares to quantiles in [0, 1], one fewer than shares.
 
-    The function is the inverse of `dirichlet_shares`.
+    The function is the inverse of `dirichlet_shares`. `alpha` is the concentration of the symmetric Dirichlet
+    distribution.
     """
     from scipy.special import betainc
 
@@ -366,11 +368,11 @@ def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[f
 
 
 def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, ...]:
-    """The experts' shares, which sum to one, reconstructed from the rounded coefficients of a recipe.
+    """Reconstruct the experts' shares, which sum to one, from the rounded coefficients of a recipe.
 
-    `scales` are the lowest and the highest scale of task vectors. If the scale is not known, it is the sum of the
-    coefficients, within `scales`. Rounding changes the sum of the coefficients; this error is distributed evenly over
-    the experts.
+    Rounding changes the sum of the coefficients; this error is distributed evenly over the experts. `found` has the
+    coefficients and, if it is known, the scale of the recipe. An unknown scale is estimated by the sum of the
+    coefficients, limited to `scales`, the lowest and the highest scale that the space allows.
     """
     total = math.fsum(found.numbers)
     exact = 1.0 if found.scale is not None else min(max(total, scales[0]), scales[1])
@@ -383,8 +385,8 @@ def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, 
 def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[float, float]) -> float:
     """Reconstruct the scale of a recipe from its coefficients, which are the scale times the experts' shares, rounded.
 
-    `numbers` are these rounded coefficients, in the order of `shares`. The scales with this property are an interval;
-    the result is its middle. `scales` are the lowest and the highest possible scale.
+    `numbers` are the rounded coefficients, in the order of `shares`. All scales in an interval round to these numbers;
+    the result is the middle of the interval. `scales` are the lowest and the highest scale that the space allows.
     """
     half = 0.5 * 10.0**-COEFFICIENT_DECIMALS
     pairs = [(number, share) for number, share in zip(numbers, shares, strict=True) if share > half]

@@ -36,7 +36,11 @@ STRENGTHS = (0.0, 2.0)
 
 @dataclass(frozen=True)
 class _Piece:
-    """One merge in a recipe, such as a layer's attention, and the names of the parameters of its coefficients."""
+    """One merge in a recipe, such as that of a layer's attention, with the parameters of its coefficients.
+
+    `coefficient` is the name of the coefficient in the merge. `names` are the names of the parameters: one for each
+    source or, if the sources share the coefficient, a single one.
+    """
 
     merge: Merge
     coefficient: str
@@ -61,9 +65,9 @@ class _Piece:
 class PathCoefficients:
     """The coefficients of the merges along one layer path, as numeric parameters for gradient descent.
 
-    The class is immutable and implements `Coefficients`. `recipe` is the recipe of the path. `experts` are the models
-    whose layers are merged. With a `scale_range`, the lowest and the highest scale, the scales of all layers but the
-    last are parameters too.
+    The class is immutable and implements `Coefficients`. `recipe` is the recipe of the path. Each of `experts` has a
+    coefficient in every part that is an unchanged model's or merged by task arithmetic. If `scale_range` (the lowest
+    and the highest scale) is given, the scales of all layers but the last are parameters too.
     """
 
     # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.
@@ -134,8 +138,9 @@ class PathCoefficients:
 def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, float, float]:
     """Make the `_Piece` of one merge, and return it with the lowest and the highest value of its coefficients.
 
-    `name` is the part of the model in the names of the parameters. The merge is in canonical form, and its sources are
-    of one layer.
+    `name` is the part of the model, such as "layer1.mlp", with which the names of the parameters begin. `experts` are
+    the experts that get a coefficient if `merge` is an unchanged model or task arithmetic. The merge is in canonical
+    form, and all its sources are in the same layer.
     """
     if merge.method in ("passthrough", "task_arithmetic"):
         layer = merge.sources[0].layer

@@ -51,9 +51,10 @@ SPACE = SfsSection
 
 
 class SfsSpace:
-    """The search space SFS over one model of a study: two factors for each layer.
+    """The search space SFS over one model of a study, in which each layer of the model has two factors.
 
-    It is immutable and implements `DifferentiableSpace`.
+    One factor multiplies the layer's weights, the other the layer's output. The last layer has no factor on its output.
+    The class is immutable and implements `DifferentiableSpace`.
     """
 
     kind = "sfs"
@@ -116,9 +117,10 @@ class SfsSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The factor on one tensor: a tuple with one pair, the model's alias and the name of the factor's parameter.
+        """The parameter that has the factor on one tensor, as a tuple with one pair.
 
-        Returns () for norms, the embedding and the head, which have no factor.
+        The pair has the model's alias and the name of the parameter. The result is empty for norms, the embedding and
+        the head, which have no factor.
         """
         place = self._models.tensors[self._models.tied.get(tensor_name, tensor_name)]
         if place.layer is None or place.part not in SCALED:

@@ -52,7 +52,7 @@ class BenchmarkSpec(ScoredTask):
     def is_same_task(self, other: BenchmarkSpec) -> bool:
         """Whether `other` has the same samples and the same metric, so that stored results are valid for both.
 
-        Attacks and judges, if there are any, must be the same, too.
+        The attacks and judges of the two benchmarks must be the same, too.
         """
         fields = set(BenchmarkSpec.model_fields) - {"name", "direction", "range", "group", "trials"}
         return all(getattr(self, name) == getattr(other, name) for name in fields)

@@ -50,9 +50,10 @@ HINTS = MessageHints(
 
 @dataclass
 class ValidParts:
-    """Those parts of a study file that are valid on their own. Entries of lists keep their position as key.
+    """Those parts of a study file that are valid on their own.
 
-    A section that is not valid is None; an entry that is not valid is missing. `objective_names` are the names of all
+    A section that is not valid is None. The keys of `objectives`, `costs`, `holdout` and `benchmarks` are the positions
+    of the entries in the file's list; an entry that is not valid is missing. `objective_names` are the names of all
     objectives in the file.
     """
 
@@ -70,9 +71,10 @@ class ValidParts:
 
 
 def without_consequences(problems: list[Problem]) -> list[Problem]:
-    """The given problems except those that are only consequences of another problem.
+    """The given problems except those that only follow from another problem.
 
-    If a holdout entry has a `cost`, which is a problem, its missing task and metric are not reported as well.
+    For example, a `cost` in a holdout entry is a problem. That the entry has no task and metric follows from this, and
+    is not reported.
     """
     costs = {problem.field.removesuffix("cost") for problem in problems if problem.field.endswith(".cost")}
     return [
@@ -461,10 +463,10 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 
 
 def _lack_of_baselines(constraint: Constraint, search: Search, experts: Sequence[str]) -> str:
-    """Reason why the bound of a constraint cannot be computed, because a source model that it refers to is not scored.
+    """The reason why the bound of a constraint cannot be computed, or "" if it can.
 
-    Bounds such as "base - 0.01" need the baseline score of a source model. Returns "" if the bound is a number, or if
-    all source models on which it depends are scored.
+    Bounds such as "base - 0.01" need the score of a source model, which is a baseline. The reason names the source
+    models that `search.baselines` leaves out. `experts` are the aliases of the experts.
     """
     if constraint.reference is None:
         return ""

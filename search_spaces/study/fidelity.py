@@ -38,9 +38,9 @@ class Fidelity(Section):
 
     @property
     def bound_error_rate(self) -> float | None:
-        """The limit on the probability that racing stops any trial wrongly, for `rule: bound`. None for other rules.
+        """The limit on the probability that racing stops any trial wrongly; None if the rule is not `bound`.
 
-        It is the key `error_rate`, or its default.
+        The limit is the key `error_rate`, or its default.
         """
         if self.rule != "bound":
             return None

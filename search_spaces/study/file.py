@@ -95,7 +95,10 @@ class Study(Section):
         return {index: spec for index, spec in enumerate(self.objectives) if isinstance(spec, ObjectiveSpec)}
 
     def with_tasks(self) -> Iterator[tuple[str, ScoredTask]]:
-        """Yield each objective, holdout entry and benchmark that has a task, after its path ("objectives.0")."""
+        """Yield each objective, holdout entry and benchmark that has a task, with its place in the file.
+
+        Each result is a pair of the place, such as "objectives.0", and the entry.
+        """
         yield from ((f"objectives.{index}", spec) for index, spec in self.scored_objectives.items())
         yield from ((f"holdout.{index}", spec) for index, spec in enumerate(self.holdout))
         yield from ((f"benchmarks.{index}", spec) for index, spec in enumerate(self.benchmarks))
@@ -189,10 +192,9 @@ def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None)
 def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
     """A copy of the study to which benchmarks are added.
 
-    A benchmark whose name the study already has must have the same task, metric, attack and judge. The trials on which
-    it is scored are added to the trials of the study's benchmark. Names in `contamination.allowed` are added too, and a
-    stated `contamination.max_share` replaces the study's. Raises InvalidStudy if a task, metric, attack or judge
-    differs.
+    A benchmark whose name the study already has must have the same task, metric, attack and judge; only its trials are
+    added to those of the study's benchmark. Names in `contamination.allowed` are added too. A stated
+    `contamination.max_share` replaces the study's. Raises InvalidStudy if a task, metric, attack or judge differs.
     """
     known = {spec.name: spec for spec in study.benchmarks}
     problems = []
@@ -216,12 +218,14 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
 
 
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
-    """Fields that differ between two studies and may not change when a study is resumed, as dotted paths.
+    """The fields in which a new version of a study differs from a stored one, although they must not change.
 
-    If there are none, a driver of the study `given` may resume `stored`. `limits` and `contamination` may differ,
-    `search.max_trials` may be larger, and there may be more benchmarks. A benchmark keeps its task, metric, attack and
-    judge. The path of a benchmark has its name, as in "benchmarks.mmlu". In a space that changes the number of layers,
-    `limits.max_layers` is part of the space and may not differ.
+    If the result is empty, the study `stored` may be resumed with the content of `given`. The fields are dotted paths;
+    the path of a benchmark has its name, as in "benchmarks.mmlu".
+
+    These changes are accepted: other `limits` and `contamination`, a larger `search.max_trials`, and more benchmarks.
+    The task, metric, attack and judge of a known benchmark must stay the same. In a space that changes the number of
+    layers, `limits.max_layers` must stay the same too, because it is part of the space.
     """
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()

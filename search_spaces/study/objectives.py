@@ -42,7 +42,7 @@ class InlineTask(Section):
     def description(self) -> dict[str, Any]:
         """The task as a JSON object, without keys that have no value.
 
-        A task in a stored study lacks keys that were added later. Its description stays the same in later versions.
+        The description of a task in a stored study therefore stays the same if a later version adds keys.
         """
         return self.model_dump(mode="json", exclude_none=True)
 

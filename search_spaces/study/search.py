@@ -308,9 +308,10 @@ class Search(Section):
         return 0 if self.recipes else self.max_trials
 
     def num_scored(self, num_samples: int) -> int:
-        """Number of an objective's `num_samples` samples that trials are scored on. Gradients use the other samples.
+        """The number of an objective's samples on which trials are scored. The other samples are used for gradients.
 
-        The scored samples are the first ones in an order that the study's seed determines. A result of 0 or
-        `num_samples` means that `fit_share` leaves one of the two parts without a sample.
+        `num_samples` is the number of all samples. The scored samples are the first ones in an order that the study's
+        seed determines. A result of 0 or `num_samples` means that `fit_share` leaves one of the two parts without a
+        sample.
         """
         return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)

@@ -47,9 +47,11 @@ MAX_PROBLEMS = 100
 class MessageHints:
     """Texts for error messages that a JSON Schema cannot supply.
 
-    `later_values` has, for the path of a field, the values that are planned but not accepted yet. `later_keys` has, for
-    the path of a key that is not accepted yet, a message about the key. In a path, "*" stands for any position in a
-    list, as in "objectives.*.cost". `patterns` has, for a regular expression, a description of what it accepts.
+    - `later_values`: for the path of a field, the values that are planned but not accepted yet
+    - `later_keys`: for the path of a key that is planned but not accepted yet, a message about it
+    - `patterns`: for a regular expression, a description of the texts that it matches
+
+    In a path, "*" stands for any position in a list, as in "objectives.*.cost".
     """
 
     later_values: Mapping[str, tuple[str, ...]]
@@ -69,7 +71,7 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints
     """Convert validation errors to problems with messages for users, in the order of the errors.
 
     Only the first MAX_PROBLEMS errors become problems; one more problem then says how many errors are left. `schema` is
-    the JSON Schema that the document violates.
+    the JSON Schema that the document violates. `hints` has texts for messages that the schema cannot supply.
     """
     problems: list[Problem] = []
     for error in errors[:MAX_PROBLEMS]:

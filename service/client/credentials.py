@@ -22,9 +22,10 @@ def tokens_file() -> Path:
 
 
 def token_for(url: str) -> str | None:
-    """Token for the server at `url`, from the variable MERGESEARCH_TOKEN, else the stored one; None without both.
+    """The user's token for the server at `url`, or None if there is none.
 
-    Raises Conflict if the file of stored tokens cannot be read, or if other users of this machine may read it.
+    The environment variable MERGESEARCH_TOKEN has precedence over the token that `mergesearch login` stored. Raises
+    Conflict if the file of stored tokens cannot be read, or if other users of this machine may read it.
     """
     return os.environ.get(TOKEN_VARIABLE) or _stored().get(url)
 

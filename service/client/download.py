@@ -127,7 +127,10 @@ def _parts(member: tarfile.TarInfo) -> tuple[str, ...]:
 def counted(
     chunks: Iterator[bytes], num_bytes: int | None, received: Received | None, stop: threading.Event
 ) -> Iterator[bytes]:
-    """Yield the `chunks` of a download; `received` is called with the bytes received so far and the total.
+    """Yield the `chunks` of a download, and report its progress.
+
+    After each chunk, `received` is called with the number of bytes received so far and the total number `num_bytes`
+    (None if unknown).
 
     Raises:
         InterruptedError: The download was cancelled by setting `stop`.

@@ -47,12 +47,15 @@ class Event:
 
 
 class EventReader:
-    """Parser of a job's event stream; its caller sends the requests and receives the bytes.
+    """Parser of a job's event stream, which leaves sending requests and receiving bytes to its caller.
 
-    The caller sends the request that the method `call` returns and passes the received bytes to the method `feed`,
+    The caller sends the request that the method `call` returns, and passes the received bytes to the method `feed`,
     which yields events. When a connection has ended, the method `pause_s` returns how long to wait before the next
-    request, or raises the final error. `after` is the id of the last event received. `patience_s` limits the seconds
-    without a connection.
+    request, or raises the final error.
+
+    - `after`: the id of the last event received so far
+    - `patience_s`: the number of seconds without a connection after which reading fails
+    - `clock`: the function that returns the time in seconds
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class EventReader:
         """Seconds to wait before the stream is requested again.
 
         Args:
-            outcome: How the last connection ended.
+            outcome: The response or the error with which the last connection ended.
 
         Raises:
             RequestRefused: The server refused the request, and would refuse a retry too.

@@ -25,7 +25,7 @@ def submit_finetune(
     team: str | None = None,
     sharing: str | None = None,
 ) -> Flow[FinetuneDocument]:
-    """Submit the fine-tuning of an expert, or of a fleet of experts.
+    """Submit the fine-tuning of an expert, or of a fleet of experts (several experts that one specification defines).
 
     The server reads models and data, so their paths must exist on the server's machine.
 
@@ -35,7 +35,8 @@ def submit_finetune(
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same specification returns the
             fine-tuning that the first call created. Without a key, each call creates a new one.
         team: Team that the fine-tuning belongs to; None is the only team for which you may submit.
-        sharing: Who may read it besides you and administrators: "private", "team" or "all"; None is "team".
+        sharing: Who may read the fine-tuning besides you and administrators: "private", "team" or "all"; None is
+            "team".
 
     Returns:
         The server's document of the fine-tuning.

@@ -219,14 +219,14 @@ def report(study: Reference) -> Flow[str]:
 
 
 def trials(study: str, *, state: str | None = None) -> Flow[list[TrialDocument]]:
-    """List the trials of a study by number.
+    """List the trials of a study, in the order of their numbers.
 
     Args:
         study: Id of the study.
         state: State of the trials to list, such as "COMPLETE"; None lists trials in any state.
 
     Returns:
-        All trials, from all pages of the server's list.
+        All trials in this state. The server's list has several pages, which are all read.
 
     Examples:
         >>> [trial["values"] for trial in client.trials("5f0c...", state="COMPLETE")]
@@ -286,6 +286,9 @@ def finished_export(
         trial: Number of the trial, or "best".
         dtype: Dtype of the weights; None is the dtype that the study's engine scored in.
         prefer: Weights of the objectives, which pick a trial of the Pareto front; `trial` must be "best" then.
+
+    Returns:
+        The server's document of the complete export.
 
     Raises:
         ExportFailed: The server could not write the model.

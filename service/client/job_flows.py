@@ -119,8 +119,8 @@ def share(job: Reference, sharing: str, *, team: str | None = None) -> Flow[JobD
 
     Args:
         job: Id of a study, or the server's document of a job of any kind.
-        sharing: Who may read it besides its owner and administrators: "private", "team" or "all".
-        team: Team that the job belongs to from now on; None leaves it in its team.
+        sharing: Who may read the job besides its owner and administrators: "private", "team" or "all".
+        team: Team to which the job is moved; None does not change the job's team.
 
     Returns:
         The server's document of the job.
@@ -153,7 +153,7 @@ def me() -> Flow[MeDocument]:
 
 
 def _known(kind: JobKind) -> Flow[list[JobDocument]]:
-    """List the jobs of a kind, or no jobs if the server is of an earlier version that does not know the kind."""
+    """List the jobs of a kind. The result is empty if the server, of an earlier version, does not know the kind."""
     try:
         return (yield from jobs(kind.name))
     except RequestRefused as error:

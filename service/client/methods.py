@@ -46,9 +46,10 @@ def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P
 
 
 def named(client: type[C]) -> type[C]:
-    """Class decorator that gives the methods made from flows the module and the name of the class `client`.
+    """Class decorator for clients: methods that were made from flows appear as ordinary methods of the class `client`.
 
-    The API pages show both names. A flow is a generator of requests; `blocking` and `awaited` make methods from flows.
+    A flow is a generator of requests; `blocking` and `awaited` make methods from flows. The methods get the module and
+    the qualified name that they would have in the class, which the API pages show.
     """
     for name, method in vars(client).items():
         if inspect.isfunction(method) and method.__module__ == __name__:

@@ -63,9 +63,9 @@ class Response:
 
 @dataclass(frozen=True)
 class TransportError:
-    """Error value of a request that got no complete response, with the reason.
+    """Description of a request that failed without a complete response, with the reason.
 
-    `was_cut` is True if a connection was made and then lost, False if none could be made.
+    A connection was made and then lost if `was_cut` is True; no connection could be made if it is False.
     """
 
     url: str
@@ -93,9 +93,10 @@ def path_of(job: Reference, *rest: str | int) -> str:
 
 
 def path_of_link(link: str) -> str:
-    """URL path of a link from one of the server's documents, without the path prefix that a proxy may have added.
+    """Convert a link from one of the server's documents to a path that can be appended to the client's server address.
 
-    A client's server address has this prefix already.
+    If a proxy serves the server below a path prefix, both the link and the server address have this prefix. It is
+    therefore removed from the link.
     """
     found = re.search(r"/v1/[a-z]+/[0-9a-f]{32}(/|$)", link)
     return link if found is None else link[found.start() :]
@@ -179,8 +180,9 @@ def submitted(
 ) -> Flow[dict[str, Any]]:
     """Submit a job to the collection at `path`, and return the server's document of the job.
 
-    `document` is the content of the file that describes the job, and `query` has the parameters of the URL's query. The
-    idempotency key, by default a random one, makes it safe to repeat the request after a lost connection.
+    `document` is the content of the file that describes the job, and `query` has the parameters of the URL's query.
+    With the same `idempotency_key`, a repeated request creates no second job. By default the key is random; it makes it
+    safe to repeat the request after a lost connection.
 
     Raises:
         InvalidStudy: `document` cannot be written as JSON.

@@ -42,7 +42,8 @@ def address(url: str) -> str:
 def authorization(url: str, token: str | None) -> dict[str, str]:
     """HTTP headers that send a token to the server at `url`.
 
-    The token is `token` or, if this is None, the user's token for this server.
+    The token is `token` or, if this is None, the user's token for this server. The result is empty if there is no
+    token.
 
     Raises:
         Conflict: The token cannot be sent, or the file of stored tokens cannot be used.

@@ -38,10 +38,14 @@ NAMES = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class Removal:
-    """Data of one kind to be removed, with the job that they belong to, their number and their bytes.
+    """Data of one kind to be removed, with the job that they belong to.
 
-    `count` is the number of samples if responses are removed, the number of files if files are removed, and 1 for a
-    job. For files of artifacts that no job uses, `job` and `name` are empty, and `count` is None.
+    - `kind`: the kind of data, such as "responses"
+    - `job`, `name`: the id and the name of the job; empty for files of artifacts that no job uses
+    - `count`: the number of samples if responses are removed, the number of files if files are removed, 1 for a job,
+      and None for files of artifacts that no job uses
+    - `num_bytes`: the size of the data
+    - `because`: the reason, as text for messages
     """
 
     kind: str
@@ -73,10 +77,11 @@ class _Kept:
 
 
 class Cleaner:
-    """Finds and removes data of a server's jobs that exceed `limits` (one limit for each kind of data).
+    """Finds and removes data of a server's jobs that exceed limits.
 
-    `delete_job` deletes a job that has ended from the store, with its exports; it raises Conflict or NotFound if that
-    cannot be done at the moment.
+    `limits` has the limit of each kind of data, such as "responses". `data_dir` is the server's directory with the
+    files of jobs. `delete_job` is a function that deletes a job that has ended from the store, with its exports; it
+    raises Conflict or NotFound if the job cannot be deleted at the moment.
     """
 
     def __init__(
@@ -157,20 +162,28 @@ class Cleaner:
                 file.unlink(missing_ok=True)
 
     def _files(self, job: JobRecord) -> Iterator[Path]:
-        """Files that a job's drivers wrote, except alignments: exports of the job's trials still need those."""
+        """Files that a job's drivers wrote, except alignments.
+
+        Alignments are maps between the layers of merges; exports of the job's trials still need them.
+        """
         root = job_dir(self._data_dir, job.id)
         kept = alignments_dir(root)
         return (file for file in root.rglob("*") if file.is_file() and not file.is_relative_to(kept))
 
     def _has_void(self, job_id: str) -> bool:
-        """Whether a job has samples from engines that failed a check; if so, it may resume and needs its responses.
+        """Whether a job has void samples (scored by an engine that later failed a check), which must be scored again.
 
-        If no engine has ever failed a check, no sample is void, and the samples are not searched.
+        Such a job may resume and then needs its responses. If no engine has ever failed a check, the samples are not
+        searched.
         """
         return self._store.num_engine_faults() > 0 and self._store.has_void(job_id)
 
     def _job_bytes(self, job: JobRecord, texts: Mapping[str, tuple[int, int]]) -> int:
-        """Bytes of a job's responses, files and artifacts; the job's other database rows are too small to count."""
+        """Bytes of a job's responses, files and artifacts.
+
+        `texts` has the number and the bytes of the responses of each job, by the job's id. The job's other database
+        rows are too small to count.
+        """
         root = job_dir(self._data_dir, job.id)
         stored = sum(artifact.num_bytes for artifact in self._artifacts.of(job.id))
         return stored + texts.get(job.id, (0, 0))[1] + _sizes(f for f in root.rglob("*") if f.is_file())[1]
@@ -223,7 +236,11 @@ def _sizes(files: Iterator[Path]) -> tuple[int, int]:
 
 
 def clean_up(store: Store, artifacts: ArtifactStore, data_dir: Path, job_id: str) -> None:
-    """Delete the files of a deleted job, and all stored files that no remaining job uses."""
+    """Delete the files of the job `job_id`, which has been deleted from the store.
+
+    All stored files that no remaining job uses are deleted too. `data_dir` is the server's directory with the files of
+    jobs.
+    """
     shutil.rmtree(job_dir(data_dir, job_id), ignore_errors=True)
     artifacts.collect()
     for kind in KINDS.values():

@@ -25,9 +25,10 @@ UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 @dataclass(frozen=True)
 class Limit:
-    """Limits on the age and the size of one kind of kept data, such as model responses; None is no limit.
+    """Limits on the age and the size of one kind of kept data, such as model responses.
 
-    `age_s` is in seconds since the job ended, `num_bytes` the bytes of all jobs together.
+    `age_s` is the largest number of seconds since the job ended. `num_bytes` is the largest size of the data of all
+    jobs together. None means no limit.
     """
 
     age_s: float | None = None

@@ -248,7 +248,7 @@ class TriedDocument(TypedDict):
 class MergeLossDocument(TypedDict):
     """Losses and metrics of merges by one method, at the best coefficient that was tried.
 
-    If there are `values`, the coefficient was chosen on other samples than those of the reported numbers.
+    If there are `values`, the coefficient was chosen on some samples, and the numbers here were measured on others.
     """
 
     method: str
@@ -291,7 +291,7 @@ class FleetAnalysisDocument(TypedDict):
 
 
 class MixedDocument(TypedDict):
-    """Losses of merges of two experts, averaged over pairs; the two come from two trainings of the same experts."""
+    """Losses of merges of two experts that come from two trainings of the same experts, averaged over pairs."""
 
     fleets: Annotated[list[str], Field(description="Names of the two trainings.")]
     merges: list[MergeLossDocument]
@@ -319,7 +319,7 @@ class TrialsDocument(TypedDict):
 
 
 class EventDocument(TypedDict):
-    """Event of a job. In a stream, the fields `id` and `event` of the server-sent event have its id and kind."""
+    """Event of a job. In a stream of server-sent events, the field `id` has the event's id, and `event` its kind."""
 
     id: int
     time: Time

@@ -306,7 +306,10 @@ class AttackDocument(TypedDict):
 
 
 class JudgedDocument(TypedDict):
-    """A judge's verdicts on one trial's completions; each was judged as the first of two answers and as the second."""
+    """A judge's verdicts on one trial's completions.
+
+    The judge compares each completion with a reference answer twice: once as the first of the two, once as the second.
+    """
 
     models: Annotated[list[str], Field(description="Models that judged, as the endpoint named them.")]
     length: Annotated[float, Field(description="Mean number of characters of the completions.")]

@@ -45,10 +45,10 @@ class AlignedParts:
         }
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the config.json of an export with alignments. `config` is that of the model without alignments.
+        """Make the config.json of an export with alignments from `config`, that of the model without alignments.
 
         The result has other values of `architectures` and `model_type`, and the additional keys `auto_map` and
-        `alignments`. The model class with alignments needs these entries.
+        `alignments`. They select the model class that computes alignments, and describe the alignments to it.
         """
         name = CLASSES[self._model_type]
         module = MODELING_FILE.stem

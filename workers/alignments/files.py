@@ -58,9 +58,9 @@ def is_stored(directory: str | Path, digest: str) -> bool:
 def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_size: int) -> Alignment:
     """Read the alignment `digest` from a directory or object store, in float32.
 
-    `directory` may be the URL of an object store. `layer` is the index of the layer that names the alignment, for
-    messages. Raises InvalidRecipe, with the layer and the file, if the file is missing, its content has another digest,
-    or it is not an alignment of `hidden_size` channels.
+    `directory` may be the URL of an object store. `layer` is the index of the layer after which recipes state the
+    alignment; error messages name it. Raises InvalidRecipe, with the layer and the file, if the file is missing, its
+    content has another digest, or it is not an alignment of `hidden_size` channels.
     """
     try:
         return _read(directory, digest, hidden_size)

@@ -135,9 +135,10 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | No
     """Fit an alignment that gives each channel of activations x the mean and variance of the channel in activations y.
 
     Rows of x and y are tokens, columns are the channels of the residual stream. A channel of x that is nearly constant
-    is only shifted. `first` has the first tokens of texts, [texts, channels] in x and in y, which are not among the
-    rows. In a channel in which the first tokens are outliers in both x and y, the slope maps their mean in x to their
-    mean in y, and the variance may differ.
+    is only shifted. `first` is a pair of the activations of the first tokens of texts, in x and in y, each [texts,
+    channels]. The first tokens are not among the rows. In some channels they are outliers in both x and y: the scale
+    and shift of these channels map the mean over the rows, and the mean over the first tokens, to those in y, and the
+    variance may differ.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
@@ -186,10 +187,10 @@ def fit_mlp(
     """Train a small network that maps activations x to the distribution of y, and return the alignment it computes.
 
     `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
-    and the input of the layer that follows the alignment. `first` has the texts' first tokens as in `fit_moments`; in
-    channels in which those of x are outliers, the alignment stays that of `fit_moments`. The epoch with the smallest
-    `discrepancy` on the held-out rows is kept. `seed` fixes the initial weights and the order of rows. Equal arguments
-    give equal bits on one machine with one number of threads.
+    and the input of the layer that follows the alignment. `first` has the texts' first tokens as in `fit_moments`. In
+    channels of x in which the first tokens are outliers, the alignment stays that of `fit_moments`. The epoch with the
+    smallest `discrepancy` on the held-out rows is kept. `seed` fixes the initial weights and the order of rows. Equal
+    arguments give equal bits on one machine with one number of threads.
     """
     _check(*train)
     chosen = options or MlpOptions()

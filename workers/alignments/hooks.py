@@ -17,7 +17,8 @@ __all__ = ["add_alignments"]
 def add_alignments(model: Any, placed: Mapping[int, PlacedAlignment]) -> None:
     """Register hooks with which a transformers model applies alignments to the inputs of its layers, in float32.
 
-    `placed` has the alignments by the index of the layer before which each is applied. The model is changed in place.
+    Alignments are maps of the residual stream. The keys of `placed` are the indices of the layers before which they are
+    applied. The model is changed in place.
     """
     computed = {each.digest: each.alignment.to(dtype=torch.float32) for each in placed.values()}
     layers = model.get_decoder().layers

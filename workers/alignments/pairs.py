@@ -76,9 +76,10 @@ def _directory() -> Path:
 
 
 def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, FittedAlignment] | None:
-    """Find the alignment between two layers in the cache, and return its digest and the alignment, or None.
+    """Find the alignment between the two layers `pair` in the cache of alignments that were learned before.
 
-    The alignment was learned before from equal inputs. A damaged file counts as missing.
+    `inputs` are the models and texts from which alignments are learned. Returns the alignment's digest and the
+    alignment, or None if none was learned from equal inputs. A damaged file counts as missing.
     """
     digest = cached(inputs.key(pair))
     if digest is None:
@@ -93,7 +94,7 @@ def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, Fitte
 def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> str:
     """Store the alignment of a pair of layers in the cache, and return the digest by which recipes name it.
 
-    `inputs` and `pair` determine the key under which `find_alignment` finds it. `content` is the result of
+    `find_alignment` finds the alignment again by equal `inputs` and `pair`. `content` is the result of
     `FittedAlignment.to_bytes`. Raises OSError if the cache cannot be written.
     """
     digest = store_alignment(_directory(), content)

@@ -22,10 +22,10 @@ __all__ = ["PlacedAlignment", "alignments_before", "read_alignments", "unaligned
 
 @dataclass(frozen=True, eq=False)
 class PlacedAlignment:
-    """An alignment at its place before a certain layer of a merged model, with the digest that names it.
+    """An alignment (a map of the residual stream) at its place before a certain layer of a merged model.
 
-    `factor` multiplies the alignment's shift. It is one over the product of the scales of all layers before the
-    alignment.
+    `digest` is the name of the alignment in recipes. `factor` is a number by which the alignment's shift is multiplied:
+    one over the product of the scales of all layers before the alignment.
     """
 
     digest: str
@@ -34,10 +34,10 @@ class PlacedAlignment:
 
 
 def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
-    """Digests of the alignments before the layers of a recipe; None for a layer without an alignment before it.
+    """The digest of the alignment before each layer of a recipe; None for a layer without an alignment before it.
 
-    A recipe stores the digest with the layer that precedes the alignment. Raises InvalidRecipe, with the layer's index,
-    for an alignment after the last layer, and for one between two layers that follow each other in their own models.
+    An alignment is a map of the residual stream between two layers. Raises InvalidRecipe, with the layer's index, for
+    an alignment after the last layer, and for one between two layers that follow each other in their own models.
     """
     layers = recipe.canonical().layers
     for index, layer in enumerate(layers):
@@ -54,10 +54,10 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 
 
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
-    """Whether the merges of `after` use, in each source model, the layer after the one that `layer` uses.
+    """Whether layer `after` of a merge is the layer that follows `layer` in the source models.
 
-    The result is True if `after` has the same merges as `layer`, except that each source and base is the next layer of
-    its model.
+    No alignment is allowed between two such layers. The result is True if `after` has the same merges as `layer`,
+    except that each source and base is the next layer of its model.
     """
 
     def next_to(source: Source) -> Source:

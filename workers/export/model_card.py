@@ -171,9 +171,9 @@ def source_name(directory: Path) -> str:
 
 
 def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
-    """Recipes of the sources that are merges themselves, in the form of the entry "lineage" of recipe.json.
+    """Recipes of those source models that are merges themselves, for the file recipe.json of an export.
 
-    The result is {"lineage": {alias: recipe}}. It is empty if no source is an export of mergesearch.
+    The result is {"lineage": {alias: recipe}}. It is empty if no source model is an export of mergesearch.
     """
     held = {model.fingerprint: Path(model.directory) for model in family.models}
     found = {alias: _recipe_document(held[content]) for alias, content in recipe.models.items()}
@@ -205,10 +205,10 @@ def _merge_name(directory: Path) -> str | None:
 
 
 def _relative(merge: Merge, index: int) -> object:
-    """Key by which adjacent layers are grouped: it is equal if a part of the layers is merged in the same way.
+    """Key of a merge that is equal for adjacent layers that are merged in the same way, and by which they are grouped.
 
-    `merge` is the merge of this part, such as the MLP, in the merged layer with the index `index`. In the key, layers
-    of sources are numbered relative to `index`.
+    `merge` is the merge of a part of a layer, such as the MLP, in the merged layer with the index `index`. In the key,
+    the layers of sources are numbered relative to `index`.
     """
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
     base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)

@@ -89,10 +89,11 @@ def write_shards(
 ) -> None:
     """Write the tensors of a merge to safetensors files (shards), and then the index of these files.
 
-    A file's checksum is recorded, in a state file next to `directory`, once the file is on disk. Files that an earlier,
-    killed export completed are kept if they still have the recorded checksum. The tensors in `added`, such as the
-    tensors of alignments, come after the tensors of the merge. `progress` is called at the beginning and for every
-    tensor. A single file has no index.
+    `shards` are the files with the names and shapes of their tensors, and `dtype` is the dtype of the tensors. A file's
+    checksum is recorded, in a state file next to `directory`, once the file is on disk. Files that an earlier, killed
+    export completed are kept if they still have the recorded checksum. The tensors in `added`, such as the tensors of
+    alignments, come after the tensors of the merge. `progress` is called at the beginning and for every tensor. A
+    single file has no index.
     """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)

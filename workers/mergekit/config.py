@@ -28,9 +28,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Condition:
     """Value that a mergekit file gives a parameter for the tensors whose names contain `filter`.
 
-    Several `values` are a gradient over layers: they are interpolated from the first layer to the last. `values` is
-    empty if the file has no valid value. `place` is the key in the file, and `text` the values as they are in the file,
-    both for messages.
+    Several `values` are interpolated over the layers of a slice, from the first layer to the last. `values` is empty if
+    the file has no valid value. For messages, `place` is the key in the file, and `text` is the text of the values in
+    the file.
     """
 
     filter: str
@@ -41,9 +41,9 @@ class Condition:
     def at(self, t: float) -> Scalar | None:
         """Value of the parameter at a layer; None if `values` is empty.
 
-        t is the place of the layer among the layers of its slice: 0 for the first layer, 1 for the last. Numbers are
-        interpolated linearly between `values`. Flags are not interpolated: the result is the last of `values` whose
-        place is at or before t.
+        `t` is the position of the layer in its slice: 0 for the first layer, 1 for the last. `values` are at equal
+        distances from 0 to 1. Numbers are interpolated linearly between them. For a flag, the result is the value at
+        `t` or, if there is none, the last value before `t`.
         """
         if not self.values:
             return None
@@ -85,9 +85,9 @@ class Slice:
 class TokenSource:
     """Source of the merged model's embedding row for one token.
 
-    It is the row of `model` for the token itself, for another `token`, or for the token with an `id`. If `model` is
-    None, the row is zero. With `force`, the row is used for all models, even for models that have a row for the token;
-    without `force`, only for models that lack the token.
+    The source is the row of `model` for the token itself, for another `token`, or for the token with the id `id`. If
+    `model` is None, the row is zero. With `force`, all models get this row; otherwise, only models that lack the token
+    get it.
     """
 
     model: str | None
@@ -102,11 +102,15 @@ class MergekitConfig:
 
     Models are named as in the file: directories or hub ids, MODEL+LORA for an adapter to a model.
 
+    - `method`: mergekit's name of the merge method
+    - `slices`: the slices of the merge; each merges adjacent layers of one or several models
+    - `base_model`: the base model, or None if the file states none
     - `settings`: the parameters for the whole file
     - `module_settings`: the parameters for the file's only module, which have precedence
     - `dtype`: the dtype of the written merge, or None if the file states none
     - `tokenizer_source`: "base", "union", a model, or None for the base
     - `tokenizer_place`: the key in the file that names the source of the tokenizer
+    - `chat_template`: the file's setting of the chat template, or None
     - `tokens`: the tokens whose embedding rows the file chooses
     - `own_tokens`: tokens listed without a source; the file requires that every model has a row for them
     - `pad_to_multiple_of`: the vocabulary is padded to a multiple of this number, unless it is None
@@ -131,8 +135,8 @@ class MergekitConfig:
     def base(self) -> str:
         """Model that gives the merge its configuration and tokenizer, and from which task vectors are computed.
 
-        It is `base_model`, or the base of the first slice, or the first model of the first slice, whichever exists
-        first. It is "" if no model could be read.
+        The result is the file's `base_model`. If it is missing, the result is the base of the first slice or, if this
+        is missing too, the first model of the first slice. If no model could be read, the result is "".
         """
         bases = (slice_.base for slice_ in self.slices[:1])
         inputs = (source.model for slice_ in self.slices[:1] for source in slice_.inputs)
@@ -153,7 +157,7 @@ class MergekitConfig:
     def unmerged(self) -> Mapping[str, str]:
         """Models that are not merged but provide the tokenizer or embedding rows of tokens.
 
-        Each is mapped to the key of the file that names it.
+        The values of the result are the keys of the file that name the models.
         """
         places = {token.model: f"tokenizer.tokens.{name}.source" for name, token in self.tokens.items()}
         places |= {self.tokenizer_source: self.tokenizer_place}

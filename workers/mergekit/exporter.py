@@ -40,8 +40,9 @@ class _Slice:
     - `models`: the models that the slice lists, by their aliases in the recipe
     - `layers`: the first layer of each model
     - `length`: the number of layers of the slice
-    - `settings`: the values of each parameter, by (owner, name); the owner is a model, or "" for all models. The values
-      are by piece: a component, or a tensor by its name within the layer.
+    - `settings`: the values of each parameter. A key is a pair: the model for which the parameter is set ("" for all
+      models), and the parameter's name. A value maps a piece (a component, or a tensor by its name within the layer) to
+      the parameter's value there.
     - `base`: the base model that the slice names, or None if it names none
     """
 
@@ -223,10 +224,10 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """Layer of each of `models` that the merged layer `index` uses.
+    """The layer of each model that is used for the merged layer with the index `index`, by the model's alias.
 
-    `merges` are the merges of this layer. A model that no merge uses gets an arbitrary layer, because a slice must name
-    a layer of every model. Raises Inexpressible if several layers of one model are used.
+    `merges` are the merges of the merged layer. A model of `models` that no merge uses gets an arbitrary layer, because
+    a slice must name a layer of every model. Raises Inexpressible if several layers of one model are used.
     """
     used: dict[str, int] = {}
     for merge in merges.values():
@@ -316,8 +317,7 @@ def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
 def _joined(slices: list[_Slice]) -> list[_Slice]:
     """Join adjacent slices of the same models and consecutive layers, if their settings agree.
 
-    Slices may have settings for different pieces (components or single tensors); a joined slice has the settings of all
-    of its slices.
+    Slices may have settings for different pieces (components or single tensors), which are then combined.
     """
     joined = slices[:1]
     for slice_ in slices[1:]:
@@ -336,8 +336,8 @@ def _compatible(
 ) -> dict[tuple[str, str], dict[str, float]] | None:
     """Combine the settings of two slices of a mergekit file; return None if they contradict each other.
 
-    A setting is a parameter with a value for each piece: a component or a single tensor. The slices contradict each
-    other if they set different parameters, or different values for the same piece.
+    The settings have the form of `_Slice.settings`: the values of each parameter by piece (a component or a single
+    tensor). Two slices contradict each other if they set different parameters, or different values for the same piece.
     """
     if first.keys() != second.keys():
         return None

@@ -68,9 +68,15 @@ Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]
 class _Builder:
     """Builder of a recipe's parts (layers, embedding, head, single tensors) from a mergekit configuration.
 
-    It determines the merge of every tensor. The merge that most tensors of a component have becomes the component's
-    merge; tensors with another merge are listed one by one. `problems` maps a place in the file to the problem there,
-    so that a problem that occurs in every layer is reported once. `warnings` are lines about settings without effect.
+    The builder determines the merge of every tensor. The merge that most tensors of a component have becomes the
+    component's merge; tensors with another merge are listed one by one.
+
+    - `aliases`: the alias of each model of the configuration in the recipe
+    - `layout`, `layouts`: the tensor names of the base, and of models with another number of layers, by alias
+    - `seed`: the seed for methods with random masks
+    - `problems`: the problems found so far, by their place in the file, so that a problem that occurs in every layer is
+      reported once
+    - `warnings`: lines about settings without effect
     """
 
     def __init__(
@@ -96,8 +102,8 @@ class _Builder:
     def parts(self) -> Parts:
         """Build the recipe's layers, embedding and head, and the merges of single tensors by name.
 
-        Single tensors are the tensors whose merge differs from the merge of their component. Problems are added to
-        `problems`; the result is then not usable.
+        Single tensors are the tensors whose merge differs from the merge of their component. Problems in the file are
+        added to `problems`; if there are any, the result is not usable.
         """
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:
@@ -117,11 +123,11 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """Add the base model to the inputs of a slice, if the file lists `models` and the base is not among them.
+        """Copy a slice of a mergekit file with the base model among its inputs, as mergekit itself adds it.
 
-        The result is a copy of the slice. The base is the base of the slice or, if the slice names none, of the file.
-        If the file lists `slices`, the base is not added: with a method that uses a base, each slice must have it among
-        its sources. Problems with the slice's models and layer ranges are added to `problems`.
+        The base is that of the slice or, if the slice names none, of the file. It is added if the file lists `models`
+        without it. If the file lists `slices`, it is not added; with a method that uses a base, each slice must then
+        list the base. Problems with the slice's models and layer ranges are added to `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model

@@ -38,8 +38,9 @@ class Inputs:
 class MergekitMethod:
     """One of mergekit's merge methods, with the methods of this project that compute the same tensors.
 
-    `variants` has each of these methods, with the settings of mergekit's method under which both compute the same
-    tensors. `parameters` are the parameters of mergekit's method. `base` says whether it needs a base model.
+    Each of `variants` is a pair of a method of this project and the settings of mergekit's method with which it
+    computes the same tensors. `parameters` are the parameters of mergekit's method. `base` says whether mergekit's
+    method needs a base model.
     """
 
     variants: tuple[tuple[MergeMethod, Counterpart], ...]

@@ -58,8 +58,11 @@ class TensorPlace:
 class Layout:
     """Layer and component of each tensor of a model.
 
-    An output head that is tied to the embedding is not among `places`. `tied_head` is the name of this head if a file
-    contains it anyway.
+    - `places`: the layer and component of each tensor, by the tensor's name. An output head that is tied to the
+      embedding is not included.
+    - `num_layers`: the number of decoder layers
+    - `layer_prefix`: the text before the layer's index in names of tensors, such as "model.layers."
+    - `tied_head`: the name of a tied output head that a file contains anyway; None if there is none
     """
 
     places: Mapping[str, TensorPlace]

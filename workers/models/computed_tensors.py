@@ -258,8 +258,8 @@ class Rows:
     """A tensor that consists of rows of the tensor `own`, in another order, and rows of other models.
 
     Row i of the result is row `index[i]` of `own`; if `index[i]` is negative, the row comes from one of `others`. The
-    dtype is the common dtype of all tensors involved. If they have several dtypes, it is float32, because any other
-    dtype would round.
+    dtype is the common dtype of all tensors involved. If the tensors have several dtypes, the dtype is float32, because
+    any other dtype would round.
     """
 
     own: SourceTensor

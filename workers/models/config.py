@@ -76,10 +76,11 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """Names that a model type uses for the common configuration keys, and the defaults of its configuration.
+    """What transformers knows about a model type: its names for common configuration keys, and its defaults.
 
-    The names are by common key. Both results are cached on disk, because importing transformers' configurations takes
-    longer than merging a small model. Raises InvalidModel if transformers does not know the model type.
+    The first result maps a common key, such as num_hidden_layers, to the model type's name for it. The second result
+    has the defaults of configuration keys. Both are cached on disk, because importing transformers' configurations
+    takes longer than merging a small model. Raises InvalidModel if transformers does not know the model type.
     """
     release = version("transformers")
     key = f"names and defaults of {model_type!r} in transformers {release}"

@@ -92,9 +92,10 @@ class ResolvedFamily:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
 
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Tokens of the model `alias` that the base lacks, in two tuples: with a row in its embedding, and without one.
+        """Tokens of the model `alias` that the base lacks.
 
-        The tokens of a tuple are in the order of their ids.
+        The first tuple has the tokens that have a row in the model's embedding, and the second tuple those without a
+        row. The tokens of a tuple are in the order of their ids.
         """
         known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
         checkpoint = self.checkpoints[alias]
@@ -162,11 +163,11 @@ class ResolvedFamily:
         return states
 
     def check_unchanged(self) -> None:
-        """Raise EvidenceMismatch if a model's files have changed since its fingerprint was computed.
+        """Check that the models' files have not changed since their fingerprints were computed.
 
-        Sizes, times of modification and inodes of files are compared. A model is read again only if one of these
-        differs, because a file may have been touched, or replaced by a copy. A file that no longer exists does not
-        count as changed.
+        Sizes, times of modification and inodes of files are compared. Only if one of these differs is the model read
+        again, because a file may have been touched, or replaced by a copy. A file that no longer exists does not count
+        as changed. Raises EvidenceMismatch if the contents of a model have changed.
         """
         for alias, checkpoint in self.checkpoints.items():
             states = self._states[alias]
@@ -375,8 +376,9 @@ def locate_family(
 ) -> LocatedFamily:
     """Find the directories of a base model and its experts, which are given as directories or hub ids.
 
-    Models that are not found are listed in `problems` of the result. An adapter may change another model than the base;
-    `adapted` then names that model, by the adapter's alias.
+    `experts` are by alias, and `base_alias` is the alias of the base. An adapter may change another model than the
+    base; `adapted` then names that model, by the adapter's alias. Models that are not found are listed in `problems` of
+    the result.
     """
     directories: dict[str, Path] = {}
     wholes: dict[str, Path] = {}
@@ -406,15 +408,15 @@ def resolve_family(
 ) -> ResolvedFamily:
     """Locate, open and check a base and its experts, which are whole models or LoRA adapters.
 
-    The models are given as directories or hub ids. The models must have the same structure, and their embeddings must
-    be alignable to the vocabulary that `tokenizer` selects. `vocabulary` has further options of this vocabulary, as in
-    a recipe. Only configurations, headers and tokenizers are read; for hub models, these files are downloaded. Weights
-    are neither read nor downloaded.
+    The models are given as directories or hub ids; `base_alias` is the alias of the base. The models must have the same
+    structure, and their embeddings must be alignable to the vocabulary that `tokenizer` selects. `vocabulary` has
+    further options of this vocabulary, as in a recipe. Only configurations, headers and tokenizers are read; for hub
+    models, these files are downloaded. Weights are neither read nor downloaded.
 
     An adapter may change another model than the base; `adapted` then names that model, by the adapter's alias. With
-    `any_depth` the models may have different numbers of layers, and recipes must name layers that exist. `names` has,
-    by alias, the names that messages use for models that are not experts. Raises InvalidModel with every problem of
-    every model.
+    `any_depth` the models may have different numbers of layers, and recipes must name layers that exist. `cache` is the
+    directory of the cache, or None for the default directory. `names` has, by alias, the names that messages use for
+    models that are not experts. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))
@@ -432,7 +434,9 @@ def resolve_model(
 ) -> ResolvedFamily:
     """Locate, open and check one model, which is returned as a family without experts.
 
-    If the model is an adapter, `adapts` is the model that it changes. Raises InvalidModel with every problem.
+    `model` is a directory or a hub id, and `alias` the name that it gets in the family. If the model is an adapter,
+    `adapts` is the model that it changes. `vocabulary` has options of the vocabulary, as in a recipe. `cache` is the
+    directory of the cache, or None for the default directory. Raises InvalidModel with every problem.
     """
     adapted = {} if adapts is None else {alias: adapts}
     return locate_family(model, {}, base_alias=alias, adapted=adapted).resolve(vocabulary=vocabulary, cache=cache)
@@ -499,8 +503,8 @@ def open_family(
 ) -> Family:
     """Locate, check and, if needed, download a family's models, and return their short description.
 
-    The description can be sent to other processes. `tokenizer` selects the vocabulary of merges. `cache` is the
-    directory of the cache, or None for the default directory. `note` is called with lines about downloads. Raises
-    InvalidModel with every problem of every model.
+    The description can be sent to other processes. `base` and `experts` (by alias) are directories or hub ids.
+    `tokenizer` selects the vocabulary of merges. `cache` is the directory of the cache, or None for the default
+    directory. `note` is called with lines about downloads. Raises InvalidModel with every problem of every model.
     """
     return resolve_family(base, experts, tokenizer=tokenizer, cache=cache).fetched(note=note).family

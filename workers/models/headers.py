@@ -265,7 +265,7 @@ def _dtype_problems(file: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[s
 def _json_object(value: object) -> dict[str, Any]:
     """Parse bytes as a JSON object, or check that a value that is already parsed is a JSON object.
 
-    Raises ValueError if it is not an object, or if parsed bytes have the same key twice in an object.
+    Raises ValueError if `value` is anything else, or if parsed bytes have the same key twice in an object.
     """
     document = json.loads(value.decode(), object_pairs_hook=_unique) if isinstance(value, bytes) else value
     if not isinstance(document, dict):

@@ -39,8 +39,8 @@ def make_result_dir(
 ) -> TemporaryDirectory[str]:
     """Make a temporary directory with config.json, tokenizer and generation_config.json for merges.
 
-    `sources` are the models by alias, the base first; `tokenizer` selects the vocabulary; `config` is the content of
-    config.json. Raises InvalidModel if the files cannot be made.
+    `sources` are the models by alias, the base first. `config` is the content of config.json. `tokenizer` selects the
+    vocabulary, and `alignment` has the tokens that are added to it. Raises InvalidModel if the files cannot be made.
     """
     made = TemporaryDirectory(prefix="mergesearch-result-")
     place, base = Path(made.name), next(iter(sources.values())).tokenizer_dir
@@ -106,10 +106,12 @@ def _each_layer(model: Checkpoint) -> Mapping[str, Sequence[Any]]:
 
 
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
-    """Save the tokenizer in the directory `base` with the additional tokens `added` to the directory `place`.
+    """Save a tokenizer with additional tokens to the directory `place`.
 
-    The tokens come from other models (`sources` by alias, the base first), or are new. If models describe a token
-    differently, the choice of the description does not depend on the order of the models.
+    `base` is the directory of the tokenizer, and `added` are the additional tokens. A token may be described by the
+    models that have it (`sources` by alias, the base first), for example as a special token. If several models describe
+    it differently, the choice does not depend on the order of the models. Raises InvalidModel if the saved tokenizer
+    has other ids than expected.
     """
     from tokenizers import AddedToken
 

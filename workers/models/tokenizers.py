@@ -104,9 +104,10 @@ def _warn(path: Path, difference: str) -> None:
 
 
 def _found(path: Path) -> tuple[Any, str]:
-    """Tokenizer that agrees with tokenizer.json, and a text about how transformers' default tokenizer differs.
+    """Load the tokenizer in the directory `path` so that it agrees with tokenizer.json.
 
-    The text is "" if there is no difference. Raises InvalidModel if there is no tokenizer that agrees.
+    The second result is a text about how the tokenizer that transformers chooses by default differs from
+    tokenizer.json, or "" if it does not. Raises InvalidModel if there is no tokenizer that agrees.
     """
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))
@@ -134,7 +135,7 @@ def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirector
 
 
 def _loaded(name: str, path: Path) -> Any:
-    """Load the tokenizer in `path` with transformers' class `name`."""
+    """Load the tokenizer in the directory `path` with the class of transformers that is called `name`."""
     import transformers
 
     try:
@@ -146,8 +147,8 @@ def _loaded(name: str, path: Path) -> Any:
 def _difference(tokenizer: Any, path: Path) -> str:
     """Describe the first difference of `tokenizer` from tokenizer.json in `path`; "" if there is none.
 
-    `tokenizer` and the tokenizer that tokenizer.json defines encode and decode the texts in PROBES, and the results are
-    compared. The result is also "" if there is no tokenizer.json.
+    The texts in PROBES are encoded and decoded by `tokenizer` and by the tokenizer that tokenizer.json defines, and the
+    results are compared. The result is also "" if there is no tokenizer.json.
     """
     from tokenizers import Tokenizer
 

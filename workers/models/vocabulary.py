@@ -63,10 +63,10 @@ class TokenRow:
 class VocabularyOptions:
     """Options of the vocabulary of merged models.
 
-    `tokens` has the sources of the embedding rows of single tokens; these tokens are added to the vocabulary if it
-    lacks them. The number of rows is rounded up to a multiple of `multiple_of`. A union is the base's vocabulary with
-    the tokens that other models added. With `by_id`, it has the added tokens in the order of their ids; otherwise, in
-    the order of their names.
+    - `tokens`: the sources of the embedding rows of single tokens; tokens that the vocabulary lacks are added
+    - `multiple_of`: the number of rows is rounded up to a multiple of this number
+    - `by_id`: for a union (the base's vocabulary with the tokens that other models added): whether the added tokens are
+      in the order of their ids; otherwise they are in the order of their names
     """
 
     tokens: Mapping[str, TokenRow] = field(default_factory=dict)
@@ -123,9 +123,10 @@ class Vocabulary:
 class TokenAlignment:
     """Common vocabulary of several models, and the new embeddings and output heads of each model.
 
-    `tensors` has the embeddings and output heads that change, by alias and name. The vocabulary has `num_rows` rows;
-    `num_unnamed` of these represent no token. `added` are the tokens that are added to the tokenizer, in the order of
-    their ids.
+    - `num_rows`: the number of rows of every embedding and output head
+    - `tensors`: the embeddings and output heads that change, by the model's alias and the tensor's name
+    - `added`: the tokens that are added to the tokenizer, in the order of their ids
+    - `num_unnamed`: the number of rows that stand for no token
     """
 
     num_rows: int
@@ -138,8 +139,9 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
     """Align the embeddings and output heads of `models` to one vocabulary.
 
     The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and the
-    tokens that others added) or the alias of the model whose vocabulary is used. A model without a tokenizer.json that
-    has as many rows as the base is assumed to have the tokens of the base. Raises InvalidModel with every problem.
+    tokens that others added) or the alias of the model whose vocabulary is used. `options` are further options, such as
+    the sources of single rows. A model without a tokenizer.json that has as many rows as the base is assumed to have
+    the tokens of the base. Raises InvalidModel with every problem.
     """
     base, *_ = models
     tokens, problems = _tokens_with_rows(models)
@@ -207,9 +209,10 @@ def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
-    """Ids of the tokens that have an embedding row, by model and token; and a list of problems, as texts.
+    """The tokens that have an embedding row in each model, and a list of problems.
 
-    A problem is a model whose tokens are unknown. `models` and the ids are by alias, the base first.
+    The first result has the ids of the tokens by the model's alias and the token, the base first. A problem is a text
+    about a model whose tokens are unknown.
     """
     base, *_ = models
     tokens: dict[str, Mapping[str, int]] = {}
@@ -292,13 +295,15 @@ def _added_by_others(
 
 
 class _Plan:
-    """Plan of one model's alignment: the source of each row of its new embedding and output head.
+    """Plan of one model's alignment: where each row of its new embedding and output head comes from.
 
     - `alias`: the model that is aligned
-    - `target`: the vocabulary to which it is aligned, as the ids by token
-    - `owner`: the model from which the rows without a token are taken
+    - `owner`: the model whose rows are used where a row of the new vocabulary stands for no token
+    - `base`: the alias of the base model, whose row is preferred for a token that the model lacks
     - `tokens`: the ids of each model's tokens, by alias
-    - `chosen`: the rows that options choose (`_chosen_rows`)
+    - `target`: the vocabulary to which the model is aligned, as the ids by token
+    - `num_rows`: the number of rows of the new embedding
+    - `chosen`: the rows that options choose for single tokens (`_chosen_rows`)
     """
 
     def __init__(

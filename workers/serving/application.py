@@ -67,8 +67,8 @@ def application_state(name: str) -> str:
     """State of a Serve application, such as "RUNNING".
 
     Raises EngineUnavailable if there is no application, or if its deployment failed. EngineUnavailable is also raised
-    if no replica runs because its models cannot be used any more, because Serve would try to start replicas forever.
-    Raises ServeUnavailable, a subclass, if Serve's controller does not answer; the application may be running.
+    if no replica runs and the reason is that the models cannot be used any more; Serve would try to start replicas
+    forever. Raises ServeUnavailable, a subclass, if Serve's controller does not answer; the application may be running.
     """
     application = _applications().get(name)
     if application is None:

@@ -67,13 +67,16 @@ def deploy_scorer(
 ) -> ServeScorer:
     """Start scoring replicas on the Ray cluster of this process, and wait until they are ready.
 
-    A running application of the same name is used unchanged. With `keep_idle_s`, studies share the application: the
-    number of its replicas follows the number of requests, up to the number for which there are GPUs. Replicas that are
-    idle for `keep_idle_s` seconds are stopped, down to none, and the next request starts them again. `make_worker`
-    replaces the engine in tests. Serve replaces a replica after three failed health checks in a row. By default this
-    takes at most two minutes for a process that does not answer, and a quarter of a minute for one whose work is
-    overdue (`time_limits`). Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica
-    fails to start.
+    `name` is the name of the Serve application, by default that of `app_name`; a running application of this name is
+    used unchanged. With `keep_idle_s`, studies share the application: the number of its replicas follows the number of
+    requests, up to the number for which there are GPUs. Replicas that are idle for `keep_idle_s` seconds are stopped,
+    down to none, and the next request starts them again. `make_worker` replaces the engine in tests.
+
+    Serve checks the health of replicas every `health_check_period_s` seconds, and waits `health_check_timeout_s`
+    seconds for an answer. It replaces a replica after three failed checks in a row. By default this takes at most two
+    minutes for a process that does not answer, and a quarter of a minute for one whose work is overdue (`time_limits`).
+    Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start, and if no
+    replica is ready after `start_timeout_s` seconds.
     """
     from ray import serve
 
@@ -157,9 +160,9 @@ def _num_gpus() -> int:
 def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -> dict[str, Any]:
     """Ray Serve settings for the number of replicas: fixed, or autoscaled with the load.
 
-    If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise there are `replicas` at first. Later their
-    number follows the number of requests, up to the number for which there are GPUs, and down to none after
-    `keep_idle_s` idle seconds.
+    If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise the number is `replicas` at first, and
+    then follows the number of requests, up to the number for which there are GPUs. After `keep_idle_s` seconds without
+    a request, a replica is stopped; there may be none left. `options` has the number of GPUs that a replica uses.
     """
     if keep_idle_s is None:
         return {"num_replicas": replicas}
@@ -181,7 +184,8 @@ def _deploying(deadline: float) -> Iterator[None]:
 
     Without the lock, one of two processes that start Serve at the same time fails, and deploying an application a
     second time restarts its replicas. The lock is the name of a Ray actor. Ray frees the name when the process that
-    holds it ends for any reason.
+    holds it ends for any reason. Raises EngineUnavailable if the lock is not free at `deadline`, a time of
+    `time.monotonic`.
     """
     import ray
 

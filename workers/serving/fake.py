@@ -43,24 +43,26 @@ __all__ = ["FakeScorer", "expected_value"]
 class FakeScorer:
     """Fake `workers.types.Scorer` for tests: it computes answers without models, and can delay and fail.
 
-    It is picklable. Calls are counted by the lines of `log_file`, so that counts survive the end of a process. Every
-    finished or failed call appends one JSON line: {call, recipe, spans: [[objective, start, stop], ...], outcome,
+    The object is picklable. Calls are counted by the lines of `log_file`, so that counts survive the end of a process.
+    Every finished or failed call appends one JSON line: {call, recipe, spans: [[objective, start, stop], ...], outcome,
     process}.
 
+    - `num_samples`: the number of samples of tasks that are not inline
     - `sample_delay_s`, `swap_delay_s`: seconds to wait for each sample and for each swap
     - `failing`: digests of recipes for which TrialFailed is raised
     - `fails_above`: TrialFailed is also raised for every recipe with a coefficient above this number
     - `exits_at_call`: the call of `score` that ends the process without clean-up, counted from 1 over all processes
       that share `log_file`, if there is one
     - `unavailable_calls`: the number of calls that raise EngineUnavailable before the first success
-    - `crashing`, `crash_by`: digests of recipes that crash the engine, and how: by an error, the end of the process, or
-      a hang
+    - `crashing`, `crash_by`: digests of recipes that crash the engine, and how: by an error, a signal, the end of the
+      process, or a hang
     - `garbles`: the values are right, but the responses and tokens are wrong, which `verify` detects
-    - `fails_canary_at`: the swap at which the engine fails a canary, a comparison with transformers; it refuses all
-      later calls
+    - `fails_canary_at`: the swap at which the engine fails a canary (a comparison with transformers); the engine
+      refuses all later calls
     - `wrong_since`: the swap since which the engine gives wrong values, and `check` fails
     - `skips_canaries`: the reason why `check` compares nothing, if it should not
-    - `replica`: the name in the evidence; the default is a name for each process
+    - `replica`: the name of the replica in results; the default is a name for each process
+    - `bank_fingerprint`: the fingerprint of the source weights in results
 
     Only the first of the processes that share `log_file` fails a canary or gives wrong values.
     """
@@ -353,9 +355,10 @@ def _draw(*key: object) -> float:
 
 
 def _quantile(probability: float) -> float:
-    """Quantile of (u + v)/2 for independent uniform u and v in [0, 1), at `probability`.
+    """Quantile, at `probability`, of the mean of two independent numbers that are uniform in [0, 1).
 
-    `FakeScorer` compares it with the mean of two such numbers, so that a sample is right with this probability.
+    `FakeScorer` compares the quantile with the mean of two such pseudorandom numbers, so that a sample is right with
+    this probability.
     """
     if probability < 0.5:
         return math.sqrt(probability / 2)

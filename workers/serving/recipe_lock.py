@@ -24,7 +24,7 @@ class RecipeLock:
 
     @asynccontextmanager
     async def hold(self, digest: str) -> AsyncIterator[None]:
-        """Async context manager that holds the lock for a recipe (by digest); "" for work without a recipe."""
+        """Async context manager that holds the lock for the recipe `digest`. "" stands for work without a recipe."""
         if self._is_taken:
             ready = asyncio.get_running_loop().create_future()
             self._waiting.append((digest, ready))

@@ -57,13 +57,13 @@ T = TypeVar("T")
 class Worker(Protocol):
     """Interface of the object that does the work of a replica, such as scoring. Only one thread uses it at a time.
 
-    `FakeScorer` implements it. A worker raises EngineCrashed if it cannot be used any more. After any other error it
-    continues.
+    `FakeScorer` implements the interface. If a worker raises EngineCrashed, it cannot be used any more. After any other
+    error it can be used again.
     """
 
     @property
     def name(self) -> str:
-        """Name of the replica, which is part of the evidence of its results."""
+        """Name of the replica, which is stored with its results."""
         ...
 
     def score(self, request: ScoreRequest) -> ScoreResult: ...
@@ -148,10 +148,10 @@ class ScoringReplica:
         self._metrics = ReplicaMetrics()
 
     async def hold(self, digest: str) -> str:
-        """Make Serve send requests for the recipe `digest` to this replica, if possible, and return the digest.
+        """Make Serve prefer this replica for requests with the recipe `digest`, and return the digest.
 
-        Serve treats the digest as the id of a multiplexed model, and prefers to send requests with this id here. The
-        engine swaps to the recipe later, when the replica's lock is held for it.
+        Serve treats the digest as the id of a multiplexed model, and prefers to send requests with this id to this
+        replica. The method does not change the engine: the recipe's merge is written into it when a request is scored.
         """
         return digest
 
@@ -187,7 +187,7 @@ class ScoringReplica:
         return {**self._worker.statistics(), "replica": os.getpid(), "log_file": log_file()}
 
     async def check_health(self) -> None:
-        """Raise RuntimeError if the engine has failed or its work is overdue; Serve then replaces it.
+        """Raise RuntimeError if the engine has failed or its work is overdue; Serve then replaces the replica.
 
         This runs in the event loop, also while a chunk is scored.
         """

@@ -50,11 +50,12 @@ MAX_TRIES = 3
 class ServeScorer:
     """Client of the scoring replicas in a Ray Serve application; it implements `workers.types.Scorer`.
 
-    It is picklable, and connects at the first call. When a replica dies or fails, Serve replaces it and the same
-    request is sent again. If the replica was scoring the request and the request counts crashes
-    (`ScoreRequest.crashes`), EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
-    EngineUnavailable is raised with the reason. Time in which the request waits behind other requests does not count.
-    Errors of the merge or its task (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
+    The client is picklable, and connects at the first call. `app_name` is the name of the application. When a replica
+    dies or fails, Serve replaces the replica, and the client sends the request again. If the replica was scoring the
+    request and the request counts crashes (`ScoreRequest.crashes`), EngineCrashed is raised instead. If sending fails
+    for `deadline_s` seconds, EngineUnavailable is raised with the reason. Time in which the request waits behind other
+    requests does not count. Errors of the merge or its task (TrialFailed, InvalidTask) and a replica's EngineFault are
+    raised as they are.
 
     Serve's controller may be unavailable for a while. Requests are answered meanwhile; calls that need the controller
     wait for it, at most `deadline_s` seconds. An application that was deleted or cannot start is not waited for.
@@ -125,7 +126,10 @@ class ServeScorer:
             time.sleep(min(0.5, self.poll_s))
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of all replicas that answer now, as sums and lists; dead replicas are left out."""
+        """Statistics of all replicas that answer now; dead replicas are left out.
+
+        Numbers such as "swaps" are sums over the replicas. Lists such as "swap_s" have the entries of all replicas.
+        """
         found = self._ask_each("statistics", lambda answer: answer["replica"])
         every = list(found.values())
         return {
@@ -209,10 +213,10 @@ class ServeScorer:
 
 
 def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
-    """Raise EngineCrashed if `error` means that a replica died while it scored this request.
+    """Raise EngineCrashed if `error` means that a replica died while it scored the samples of `request`.
 
-    Otherwise return: if the request only waited at the replica, if the replica died because its node was preempted, or
-    if the error has another meaning.
+    In all other cases the function returns: the request only waited at the replica that died, the replica died because
+    its node was preempted, or the error has another meaning.
     """
     from ray.exceptions import OutOfMemoryError, RayActorError
 
@@ -238,10 +242,11 @@ def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _handle(name: str) -> Any:
-    """Ray Serve handle to the replicas of an application.
+    """Ray Serve handle to the replicas of the application `name`.
 
-    This does not query Serve's controller for the replicas: `ray.serve.get_app_handle` would wait for its answer
-    without limit. Requests through the handle of an application that does not exist are never answered.
+    Unlike `ray.serve.get_app_handle`, this function does not ask Serve's controller for the application, because it
+    would wait for the answer without limit. Requests through the handle of an application that does not exist are never
+    answered.
     """
     from ray import serve
 

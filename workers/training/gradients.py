@@ -69,6 +69,8 @@ class CoefficientGradients:
     - `device`: the device on which the model computes. The default is the CPU, because a GPU that this process sees may
       belong to an engine
     - `recomputes`: whether activations are recomputed, which saves their memory and takes a third more time
+    - `max_tokens`: the largest number of tokens in a forward pass, with padding
+    - `cache`: the directory of the cache, or None for the default directory
 
     All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
@@ -159,7 +161,11 @@ class CoefficientGradients:
         *,
         by_scales: bool,
     ) -> GradientResult:
-        """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`."""
+        """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`.
+
+        `targets` has the texts from which the losses are computed, by objective. The other arguments are as in
+        `loss_and_gradient`.
+        """
         plan = plan_as_stated(recipe, self.bank)
         self._fit(recipe)
         reducers = {}
@@ -188,9 +194,10 @@ class CoefficientGradients:
     def losses(
         self, recipe: Recipe, batch: Batch, *, completions: Collection[str] = ()
     ) -> dict[str, tuple[float, ...]]:
-        """Compute the loss of each sample in `batch`, by objective and in the order of `batch`.
+        """Compute the loss of each sample in `batch`, by objective.
 
-        The objectives named in `completions` are measured on the completions given to `set_completions`, all other
+        `batch` has the positions of samples by objective, and the losses of an objective are in the same order. The
+        objectives named in `completions` are measured on the completions given to `set_completions`, all other
         objectives on the right answers. Each loss is divided by its objective's unit, which makes objectives comparable
         (`references.References.unit`).
         """
@@ -241,11 +248,12 @@ class CoefficientGradients:
             )
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """Texts and right answers from which the losses of the samples in `batch` are computed, by objective.
+        """The targets of each objective in `batch`: the texts and right answers from which losses are computed.
 
-        For the objectives in `completions`, a target is a completion given to `set_completions`; for all other
-        objectives it is the task's right answer. Raises ValueError for an unknown objective, and for a position without
-        a completion or right answer.
+        `batch` has the positions of the samples by objective. For the objectives in `completions`, a target is a
+        completion given to `set_completions`; for all other objectives it is the task's right answer. Raises ValueError
+        for an unknown objective, for an objective without positions, and for a position without a completion or right
+        answer.
         """
         found = {}
         for name, positions in batch.items():
@@ -262,7 +270,7 @@ class CoefficientGradients:
         return found
 
     def _fit(self, recipe: Recipe) -> None:
-        """Replace the transformers model if the merge of `recipe` has other layers than the model."""
+        """Replace the transformers model by another one if it has other layers than the merge of `recipe`."""
         if self.model.holds(recipe, self.bank):
             return
         device = self.model.device
@@ -271,9 +279,9 @@ class CoefficientGradients:
         self.model = TrainableModel(self.bank, self.dtype, device=device, recomputes=self._recomputes, like=recipe)
 
     def _hold(self, recipe: Recipe) -> None:
-        """Write the merge of `recipe` into the model, except tensors that the model already holds.
+        """Write the merge of `recipe` into the model.
 
-        The model already holds a tensor if the last merge computed it in the same way.
+        A tensor that the last merge computed in the same way is not written again.
         """
         plan = plan_tensors(recipe, self.bank)
         wanted = computations(plan, self.bank)
@@ -328,10 +336,11 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """Targets of one objective's samples by position, and the number `unit` by which their losses are divided.
+    """Targets of one objective's samples, and the number by which their losses are divided.
 
-    A target has the texts from which a loss is computed. `unit` is the mean size of the task's samples
-    (`References.unit`), or of the completions that replace right answers.
+    `at` has the targets by the sample's position; a target has the texts from which a loss is computed. The divisor,
+    `unit`, is the mean size of the task's samples (`References.unit`), or of the completions that replace right
+    answers.
     """
 
     at: Mapping[int, Target]
@@ -347,7 +356,8 @@ def _by_objective(
 ) -> dict[str, tuple[float, ...]]:
     """Group the losses of samples by objective, each divided by its objective's unit to make objectives comparable.
 
-    `losses` are in the order of `batch`.
+    `losses` are in the order of `batch`, which has the positions of the samples by objective. `targets` has the unit of
+    each objective.
     """
     each = iter(losses)
     return {name: tuple(next(each) / targets[name].unit for _ in positions) for name, positions in batch.items()}
@@ -356,9 +366,10 @@ def _by_objective(
 class _Reducer:
     """Accumulates the derivatives of the loss with respect to the coefficients of one merged tensor.
 
-    The derivatives are computed from gradients of the loss with respect to the tensor. `stated` are the coefficients.
-    `merged` is the computed tensor, or None. If it is given, the inner products of gradient and tensor are also
-    accumulated, in `along`; the derivatives with respect to layer scales follow from them.
+    The method `add` is called with gradients of the loss with respect to the tensor. `stated` are the coefficients.
+    `plan` is the plan of the merge, and `bank` has the weights of its sources. If `merged`, the computed tensor, is
+    given, the inner products of gradient and tensor are also accumulated, in `along`; the derivatives with respect to
+    layer scales follow from them.
     """
 
     def __init__(
@@ -435,9 +446,9 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager in which torch uses deterministic algorithms only, where it has them.
+    """Context manager in which torch uses deterministic algorithms.
 
-    torch warns about operations for which it has no deterministic algorithm.
+    An operation that has no deterministic algorithm is computed by another one, and torch warns about it.
     """
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic

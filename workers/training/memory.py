@@ -38,9 +38,10 @@ def keep_freed_memory() -> bool:
 def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, *, recomputes: bool) -> int:
     """Bytes of the activations that are kept for a backward pass over `tokens` tokens.
 
-    A value has `value_bytes` bytes. For each token, a layer of a Llama keeps 8 h + 4 d + 4 f values. h is the size of
-    the residual stream, d the size of all keys of a token, and f the size of the MLP. This was measured with PyTorch's
-    allocator on CPU. If activations are recomputed, those of one layer and the inputs of all layers are kept.
+    `config` is the model's configuration, and `value_bytes` the number of bytes of a value. For each token, a layer of
+    a Llama keeps 8 h + 4 d + 4 f values, as measured with PyTorch's allocator on CPU. h is the size of the residual
+    stream, d the size of all keys of a token, and f the size of the MLP. With `recomputes`, only the activations of one
+    layer and the inputs of all layers are kept.
     """
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or hidden // heads)

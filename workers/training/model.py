@@ -54,12 +54,16 @@ class TrainableModel:
 
     `bank` has the opened weights of a family, which is a base model and its experts. The model has the family's
     architecture, in `dtype` on `device`, with one copy of its weights. Its layers are those of a merge of the recipe
-    `like`; if `like` is None, they are the base's. `memory` has the memory of each merged tensor, by the tensor's name.
-    `leaves` has the parameters, each with the merged tensors that it contains. A tied output head is a separate
-    parameter in the embedding's memory, so that the gradients of embedding and head are computed, and can be freed, one
-    after the other. With `recomputes`, activations within layers are computed again in the backward pass. Raises
-    InvalidModel if transformers holds the tensors of the model in another form, and InvalidRecipe for an order of
-    layers that the configuration cannot express.
+    `like`, or the base's if `like` is None. With `recomputes`, activations within layers are computed again in the
+    backward pass.
+
+    - `memory`: for each merged tensor, by name, the part of the model's weights into which it is written
+    - `leaves`: pairs of a parameter and the merged tensors that it contains, by name. A tied output head is a separate
+      parameter in the embedding's memory, so that the gradients of embedding and head are computed, and can be freed,
+      one after the other.
+
+    Raises InvalidModel if transformers holds the tensors of the model in another form, and InvalidRecipe for an order
+    of layers that the configuration cannot express.
     """
 
     def __init__(
@@ -89,7 +93,11 @@ class TrainableModel:
         self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
     def holds(self, recipe: Recipe, bank: Bank) -> bool:
-        """Whether a merge of `recipe` can be written into this model: the layers must agree in number and kind."""
+        """Whether the merge of `recipe` can be written into this model.
+
+        The merge must have as many layers as the model, of the same kinds in the same order. `bank` has the weights of
+        the recipe's models.
+        """
         return _of_layers(recipe, bank) == self._of_layers
 
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
@@ -104,7 +112,10 @@ class TrainableModel:
 
 
 def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
-    """Fields of a merge's configuration that differ from the base's because the merge has other layers."""
+    """The fields of the configuration of a merge that differ from the base model's because the merge has other layers.
+
+    The result is empty if the layers are those of the base. `bank` has the weights of the recipe's models.
+    """
     config = merged_config(recipe.canonical(), bank.base, bank.views(recipe.models), dtype="float32")
     base = bank.base.config
     return {key: value for key, value in config.items() if key not in OF_DTYPE and base.get(key) != value}
@@ -113,7 +124,8 @@ def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
 def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
     """Map the name of each tensor of a merge to the name of the base tensor that initialises it.
 
-    The layers are those of the merge `like`; if it is None, they are the base's.
+    `bank` has the opened weights of the base and the experts. The layers are those of the merge of the recipe `like`,
+    or the base's if `like` is None.
     """
     layout, names = bank.layout, bank.base.tensors
     if like is None:

@@ -34,9 +34,10 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """Coefficients in a tensor's merge with respect to which its merge method is differentiable.
+    """The coefficients in a tensor's merge for which derivatives can be computed.
 
-    The result is empty for an unchanged source, which is constant.
+    The merge must state the coefficient, and the method must be differentiable with respect to it. The result is empty
+    for an unchanged source model, which has no such coefficient.
 
     Raises:
         InvalidRecipe: The method is differentiable with respect to no coefficient, or a coefficient has one value for
@@ -62,8 +63,9 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
     """Derivatives of the loss with respect to the coefficients of one merged tensor, by the coefficient's name.
 
     Each derivative is a float64 tensor with one number for each source, or with a single number if the sources share
-    the coefficient. The coefficients are those of `stated_coefficients`. `gradient` is the gradient of the loss with
-    respect to the merged tensor.
+    the coefficient. The coefficients are those of `stated_coefficients`. `plan` is the plan of the merge to which
+    `tensor` belongs, and `bank` has the weights of its sources. `gradient` is the gradient of the loss with respect to
+    the merged tensor.
     """
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:
@@ -124,8 +126,9 @@ def _through_the_function(
 ) -> Derivatives:
     """Derivatives of the loss with respect to the coefficients of a merge, by automatic differentiation.
 
-    PyTorch differentiates the function of the merge method. `gradient` is the gradient of the loss with respect to the
-    merged tensor. `per_model` says for each coefficient, by name, whether it has a value for each source.
+    PyTorch differentiates the function of the merge method, which is called with the tensors `operands`. `gradient` is
+    the gradient of the loss with respect to the merged tensor. The keys of `per_model` are the coefficients' names; a
+    value is True for a coefficient that has a number for each source.
     """
     leaves = {
         name: [

@@ -78,7 +78,11 @@ def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
 
 
 def changed_stack(matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> dict[str, SourceTensor]:
-    """Stored tensors of a stacked MoE parameter, by name, each with the LoRA matrices' product added."""
+    """Add the product of a LoRA adapter's matrices to a stacked MoE parameter of the base.
+
+    `stack` is the parameter, which stacks one matrix of each expert. `settings` are the adapter's settings. The result
+    has the changed tensors by the names under which the base's files store them.
+    """
     a, b, scaling = matrices.sides["A"], matrices.sides["B"], settings.scaling(stack.parameter)
     if stack.is_stored:
         ((name,),) = stack.parts

@@ -42,10 +42,14 @@ class Settings:
     - `alpha` (`lora_alpha`): a number from which the factor of the matrices' product is computed (`scaling`)
     - `ranks`, `alphas` (`rank_pattern`, `alpha_pattern`): other ranks and alphas for modules, by regular expressions
       for the end of a module's name
+    - `is_rank_stabilized` (`use_rslora`): whether the factor is alpha / sqrt(rank) instead of alpha / rank
     - `whole_modules` (`modules_to_save`): modules that were trained as whole tensors
+    - `ties_weights` (`ensure_weight_tying`): whether tied embedding and output head were trained as one tensor
+    - `stated_base`: the base model as the file states it; "" if the file states none
     - `tokens` (`trainable_token_indices`): the ids of tokens whose rows were trained individually, by embedding module
     - `parameters` (`target_parameters`): parameters, not modules, that the adapter changes
-    - `stated_base`: the base model as the file states it; "" if the file states none
+    - `is_dora` (`use_dora`): whether the adapter has magnitudes (DoRA)
+    - `has_biases` (`lora_bias`): whether matrices B have biases
     """
 
     r: int

@@ -25,10 +25,11 @@ MAGNITUDE, BIAS, TOKENS = ".lora_magnitude_vector", ".lora_B.bias", ".token_adap
 
 @dataclass
 class Matrices:
-    """LoRA matrices A and B of one module, by "A" and "B" in `sides`; a matrix that the file lacks is left out.
+    """LoRA matrices A and B of one module.
 
-    `magnitude` is the vector of lengths that DoRA trains, and `bias` the bias of B; each is None if the file has none.
-    If `is_embedding`, the module is an embedding, and the matrices change the transpose of its weight.
+    `sides` has the matrices by their names, "A" and "B"; a matrix that the file lacks is left out. `magnitude` is the
+    vector of lengths that DoRA trains, and `bias` is the bias of B; each is None if the file has none. If
+    `is_embedding`, the module is an embedding, and the matrices change the transpose of its weight.
     """
 
     is_embedding: bool

@@ -25,8 +25,8 @@ MARGIN_BYTES = 2**30
 class Origin(Protocol):
     """Interface of a place from which models are downloaded: the Hugging Face hub or an object store.
 
-    `title` names it in messages. `variable` is the environment variable that chooses the directory that the method
-    `cache` returns.
+    `title` is the name of the place in messages. `variable` is the name of the environment variable that chooses the
+    directory for downloads (`cache`).
     """
 
     title: str

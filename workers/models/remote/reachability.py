@@ -19,9 +19,10 @@ _silent_at: dict[str, float] = {}
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Context manager in which the hub's client uses only its cache, without retries, if the hub is down.
+    """Context manager that keeps the Hugging Face client from waiting for a hub that does not respond.
 
-    A file that is not in the cache then raises an error at once.
+    If the hub does not respond, the client uses only its cache, and a file that is not in the cache raises an error at
+    once. If the hub responds, nothing is changed.
     """
     from huggingface_hub import constants
 

@@ -54,12 +54,16 @@ _URL_IN_PATH = re.compile(r"\b(s3|gs):/(?=[^/])")
 
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """Description of a metadata-only snapshot, that is, a model's files without the weights' contents.
+    """Description of a metadata-only snapshot: a directory with a model's files without the weights' contents.
 
-    It lists the model's files, and the sizes and sha256 (hex) of the weights as the hub or the object store states
-    them. `name` is a hub id or the URL of a folder in an object store, `revision` the branch, tag or commit that was
-    requested, `commit` the version of the files. If `is_outline`, only the model's configuration is known
-    (`workers.engines.transformers.outlines`), and the weights cannot be downloaded.
+    - `name`: a hub id, or the URL of a folder in an object store
+    - `revision`: the branch, tag or commit that was requested
+    - `commit`: the version of the files
+    - `small_files`: the names of the files other than weights
+    - `sizes`, `hashes`: the size in bytes, and the sha256 (hex) that the hub or object store states, of each file of
+      weights
+    - `is_outline`: whether only the model's configuration is known (`workers.engines.transformers.outlines`), so that
+      the weights cannot be downloaded
     """
 
     name: str

@@ -75,7 +75,8 @@ def local_file(name: str | Path) -> Path:
 def _downloaded(folder: str, file: str, of: str) -> Path:
     """Download a file of an object-store folder, alone or with the whole folder, and return its path on this machine.
 
-    `folder` and `of` are URLs. `of` is the URL of the folder if all its files are downloaded, else the URL of the file.
+    `folder` is the URL of the folder, and `file` the path of the file in the folder. `of` is the URL of what is
+    downloaded: `folder`, or the URL of the file alone.
     """
     objects = ObjectStore(folder)
     listed = objects.list() if of == folder else {file: objects.info(file)}

@@ -69,9 +69,10 @@ def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], opt
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """Context manager for a new directory that gets the name `out`, on all ranks, only when it is complete.
+    """Context manager that gives a new directory, which is renamed to `out` when it is complete.
 
-    Files that a killed training left in the directory are removed, because that training may have had other ranks.
+    All ranks get the same directory. Files that a killed training left in it are removed, because that training may
+    have had another number of ranks.
     """
     if _rank() != 0:
         yield Path(_of_writer(None))
@@ -90,7 +91,7 @@ def _rank() -> int:
 
 
 def _of_writer(value: Any) -> Any:
-    """Return on all ranks the value that rank 0 passes."""
+    """Return the value that rank 0 passes. All ranks must call this function, and all get that value."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -104,7 +105,10 @@ def _agreed(value: bool) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager without torch's warning that a process without a process group saves or loads alone."""
+    """Context manager that hides a warning of torch about checkpoints.
+
+    torch warns if a process without a process group saves or loads a checkpoint.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
         warnings.filterwarnings("ignore", category=FutureWarning)
@@ -123,7 +127,10 @@ def step_of(checkpoint: Path | None) -> int:
 
 
 def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
-    """Read the optimizer's state in a checkpoint without its tensors, with the keys of the optimizer's `state_dict`."""
+    """Read the optimizer's state in a checkpoint, except its tensors.
+
+    The keys are those of the optimizer's `state_dict`.
+    """
     state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
     return state
 
@@ -171,9 +178,11 @@ def _check_names(checkpoint: Path, names: Any, trained: Mapping[str, torch.Tenso
 
 
 def _places(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make tensors into which the optimizer's state in a checkpoint is loaded, by the names in the checkpoint.
+    """Make tensors into which the tensors of an optimizer's state are loaded from a checkpoint.
 
-    A tensor with the shape of its parameter is sharded as the parameter is.
+    `stored` has the tensors of the checkpoint by name, of which only shapes and dtypes are used. The keys of the result
+    are the same names. `trained` are the trained parameters. A tensor with the shape of its parameter is sharded as the
+    parameter is.
     """
     parameters = list(trained.values())
     found = {}

@@ -31,7 +31,7 @@ MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 class Document:
     """A training text as token ids, with a flag for each token that says whether its loss counts.
 
-    The flags are in `has_loss`. `origin` says where the text comes from, for messages.
+    The flags are in `has_loss`. `origin` names the source of the text, such as a line of a file, for error messages.
     """
 
     tokens: tuple[int, ...]
@@ -58,6 +58,8 @@ class Batch:
 
 def read_documents(data: Data, prompts: Prompts) -> list[Document]:
     """Read and tokenize all documents of the training data, in the order of the data.
+
+    `prompts` has the tokenizer.
 
     Raises:
         InvalidTask: Data are missing, malformed or empty (with the line), there is no completion to learn from, a
@@ -106,7 +108,7 @@ def writes_chats(spec: FinetuneSpec) -> bool:
 
 
 def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int) -> list[tuple[Document, ...]]:
-    """Distribute documents over rows of at most `length` tokens, in an order given by `seed`.
+    """Distribute documents over rows, which have at most `length` tokens, in an order given by `seed`.
 
     With `packing` a row has as many documents as fit; otherwise it has one document. A document goes into the fullest
     row that has enough space for it; only the newest rows are considered.
@@ -138,9 +140,10 @@ MAX_OPEN = 63
 
 
 def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
-    """Indices of the `batch` rows that make up the batch of update number `step` (counted from 0).
+    """Indices of the rows that make up the batch of update number `step` (counted from 0).
 
-    Each pass over all rows has its own order, which `seed` determines.
+    `num_rows` is the number of all rows, and `batch` the number of rows in a batch. Each pass over all rows has its own
+    order, which `seed` determines.
     """
     found = []
     for position in range(step * batch, (step + 1) * batch):
@@ -185,12 +188,12 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
 
 
 def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[Any] | None:
-    """Join a row's prompt and completion to one list of messages; None if neither is a list or an object.
+    """Join a row's prompt and completion to one list of messages, if both are lists (TRL's conversational format).
 
-    Rows whose prompt and completion are lists of messages are TRL's conversational rows. Templates may use a key's
-    value in any way, so only the keys that the default templates write into the text are checked. Raises InvalidTask
-    for a list or an object that would be written into the text as a Python expression. `origin` says where the row
-    comes from, for messages.
+    `fields` are the row's values by key. The result is None if neither the prompt nor the completion is a list or an
+    object, so that the row is plain text. A prompt or completion for which `data` has a template of its own is not
+    checked, because the template may pick any part of the value. Raises InvalidTask for any other list or object,
+    because it would be written into the text as a Python expression. `origin` names the row in messages.
     """
     defaults = {PROMPT: data.prompt, COMPLETION: data.completion}
     given = {name: fields.get(name) for name, template in defaults.items() if template == f"{{{{{name}}}}}"}
@@ -208,7 +211,10 @@ def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[An
 
 
 def _rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of the training data, each with a description of its source for messages."""
+    """Yield the rows of the training data, each after a text that names its source in error messages.
+
+    A row is a mapping from keys to values.
+    """
     return _lines(data) if data.file is not None else _dataset_rows(data)
 
 
@@ -240,8 +246,8 @@ def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin
     """Make a document from a prompt, its completion and an end-of-text token (id `eos`).
 
     The loss counts for the completion and the end-of-text token. The two texts are tokenized together, unless this
-    would change the prompt's tokens. `origin` says where the texts come from, for messages. Raises InvalidTask for an
-    empty completion.
+    would change the prompt's tokens. `prompts` has the tokenizer. `origin` names the source of the texts in messages.
+    Raises InvalidTask for an empty completion.
     """
     if not completion:
         raise InvalidTask(f"{origin}: the completion is empty")
@@ -257,9 +263,9 @@ def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES,
     """Make a document from a conversation with the tokenizer's chat template.
 
     `messages` should be a list of objects with role and content. The loss counts for the assistant's messages from
-    message number `first` on, including the end of each turn. `name` and `origin` say where the conversation comes
-    from, for messages. Raises InvalidTask if the conversation is malformed, has no message of the assistant, or cannot
-    be rendered turn by turn.
+    message number `first` (counted from 0) on, including the end of each turn. `prompts` has the tokenizer. In error
+    messages, `origin` names the row, and `name` the keys of the row that have the conversation. Raises InvalidTask if
+    the conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
     """
     if not isinstance(messages, list) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages

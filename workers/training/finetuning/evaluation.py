@@ -51,11 +51,17 @@ class TaskScorer:
 class Evaluator:
     """Scorer of a fine-tuning's evaluation objectives on the model in training.
 
-    `section` is the section `evaluation` of the specification. `base` is the directory of the base model, whose
-    tokenizer is used. `max_length` is the largest number of tokens in a text. With `chat_template`, prompts are
-    formatted with the tokenizer's chat template. `called` is what is called in place of `model`: its linearization, or
-    an adapter around its shards. `access` limits the files that tasks may use, or is None for no limit. Raises
-    InvalidTask if a task cannot be built, or if the chat template is missing.
+    - `section`: the section `evaluation` of the specification
+    - `base`: the directory of the base model, whose tokenizer is used
+    - `model`: the model in training
+    - `max_length`: the largest number of tokens in a text
+    - `seed`: determines the order of the tasks' samples
+    - `chat_template`: whether prompts are formatted with the tokenizer's chat template
+    - `called`: a callable that is called in place of `model`, such as a linearization of the model, or an adapter if
+      the model has shards; None if `model` itself is called
+    - `access`: limits the files that tasks may use; None means no limit
+
+    Raises InvalidTask if a task cannot be built, or if the chat template is missing.
     """
 
     def __init__(

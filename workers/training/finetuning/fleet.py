@@ -65,11 +65,14 @@ class Analysis(Section):
 class Pipeline:
     """The experts to train, and optionally a study that merges them and an analysis.
 
-    `experts` has the specification of each expert by alias. `study` is the content of a study file without models; None
-    if no study is to be created. Relative paths in `study` are relative to `directory`. `is_fleet` says whether the
-    experts were given as a fleet, which may also have only one expert. `name` is the name of the fleet, or of the
-    single expert. `parallel_experts` is the number of experts that train at the same time; None means as many as the
-    cluster has GPUs for.
+    - `name`: the name of the fleet (the experts that one file defines), or of the single expert
+    - `experts`: the specification of each expert, by alias
+    - `study`: the content of a study file without models; None if no study is to be created
+    - `directory`: the directory to which relative paths in `study` are relative
+    - `is_fleet`: whether the experts were given as a fleet, which may also have only one expert
+    - `analysis`: the options of the analysis of the trained experts; None if no analysis is requested
+    - `parallel_experts`: the number of experts that train at the same time; None means as many as the cluster has GPUs
+      for
     """
 
     name: str
@@ -97,7 +100,8 @@ class Pipeline:
     def canonical(self) -> dict[str, Any]:
         """Convert the pipeline to plain data, with all defaults and absolute paths.
 
-        `parse_pipeline` returns an equal pipeline from these data, except for `directory`, which then has no effect.
+        `parse_pipeline` returns an equal pipeline from these data. Only its `directory` may differ, which has no effect
+        if all paths are absolute.
         """
         specs = {alias: spec.canonical() for alias, spec in self.experts.items()}
         analysis = {} if self.analysis is None else {ANALYSIS: self.analysis.model_dump(mode="json")}
@@ -209,9 +213,9 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
 def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
     """Set the layers to which MergOPT adds noise, if all experts of a fleet train only some layers.
 
-    Each expert then has noise in all layers that any of the experts trains, because merges of the experts change these
-    layers. An expert whose options name the layers with noise is not changed. If an expert trains all layers or an
-    adapter, nothing is changed.
+    The keys of `experts` and of the result are the experts' aliases. Each expert then has noise in all layers that any
+    of the experts trains, because merges of the experts change these layers. An expert whose options name the layers
+    with noise is not changed. If an expert trains all layers or an adapter, nothing is changed.
     """
     trained = [spec.training.layers for spec in experts.values()]
     if any(layers is None for layers in trained) or any(spec.adapter is not None for spec in experts.values()):
@@ -241,10 +245,10 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of one expert of a fleet: the shared options, overridden by the expert's own options.
+    """Combine the shared options of a fleet with one expert's own options, which have precedence.
 
-    If the shared options and the expert's options have the same section, the expert's options override the shared
-    options of the same name; the other options of the section are kept.
+    A fleet consists of the experts that one specification file defines. If both `shared` and `own` have a section, the
+    section of the result has the expert's own options, and those shared options that the expert does not state.
     """
     merged = dict(shared)
     for key, value in own.items():

@@ -62,7 +62,10 @@ def read_history(file: Path) -> list[dict[str, Any]]:
 
 
 class HistoryReader:
-    """Reader of a training's history (one JSON line for each update or evaluation) while another process writes it."""
+    """Reader of the history in `file` while another process writes it.
+
+    The history of a training has one JSON line for each update or evaluation.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file

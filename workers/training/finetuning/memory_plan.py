@@ -34,11 +34,12 @@ WORKERS = (2, 4, 8, 16, 32, 64, 128)
 class TrainingMemory:
     """Bytes of memory that a training takes on each of its workers.
 
-    - `weights`, `gradients`, `optimizer`: those of this worker's shard
-    - `offset`: what the method needs in addition: MergOPT's copy of the weights and its task vectors, the offset of
-      SAM, or the origin of tangent
-    - `gathered`: weights and gradients of the units (such as a layer) that are gathered as a whole while they compute
-    - `activations`: activations, including logits
+    - `weights`, `gradients`, `optimizer`: the weights, the gradients and the optimizer's state in this worker's shard
+    - `offset`: the additional memory of the method: MergOPT's copy of the weights and its task vectors, the offset of
+      SAM, or the original weights for the method tangent
+    - `gathered`: the weights and gradients of the units (such as a layer) that are gathered as a whole while they
+      compute
+    - `activations`: the activations, including logits
     """
 
     weights: int
@@ -50,7 +51,10 @@ class TrainingMemory:
 
     @property
     def state(self) -> int:
-        """Bytes that are taken during the whole training, and do not depend on the number of rows."""
+        """Bytes that are taken during the whole training: of the weights, gradients, optimizer's state and offset.
+
+        They do not depend on the number of rows in a forward pass.
+        """
         return self.weights + self.gradients + self.optimizer + self.offset
 
     @property
@@ -75,8 +79,8 @@ def training_memory(
 ) -> TrainingMemory:
     """Plan the memory of a training on each of the specification's workers.
 
-    `is_bfloat16` says whether activations are bfloat16; otherwise they are float32. `recomputes` says whether
-    activations are computed twice.
+    `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16; otherwise they are
+    float32. `recomputes` says whether activations are computed again in the backward pass, which saves their memory.
     """
     value = 2 if is_bfloat16 else FLOAT32
     sizes = {name: math.prod(tensor.shape) for name, tensor in base.tensors.items()}
@@ -130,7 +134,8 @@ def training_memory(
 def lack_of_memory(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat16: bool) -> str | None:
     """Reason why a training cannot fit into `capacity` bytes on each worker; None if it may fit.
 
-    The text also names changes of the specification with which it would fit, if any are known.
+    `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16; otherwise they are
+    float32. The text also names changes of the specification with which the training would fit, if any are known.
     """
     plan = training_memory(spec, base, is_bfloat16=is_bfloat16, recomputes=spec.method.kind != "tangent")
     if plan.state <= capacity:
@@ -160,7 +165,8 @@ def recomputes(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat
     """Whether activations are computed again in the backward pass, which saves their memory.
 
     The specification decides. If it says "auto", the result is True if activations would otherwise not fit into
-    `capacity` bytes.
+    `capacity` bytes. `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16;
+    otherwise they are float32.
     """
     wanted = spec.training.gradient_checkpointing
     if wanted != "auto":

@@ -84,7 +84,7 @@ class Landscape:
 class Candidate(NamedTuple):
     """A merge of experts by a published method, with one of the coefficients that are compared for this method.
 
-    `method` is the method's name in tables. `coefficient` is None for a method without a coefficient.
+    `method` is the method's name in tables. `coefficient` is the coefficient, or None for a method without one.
     """
 
     method: str
@@ -133,14 +133,18 @@ class Report(NamedTuple):
 class MergeLosses:
     """Measures losses and metrics of merges of trained experts on each expert's tasks.
 
-    Coefficients are chosen on the first `samples` samples of each task, and merges are reported on the next `samples`
-    samples. If a task has fewer than twice `samples` samples, half of its samples are used to choose coefficients, and
-    the other half to report merges. `directories` has the directory of each expert by alias, and `tasks` has the tasks
-    of each expert by alias. `chats` are the aliases of the experts on whose tasks prompts are formatted with the chat
-    template. `max_length` is the largest number of tokens in a text. With `is_linearized`, a merge is the linearization
-    of the base model, evaluated at the merged weights; the fine-tuning method `tangent` trains experts as such
-    linearizations. Raises InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer
-    or a task has a single sample.
+    The first `samples` samples of each task are for choosing coefficients, and the next `samples` samples for reporting
+    merges. If a task has fewer than twice `samples` samples, each of the two parts has half of them. Raises
+    InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a single
+    sample.
+
+    - `base`: the directory of the base model
+    - `directories`: the directory of each expert, by alias
+    - `tasks`: the tasks of each expert, by alias
+    - `max_length`: the largest number of tokens in a text
+    - `chats`: the aliases of the experts on whose tasks prompts are formatted with the chat template
+    - `is_linearized`: whether the experts are linearizations of the base model, which the fine-tuning method `tangent`
+      trains; a merge is then the linearization at the merged weights
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class MergeLosses:
     def report(self, merge: Merge) -> Report:
         """Measure the mean loss and metric of a merge on each merged expert's tasks, with the samples for reports.
 
-        The losses and metrics have a value for each expert's alias. No coefficient is chosen by these samples.
+        These samples are not used to choose coefficients. The losses and metrics have a value for each expert's alias.
         """
         self._hold(merge)
         aliases = [source.model for source in merge.sources]
@@ -252,7 +256,10 @@ class _TaskSamples:
 
 
 class _Linearized:
-    """Adapter with which a linearized model implements `ModelOfLogits`, so that sample losses can be computed."""
+    """Adapter that gives a linearized model the method `logits` (see `ModelOfLogits`).
+
+    Losses of samples are computed from the logits. `device` is the device of the model.
+    """
 
     def __init__(self, model: LinearizedModel, device: torch.device) -> None:
         self._model, self.device = model, device
@@ -265,10 +272,11 @@ class _Linearized:
 def lack_of_losses(
     experts: Mapping[str, FinetuneSpec], *, access: FileAccess | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (alias, reason) for each reason why the losses of merges of a fleet's experts cannot be measured.
+    """Yield the reasons why the losses of merges of a fleet's experts cannot be measured, as pairs (alias, reason).
 
-    A fleet consists of the experts that one fine-tuning trains. Nothing is yielded for a fleet with a single expert,
-    because merges of one expert are never measured. `access` limits the files that tasks may use; None means no limit.
+    A fleet consists of the experts that one fine-tuning trains. `experts` has their specifications by alias. Merges of
+    a single expert are not measured, so a fleet with one expert has no reasons. `access` limits the files that tasks
+    may use; None means no limit.
     """
     for alias, spec in experts.items() if len(experts) > 1 else ():
         if spec.evaluation is None:
@@ -296,11 +304,11 @@ def losses_of_experts(
 ) -> MergeLosses:
     """Prepare to measure the losses and metrics of merges of a fleet's trained experts.
 
-    A fleet consists of the experts that one fine-tuning trains. `directories` has the directory of each trained expert,
-    by alias. The arguments `samples` and `is_linearized` are passed on to `MergeLosses`: coefficients are chosen on
-    `samples` samples of each task of an expert's evaluation, and merges are reported on the next `samples` samples.
-    `access` limits the files that tasks may use; None means no limit. Raises InvalidTask if an expert has no
-    evaluation, and the errors of `MergeLosses`.
+    A fleet consists of the experts that one fine-tuning trains. `experts` has the specification, and `directories` the
+    directory, of each expert by alias. Coefficients are chosen on `samples` samples of each task of an expert's
+    evaluation, and merges are reported on the next `samples` samples. `is_linearized` is as in `MergeLosses`. `access`
+    limits the files that tasks may use; None means no limit. Raises InvalidTask if an expert has no evaluation, and the
+    errors of `MergeLosses`.
     """
     tasks = {}
     for alias, spec in experts.items():
@@ -342,9 +350,9 @@ def landscape(
 def landscapes(
     measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, grid: Sequence[float] = GRID
 ) -> tuple[Landscape, ...]:
-    """Measure the loss landscapes of the first NUM_LANDSCAPES pairs of experts.
+    """Measure the loss landscapes (losses over a grid of coefficients) of the first NUM_LANDSCAPES pairs of experts.
 
-    `measure` and `grid` are passed on to `landscape`.
+    `measure` and `grid` are as in `landscape`.
     """
     pairs = list(combinations(experts[:IN_PAIRS], 2))[:NUM_LANDSCAPES]
     return tuple(landscape(measure, pair, grid=grid) for pair in pairs)
@@ -353,8 +361,9 @@ def landscapes(
 def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
     """Yield merges of experts by the methods of the MergOPT paper, each with every coefficient to compare.
 
-    The methods are weight averaging, task arithmetic, TIES and DARE. With `wudi`, WUDI-Merging (table 5) is a further
-    method; it computes several hundred matrix products for each matrix. `seed` determines the random masks of DARE.
+    `experts` are the aliases of the experts. The methods are weight averaging, task arithmetic, TIES and DARE. With
+    `wudi`, WUDI-Merging (table 5) is a further method; it computes several hundred matrix products for each matrix.
+    `seed` determines the random masks of DARE.
     """
     sources = tuple(Source(alias) for alias in experts)
     yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
@@ -402,11 +411,10 @@ def mixed_table(
 ) -> tuple[MergeLoss, ...]:
     """Measure merges of two experts that were trained in different ways: one row for each merge method.
 
-    The table is that of MergOPT, table 19. For each expert, `experts` has its alias and the alias of another expert
-    that was trained in another way for the same tasks. From each pair of the first IN_PAIRS experts, two merges are
-    made: in each merge, one of the two experts is replaced by the expert that was trained in the other way. The other
-    arguments are passed on to `merge_table`. The losses and metrics in a row are listed by the aliases that are keys of
-    `experts`.
+    The table is that of MergOPT, table 19. `experts` has pairs of aliases: the keys are experts of one training, and
+    the value is the expert of the other training for the same tasks. From each pair of the first IN_PAIRS keys, two
+    merges are made, each with one expert of each training. `measure`, `report`, `seed` and `wudi` are as in
+    `merge_table`. The losses and metrics in a row are listed by the keys of `experts`.
     """
     pairs = list(combinations(list(experts)[:IN_PAIRS], 2))
     mixed = [pair for one, two in pairs for pair in ((one, experts[two]), (experts[one], two))]
@@ -430,9 +438,11 @@ def _rows(
     seed: int,
     wudi: bool,
 ) -> Iterator[MergeLoss]:
-    """Yield one row of measurements for each merge method, with means over the sets of experts in `sets`.
+    """Yield one row of measurements for each merge method, with means over several sets of merged experts.
 
-    All sets have the same number of experts. The other arguments are those of `merge_table`.
+    `sets` has the aliases of the experts in each set; all sets have the same number of experts. `measure` returns the
+    loss by which the best coefficient is chosen, and `report` the losses and metrics that the row has. `seed`
+    determines the random masks of DARE. With `wudi`, WUDI-Merging is one of the methods.
     """
     found: dict[str, list[tuple[float, tuple[Candidate, ...]]]] = {}
     for same in zip(*(candidates(experts, seed=seed, wudi=wudi) for experts in sets), strict=True):
@@ -457,7 +467,10 @@ def _rows(
 
 
 def _by_expert(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each expert's values over the merges that contain the expert."""
+    """Mean of each expert's values over the merges that contain the expert.
+
+    `each` has a mapping for each merge, with the values by the expert's alias.
+    """
     aliases = dict.fromkeys(alias for numbers in each for alias in numbers)
     return {alias: _mean(numbers[alias] for numbers in each if alias in numbers) for alias in aliases}
 

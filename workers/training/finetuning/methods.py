@@ -28,10 +28,11 @@ __all__ = ["fitted_scale", "make_optimizer", "read_task_vectors"]
 
 
 def fitted_scale(method: Method, base: Path) -> Fit | None:
-    """Fit the scale of MergOPT's noise to the task vectors of the experts that the specification names (`fit_to`).
+    """Fit the scale of MergOPT's noise to the task vectors of the experts that `method.fit_to` names.
 
-    Returns None unless the method is MergOPT with `scale: auto` and a noise that has a scale. `base` is the directory
-    of the base model. Raises InvalidModel if a model cannot be used, and ValueError if the task vectors are 0.
+    The scale is fitted only for the method MergOPT with `scale: auto` and random noise. Otherwise the result is None,
+    because the specification states the scale, or there is no random noise. `base` is the directory of the base model.
+    Raises InvalidModel if a model cannot be used, and ValueError if the task vectors are 0.
     """
     if method.scale != "auto" or method.kind != "mergopt" or method.noise in OF_EXPERTS:
         return None
@@ -42,13 +43,13 @@ def fitted_scale(method: Method, base: Path) -> Fit | None:
 def read_task_vectors(
     method: Method, base: Path, model: torch.nn.Module, moved: Sequence[torch.nn.Parameter] | None = None
 ) -> TaskVectors | None:
-    """Read the task vectors of experts from which MergOPT computes its offsets, if it does so.
+    """Read the task vectors of the experts that `method.fit_to` names, from which MergOPT computes its offsets.
 
-    MergOPT adds an offset to the parameters while the gradient is computed. The option `fit_to` of `method` names the
-    experts. If parameters are sharded, only the parts of this rank are read. Returns None if the method is not MergOPT,
-    or if its offsets are random noise. `base` is the directory of the base model. `model` is a transformers model in
+    MergOPT adds an offset to the parameters while the gradient is computed. Returns None if the method is not MergOPT,
+    or if the offsets are random noise. `base` is the directory of the base model. `model` is a transformers model in
     float32 that still has the weights of the base model. `moved` are the parameters that get an offset; None means all
-    parameters of `model`. Raises InvalidModel if an expert has other tensors than the base model.
+    parameters of `model`. If parameters are sharded, only the parts of this rank are read. Raises InvalidModel if an
+    expert has other tensors than the base model.
     """
     if method.kind != "mergopt" or method.noise not in OF_EXPERTS:
         return None
@@ -103,9 +104,13 @@ def make_optimizer(
 ) -> Optimizer:
     """Make the optimizer that a specification names for the parameters `trained` of `model`.
 
-    `moved` are the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
-    parameters. `fitted` is the result of `fitted_scale`, which gives the scale of MergOPT's noise; if it is None, the
-    specification gives the scale. `vectors` is the result of `read_task_vectors`.
+    - `method`: the section of the specification that names the optimizer and its options
+    - `seed`: the seed of MergOPT's random draws (`trainer.noise_seed`)
+    - `moved`: the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
+      parameters
+    - `fitted`: the result of `fitted_scale`, which gives the scale of MergOPT's noise; None if the specification gives
+      the scale
+    - `vectors`: the result of `read_task_vectors`
     """
     parameters = list(trained)
     is_sgd = method.kind == "sgd" or (method.kind != "adamw" and method.optimizer == "sgd")

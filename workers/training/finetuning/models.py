@@ -29,11 +29,13 @@ ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 class TrainedModel:
     """A model in training, with its trained parameters.
 
-    `module` is the model that transformers or peft saves. `loss` is the module that is called in training and returns
-    the sum of losses over target tokens. `trained` are the parameters that are updated, by name. `moved` are the
-    parameters to which MergOPT adds its offset while the gradient is computed; None means the trained parameters, which
-    are then all parameters. `tangent` is the linearization that is trained in place of `module`, or None. If
-    `is_sharded`, this rank holds a shard of each parameter, and calls of the model are made by all ranks together.
+    - `module`: the model that transformers or peft saves
+    - `loss`: the module that is called in training and returns the sum of losses over target tokens
+    - `trained`: the parameters that are updated, by name
+    - `moved`: the parameters to which MergOPT adds its offset while the gradient is computed; None if they are the
+      trained parameters
+    - `tangent`: the linearization that is trained in place of `module`, or None
+    - `is_sharded`: whether this rank holds only a shard of each parameter; all ranks must then call the model together
     """
 
     module: Any
@@ -45,7 +47,10 @@ class TrainedModel:
 
     @property
     def called(self) -> Any:
-        """Callable with the interface of the model, from inputs to outputs, for scoring and checks."""
+        """The model to call for scoring and checks, with the interface of a transformers model.
+
+        The result is `module` or, if parameters are sharded, an adapter that computes on all ranks together.
+        """
         return ShardedModel(self.loss) if self.is_sharded else self.module
 
 
@@ -59,12 +64,12 @@ def computes_in(spec: FinetuneSpec, device: torch.device) -> torch.dtype:
 def load_model(
     spec: FinetuneSpec, base: Path, device: torch.device, *, is_sharded: bool = False, recomputes: bool = False
 ) -> TrainedModel:
-    """Load the base model for training on `device`, in training mode.
+    """Load the base model in the directory `base` for training on `device`, in training mode.
 
     Trained weights are float32; the frozen weights below an adapter have the dtype of activations. With `is_sharded`,
     each rank of the process group holds a shard of each parameter. `recomputes` says whether activations are computed
-    again in the backward pass. Raises InvalidModel for layers that the base
-    does not have, and for adapter targets that match nothing.
+    again in the backward pass. Raises InvalidModel if the specification names layers that the base does not have, or
+    adapter targets that match no module.
     """
     from transformers import AutoModelForCausalLM
 
@@ -122,12 +127,13 @@ def _names(model: Any, parameters: tuple[torch.nn.Parameter, ...]) -> list[str]:
 
 @torch.no_grad()
 def check_packing(model: Any, called: Any = None) -> None:
-    """Check that packed documents are independent: none changes the model's outputs for the next document in its row.
+    """Check that a document in a row of several documents does not change the model's outputs for the next document.
 
-    In `model`, a transformers model, the positions restrict attention to one document, but layers with a state
-    (recurrent or convolutional) keep it from one document to the next. The check compares two rows whose first
-    documents differ and whose second documents are equal. `called` is called in place of a model with shards. Raises
-    InvalidModel if the logits of the second documents differ.
+    The positions in a row, which restart with each document, keep attention within one document. But layers with a
+    state (recurrent or convolutional layers) may carry the state into the next document. The check compares two rows
+    whose first documents differ and whose second documents are equal. `model` is a transformers model; if it has
+    shards, `called` is the adapter that is called in its place. Raises InvalidModel if the logits of the second
+    documents differ by more than rounding.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     called = model if called is None else called
@@ -194,7 +200,11 @@ def _with_adapter(model: Any, spec: FinetuneSpec) -> tuple[Any, tuple[torch.nn.P
 
 
 def _of_layers(model: Any, layers: tuple[int, ...], option: str) -> tuple[torch.nn.Parameter, ...]:
-    """Weights of the given decoder layers. Raises InvalidModel, naming `option`, if the model lacks a layer."""
+    """The parameters of the decoder layers with the indices `layers`.
+
+    Raises InvalidModel if the model lacks one of the layers. The message names `option`, the option of the
+    specification that lists the layers.
+    """
     count = model.config.num_hidden_layers
     if unknown := [layer for layer in layers if layer >= count]:
         raise InvalidModel((f"{option}: {unknown[0]}; the model has the layers 0 to {count - 1}",))

@@ -72,7 +72,7 @@ def write_expert(
 
 
 def _without_weights(model: Any, dtype: torch.dtype) -> Any:
-    """Make a transformers model like `model` in `dtype`, without memory for weights."""
+    """Make a transformers model with the configuration of `model`, in `dtype`, whose weights take no memory."""
     from accelerate import init_empty_weights
 
     with init_empty_weights():

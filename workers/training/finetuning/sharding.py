@@ -27,11 +27,11 @@ __all__ = ["BaseWeights", "ShardedModel", "decoder_layers", "gathered", "local",
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Weights of a base model that are not read yet, and from which parameters of a model get their values later.
+    """Weights of a base model that are read from its files later, when a part of the model is divided over the ranks.
 
-    `names` maps the id of such a parameter to the parameter and to the name of its tensor in `checkpoint`. The
-    parameter has one element in memory, which all its elements share. It is kept here, so that no other object gets its
-    id.
+    Until then, each parameter of the model is a placeholder with a single element in memory. `names` maps the id of
+    each placeholder to the placeholder and the name of its tensor in `checkpoint`. The reference to the placeholder
+    ensures that no other object gets this id.
     """
 
     checkpoint: Checkpoint
@@ -39,9 +39,10 @@ class BaseWeights:
 
     @torch.no_grad()
     def read_into(self, module: torch.nn.Module, device: torch.device) -> None:
-        """Replace those parameters of `module` that are not read yet by their values on `device`.
+        """Read the weights of `module` to `device`.
 
-        They keep their dtype. A parameter that several modules use stays one parameter.
+        Each placeholder in the module (a parameter that is not read yet) is replaced by a parameter with its values and
+        the placeholder's dtype. A parameter that several modules share stays one parameter.
         """
         found: dict[int, torch.nn.Parameter] = {}
         for part in module.modules():
@@ -58,9 +59,11 @@ class BaseWeights:
 
 
 def unread_model(base: Path, dtype: torch.dtype) -> tuple[Any, BaseWeights] | None:
-    """Make the transformers model in the directory `base` without its weights, which are read later.
+    """Make the transformers model in the directory `base` without reading its weights.
 
-    Returns None if transformers names or groups the model's weights differently from its files.
+    Returns the model and the object that reads the weights later, or None if transformers names or groups the model's
+    weights differently from its files. Each parameter of the model, of the dtype `dtype`, is a placeholder until its
+    values are read.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -133,12 +136,18 @@ def shard(
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Part of a tensor that this rank holds, sharing its memory; the whole tensor if it is not sharded."""
+    """The part of a tensor that this rank holds. It shares the memory of `tensor`.
+
+    The result is the whole tensor if it is not sharded.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Cut out of the tensor `whole` the part that this rank holds of the tensor `like`, which has the same shape."""
+    """Cut the part that this rank holds out of a whole tensor, so that it fits to the sharded tensor `like`.
+
+    `whole` and `like` have the same shape. If `like` is not sharded, the result is `whole`.
+    """
     if not isinstance(like, DTensor):
         return whole
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -151,11 +160,12 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def gathered(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, directory: Path | None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Context manager that gathers whole weights from the shards `tensors`, as tensors of `dtype` in mapped files.
+    """Context manager that gathers whole tensors from sharded ones. The memory of the whole tensors is files on disk.
 
-    All ranks must enter it. Tensors are gathered one at a time and written to hidden files below `directory`, which are
-    removed at the end. Therefore no rank holds more than one whole tensor in its own memory. Ranks whose `directory` is
-    None get no tensors.
+    All ranks must enter the context. `tensors` has the sharded tensors by name, and the result has the whole tensors,
+    of `dtype`, by the same names. Tensors are gathered one at a time and written to hidden files below `directory`,
+    which are removed at the end. Therefore no rank holds more than one whole tensor in its own memory. Ranks whose
+    `directory` is None get an empty dict.
     """
     found: dict[str, torch.Tensor] = {}
     files: list[Path] = []

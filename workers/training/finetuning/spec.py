@@ -223,9 +223,10 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
 
 
 def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = None) -> TaskSpec:
-    """Evaluation task of an objective, as the TaskSpec from which training builds the task.
+    """Convert an evaluation objective to the specification of its task, from which training builds the task.
 
-    `access` limits the files that are read, or is None for no limit.
+    `seed` determines the order of the task's samples. `access` limits the files that the task may use; None means no
+    limit.
     """
     return TaskSpec(
         task=objective.task.description() if isinstance(objective.task, InlineTask) else objective.task,

@@ -26,10 +26,10 @@ CHUNK = 1 << 26
 class TargetLoss(torch.nn.Module):
     """Module that wraps a model and returns the sum of its losses over the target tokens of some rows.
 
-    `model` is a transformers model, a peft model, or a module that returns logits [rows, columns, vocabulary]. If the
-    logits of all tokens have at most `chunk` elements, they are computed at once. Otherwise, the logits of target
-    tokens are computed for as many tokens at a time as `chunk` allows. Both ways differ by rounding only. A module that
-    returns logits always computes them at once.
+    `model` is a transformers model, a peft model, or a module that returns logits [rows, columns, vocabulary]. `chunk`
+    is the largest number of logits that are computed at once: if the logits of all tokens have more elements, they are
+    computed for some target tokens at a time. The results differ only by rounding. For a module that returns logits,
+    `chunk` has no effect.
     """
 
     def __init__(self, model: Any, *, chunk: int = CHUNK) -> None:
@@ -40,8 +40,8 @@ class TargetLoss(torch.nn.Module):
     def forward(self, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
         """Sum of the losses of the tokens whose `labels` [rows, columns] are not IGNORED.
 
-        `inputs` are those of the model, with `input_ids` [rows, columns]. The label of a token is the token that
-        follows it. Without labels, the result has the outputs of the model.
+        The label at a position is the next token, which the model predicts there. `inputs` are the inputs of the model,
+        such as `input_ids` [rows, columns]. If `labels` is None, the result has the outputs of the model instead.
         """
         if labels is None:
             return self.model(**inputs)

@@ -45,7 +45,8 @@ class TaskVector:
 def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
     """Measure the distribution of one expert's task vector (expert minus base) on about a million of its elements.
 
-    Raises InvalidModel if a model cannot be used, and ValueError if the task vector is 0.
+    `alias` is the expert's alias, which the result names. `base` and `expert` are directories. Raises InvalidModel if a
+    model cannot be used, and ValueError if the task vector is 0.
     """
     return _distribution(alias, sample_of(base, [expert]))
 

@@ -170,10 +170,12 @@ def train(
 def _evaluators(
     spec: FinetuneSpec, base: Path, model: TrainedModel, *, access: FileAccess | None
 ) -> dict[str, Evaluator]:
-    """Evaluators of the specification's tasks, by the key of their values in the history; empty without tasks.
+    """Make the scorers of the specification's evaluation tasks on the model in training.
 
-    With the method tangent, two models are scored: the model with the exported weights, and the linearized model that
-    was trained.
+    The keys of the result are the keys under which the history stores the scorers' values: VALUES for the model with
+    the exported weights and, with the method tangent, LINEARIZED for the linearized model that is trained. The result
+    is an empty dict if the specification has no section `evaluation`. `base` is the directory of the base model, whose
+    tokenizer is used. `access` limits the files that evaluation tasks may use; None means no limit.
     """
     if spec.evaluation is None:
         return {}
@@ -198,9 +200,10 @@ def _evaluators(
 
 
 def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
-    """Whether activations are computed twice on this rank's device.
+    """Whether this rank computes activations again in the backward pass, which saves their memory.
 
-    Raises TrainingFailed if not even weights, gradients and the optimizer's state fit into its memory.
+    `base` is the directory of the base model. Raises TrainingFailed if the training cannot fit into the memory of this
+    rank's device.
     """
     checkpoint, is_bfloat16 = open_checkpoint(base), computes_in(spec, ranks.device) is torch.bfloat16
     if ranks.device.type == "cuda":
@@ -216,10 +219,11 @@ def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
 def _weights(
     spec: FinetuneSpec, model: TrainedModel, directory: Path | None
 ) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
-    """Context manager that gives the whole weights of a sharded model, or None for a model without shards.
+    """Context manager that gives the weights to write for the trained expert, by name, if the model is sharded.
 
-    The weights of the trained expert have the dtype of the specification; adapters are float32. They are in files below
-    `directory` while the context is open.
+    If each rank holds the whole model, it gives None. The weights have the dtype of the specification; those of an
+    adapter are float32. While the context is open, the weights are in files below `directory`. A rank whose `directory`
+    is None gets an empty dict.
     """
     if not model.is_sharded:
         return nullcontext()
@@ -229,10 +233,10 @@ def _weights(
 
 
 def noise_seed(spec: FinetuneSpec) -> int:
-    """Seed of MergOPT's random draws, a function of the specification's seed and name.
+    """Seed of MergOPT's random draws, computed from the specification's seed and name.
 
-    Experts of a fleet (experts that one specification file defines) have the same seed in the specification. The name
-    gives them different draws, because merges combine experts that are independent.
+    All experts of a fleet (experts that one specification file defines) have the same seed in the specification. Their
+    names differ, and so do the results. Their random draws are therefore independent.
     """
     digest = hashlib.blake2b(f"{spec.seed}\x1f{spec.name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
@@ -288,10 +292,10 @@ def check_data(spec: FinetuneSpec) -> None:
 
 
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
-    """Learning rate of update number `step`, counted from 0.
+    """Learning rate of update number `step` (counted from 0) of `num_steps` updates.
 
-    It rises linearly during the warm-up. Then it decays towards 0, which it would reach after the last update; with the
-    schedule "constant" it stays the same.
+    The rate rises linearly during the warm-up of `training.warmup_steps` updates. After the warm-up, the schedule
+    "constant" keeps the rate, and the other schedules lower it towards 0, which would be reached at step `num_steps`.
     """
     warmup = training.warmup_steps
     if step < warmup:
@@ -303,7 +307,10 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The rank of this process, the number of training processes, and collective operations of these processes."""
+    """This process among the processes that train, and operations on all of these processes together.
+
+    `rank` is the index of this process, `size` the number of processes, and `device` the device of this process.
+    """
 
     rank: int
     size: int
@@ -330,9 +337,10 @@ class _Ranks:
 
 
 class _Passes:
-    """Forward and backward passes over this rank's rows of each batch.
+    """Forward and backward passes over this rank's share of the rows of each batch.
 
-    `rows` are the packed documents of the whole training data; `pad` is the id of the token with which rows are padded.
+    `rows` are the rows of the whole training data; each row consists of one or several documents. `pad` is the id of
+    the token with which rows are padded.
     """
 
     def __init__(
@@ -368,10 +376,11 @@ class _Passes:
         return total
 
     def without_averaging(self) -> AbstractContextManager[Any]:
-        """Context manager in which backward passes accumulate this rank's gradients without averaging over ranks.
+        """Context manager in which backward passes add up this rank's gradients without averaging them over ranks.
 
-        It is used for all portions of a batch except the last, so that gradients are averaged once for each update.
-        Shards of gradients are averaged after each portion, because no rank has room for whole gradients.
+        The context is used for each micro-batch of a batch except the last, so that gradients are averaged once for
+        each update. It has no effect if gradients are sharded: shards are averaged after each micro-batch, because no
+        rank has room for whole gradients.
         """
         if isinstance(self._loss, DistributedDataParallel):
             context: AbstractContextManager[Any] = self._loss.no_sync()
@@ -380,12 +389,12 @@ class _Passes:
 
 
 class _Update:
-    """The batch of one update, and the closure that computes its gradients for the optimizer.
+    """The batch of one update, with the closure that computes the gradients for the optimizer.
 
-    The method `gradients` is the closure, which an optimizer may call more than once; `loss` and `norm` are the loss
-    and the gradient's norm at its first call, `second_loss` is the loss at its second call. `step` is the number of the
-    update, from 0; `numbers` are the indices of the batch's rows. `kept` is the directory of the last checkpoint, for
-    messages; None before the first checkpoint.
+    The method `gradients` is the closure. An optimizer may call it twice: `loss` and `norm` are the loss and the
+    gradient's norm at the first call, and `second_loss` is the loss at the second call. `step` is the number of the
+    update, counted from 0. `numbers` are the indices of the batch's rows. `kept` is the directory of the last
+    checkpoint, which error messages name; it is None before the first checkpoint.
     """
 
     def __init__(
@@ -450,7 +459,7 @@ class _Update:
         """Yield this rank's micro-batches of the batch, each with a flag that is True for the last one.
 
         A micro-batch has the rows of one forward pass. All ranks have the same number of micro-batches, because they
-        gather weights together. A rank without rows left has one without targets.
+        gather weights together. For a rank that has too few rows, a micro-batch may be a single empty row.
         """
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]

@@ -57,10 +57,11 @@ def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tenso
 def distribution(
     networks: Networks, states: Tensor, preference: Tensor, allowed: Tensor, action: Action
 ) -> Distribution:
-    """The distribution of a policy's actions in each of several states.
+    """The distribution from which a policy draws its actions, in each of several states.
 
-    `states` [..., H] are states of layer paths, with H numbers each. `preference` has the weights of the objectives.
-    `allowed` [..., A] says which of A possible steps may follow. No gradients reach the embeddings through this
+    With `action` CATEGORICAL an action is one of A possible steps; with WOLPERTINGER it is a point in the space of the
+    steps' embeddings. `states` [..., H] are states of layer paths, with H numbers each. `preference` has the weights of
+    the objectives. `allowed` [..., A] says which steps may follow. No gradients reach the embeddings through this
     distribution, because only outcomes train the embeddings.
     """
     protos = networks.proto(states, preference)
@@ -71,13 +72,12 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """Proto-actions [B, D] of B episodes that follow a given layer path, in the form that the policy would have drawn.
+    """The proto-actions [B, D] with which the policy would have taken given steps, one in each of B episodes.
 
-    A proto-action is a point in the space of the steps' embeddings, which has E dimensions. If layers have scales, one
-    more number follows, which is the last layer's scale as a position in the range of scales: D is E + 1, otherwise E.
-    `proto_BD` are the proto-actions that the policy drew in these episodes. `taken_BE` are the embeddings of the given
-    steps, which replace the points. `places_B` are the positions of the given scales; where a position is NaN, the
-    position in `proto_BD` is kept.
+    A proto-action is a point in the E-dimensional space of the steps' embeddings. If layers have scales, one more
+    number follows, the last layer's scale as a position in the range of scales (D = E + 1); otherwise D = E. In the
+    result, the points are `taken_BE`, the embeddings of the given steps. The positions are `places_B` or, where this is
+    NaN, those in `proto_BD`, the proto-actions that the policy drew.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)

@@ -26,12 +26,14 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 
 @dataclass(frozen=True)
 class Role:
-    """Settings of one episode: its preference vector, its randomness, and its layer path if the path is given.
+    """Settings of one episode, in which a policy builds a layer path.
 
-    `number` is the episode's number. `preference` is the preference vector, which has the weights of the objectives.
-    `exploration` is the probability, in [0, 1], that a step is drawn at random. `noise` multiplies the standard
-    deviation of the point that the policy draws for each step. `path` is a given path to follow, and `scales` are given
-    scales of its layers. If `path` or `scales` is None, the policy chooses the path or the scales.
+    - `number`: the episode's number
+    - `preference`: the preference vector, which has the weights of the objectives
+    - `exploration`: the probability, in [0, 1], that a step is drawn at random
+    - `noise`: a factor on the standard deviation of the point that the policy draws for each step
+    - `path`: a given path to follow; None if the policy chooses the path
+    - `scales`: given scales of the path's layers; None if the policy chooses the scales
     """
 
     number: int
@@ -46,11 +48,13 @@ class Role:
 class Episode:
     """A layer path that a policy built step by step, and the data from which the policy learns.
 
-    `steps` [T] are the indices of the T steps, including the end of the path if the policy chose it; `path` is without
-    the end. `protos` [T, D] are the proto-actions: for each step a point in the D-dimensional space of embeddings,
-    whose nearest steps were the candidates. `log_densities` [T] are the log densities of these points under the policy
-    that built the episode. If layers have scales, `scales` are the scales of all layers but the last. A proto-action
-    then has one more number, which is the scale of the layer before the step, as a position in the range of scales.
+    - `steps`: [T], the indices of the T steps, including the end of the path if the policy chose it
+    - `protos`: [T, D], the proto-actions: for each step a point in the D-dimensional space of embeddings, whose nearest
+      steps were the candidates. If layers have scales, a proto-action has one more number: the scale of the layer
+      before the step, as a position in the range of scales.
+    - `log_densities`: [T], the log densities of these points under the policy that built the episode
+    - `path`: the steps without the end
+    - `scales`: the scales of all layers but the last, if layers have scales
     """
 
     number: int
@@ -81,7 +85,10 @@ def play(
     action: Action = Action.WOLPERTINGER,
     ideal: Tensor | None = None,
 ) -> list[Episode]:
-    """Build several layer paths with a policy, as one batch; each path is an episode with its own settings (role).
+    """Build several layer paths with a policy, as one batch.
+
+    A layer path is a sequence of steps, each of which is a layer of a source model. Each path is an episode with its
+    own settings, which are its role in `roles`.
 
     With the action WOLPERTINGER the policy draws, for each step, a proto-action: a point in the space of the steps'
     embeddings. The `k` nearest allowed steps are the candidates, and the candidate with the best expected outcome is
@@ -93,13 +100,12 @@ def play(
     With CATEGORICAL the policy draws one of the allowed steps. With the probability `exploration` all of them have the
     same probability. The role's `noise` is the temperature, and `k` is not used.
 
-    A step without an alternative is taken without the policy. For example, after a path of maximal length only the end
-    can follow; this end is no part of the episode. If a role gives the path, the policy later learns from the path as
-    if it had chosen it: the embeddings of the path's steps are the proto-actions.
+    If only one step is allowed, the step is taken without the policy. For example, after a path of maximal length only
+    the end can follow; this end is no part of the episode. If a role gives the path, the policy later learns from it as
+    if the policy had chosen it: the embeddings of the path's steps are the proto-actions.
 
-    The random numbers of an episode are determined by `seed` and the episode's number. But rounding in an episode
-    depends on all episodes that are built with it. Therefore an episode is repeated exactly only together with the same
-    episodes.
+    The random numbers of an episode are determined by `seed` and the episode's number. Rounding in an episode depends
+    on all episodes of the batch. Therefore an episode is repeated exactly only in the same batch.
     """
     paths = networks.paths
     noise_BTD, draws_BTE, gumbel_BTA = _random_numbers(networks, roles, seed=seed, action=action)
@@ -192,10 +198,10 @@ def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
 
 
 def _after(networks: Networks, hidden_1BH: Tensor, steps_BCD: Tensor) -> tuple[Tensor, Tensor]:
-    """States and encoder memories of several layer paths after each candidate for the next step: [B, C, H] each.
+    """The encoder's states and memory after each candidate for the next step of several layer paths: [B, C, H] each.
 
-    There are B paths, with C candidates each. The encoder is a GRU; its states and its memory have H numbers.
-    `hidden_1BH` is the memory before the step, `steps_BCD` are the embeddings of the candidates.
+    There are B paths, with C candidates each. The encoder is a GRU, whose states and memory have H numbers.
+    `hidden_1BH` is the memory before the step. `steps_BCD` are the embeddings of the candidates.
     """
     count, num = steps_BCD.shape[:2]
     before = hidden_1BH.repeat_interleave(num, dim=1)

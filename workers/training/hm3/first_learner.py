@@ -34,7 +34,10 @@ __all__ = ["FirstLearner"]
 
 
 class FirstLearner(BaseLearner):
-    """The PPO learner of version 1, in which all networks have one common optimizer."""
+    """The PPO learner of version 1 of the searcher, in which all networks have one common optimizer.
+
+    The arguments are as in `BaseLearner`.
+    """
 
     def __init__(
         self,
@@ -67,10 +70,8 @@ class FirstLearner(BaseLearner):
     def losses(self, batch: EpisodeBatch, advantages_BT: Tensor, recalled: Memory) -> Losses:
         """Compute PPO's losses for one mini-batch: of the policy on `batch`, and of the value network on `recalled`.
 
-        `batch` has episodes of this iteration, with the advantages `advantages_BT` of their steps; `recalled` has
-        episodes of any iteration. The value network predicts, for each state, the outcome of the whole path, so that
-        predictions after different numbers of steps can be compared. The value of a state is this outcome times the
-        share of it that later steps are rewarded with (`remaining_shares`).
+        `batch` has episodes of this iteration, and `advantages_BT` are the advantages of their steps. `recalled` has
+        episodes of any iteration. For each state, the value network learns to predict the outcome of the whole path.
         """
         options = self.options
         networks = self.networks

@@ -44,10 +44,19 @@ FIRST_NETWORKS, MINI_BATCHES = -1, -2
 class LearnerOptions:
     """Options for updating the policy network and the value network.
 
-    The options `clip` and the lambda of GAE (generalized advantage estimation) have the values that HM3's authors
-    state; the others were chosen here. `recalled` is the number of earlier episodes in each mini-batch of the value
-    network. `target_kl` is a limit, in nats per step of an episode: the policy network stops its updates with the
-    episodes of an iteration once its KL divergence from the policy that built them exceeds the limit.
+    `clip` and `gae_lambda` have the values that HM3's authors state; the others were chosen here.
+
+    - `clip`: PPO's limit on the change of a ratio of densities
+    - `gamma`: the discount factor
+    - `gae_lambda`: the lambda of generalized advantage estimation
+    - `value_coefficient`, `entropy_coefficient`: the factors of the value network's loss, and of the policy's entropy
+    - `epochs`, `mini_batches`: the number of passes over an iteration's episodes, and of mini-batches in each pass
+    - `recalled`: the number of remembered episodes in each mini-batch of the value network
+    - `max_gradient_norm`: the norm to which gradients are clipped
+    - `target_kl`: a limit, in nats per step of an episode, on the KL divergence between the policies before and after
+      an update; beyond it, the policy network is not trained further in this update
+    - `action`: the kind of action that the policy draws
+    - `scalarisation`: the function that combines the outcomes of several objectives
     """
 
     clip: float = 0.1
@@ -89,10 +98,12 @@ class UpdateStatistics:
 
 
 class BaseLearner:
-    """Base class of learners: a policy's networks, the number of their updates, and remembered episodes.
+    """Base class of learners, which improve a policy's networks by the episodes that the policy has built.
 
-    A learner computes on the CPU in float32. `seed` determines the learner's random numbers. Subclasses implement
-    learning from episodes in `_learn`, with their own optimizers.
+    A learner has the networks, the number of their updates, and the episodes that it remembers. It computes on the CPU
+    in float32. `paths` has the models through which layer paths lead. `descriptors` are statistics of the layers'
+    weights, or None. `seed` determines the learner's random numbers. Subclasses implement `_learn` with their own
+    optimizers.
     """
 
     def __init__(
@@ -122,10 +133,11 @@ class BaseLearner:
 
     @property
     def ideal(self) -> Tensor | None:
-        """Ideal point [objectives] of Tchebycheff's function; None if outcomes are weighted sums.
+        """The ideal point [objectives], the best known outcome in each objective of the remembered episodes.
 
-        It has the best outcome of the remembered episodes in each objective. If no episode is remembered, it has 1, the
-        best possible outcome. Tchebycheff's function measures the distance from this point (`scalarisation`).
+        Tchebycheff's function measures the distance of outcomes from this point (`scalarisation`). If no episode is
+        remembered, each number is 1, the best possible outcome. The result is None if outcomes are combined by weighted
+        sums.
         """
         if self.options.scalarisation is Scalarisation.WEIGHTED_SUM:
             return None
@@ -136,10 +148,10 @@ class BaseLearner:
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
         """Update the networks with the episodes of one iteration.
 
-        `outcomes_BK` [episodes, objectives] are the outcomes of each episode by objective, less the price of the path's
-        length. The scalarisation of these numbers by the episode's preference vector is the outcome that the policy
-        learns to raise. Raises TrainingFailed if an outcome, a loss or a number in the networks is NaN or infinite; the
-        learner must not be used after that.
+        `outcomes_BK` [episodes, objectives] are the episodes' outcomes, from which the price of the path's length is
+        already subtracted. The policy learns to raise one number, into which the outcomes are combined by the episode's
+        preference vector (`scalarisation`). Raises TrainingFailed if an outcome, a loss or a number in the networks is
+        NaN or infinite; the learner must not be used after that.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
         self._check(batch.outcomes, "an outcome")
@@ -191,19 +203,22 @@ class BaseLearner:
     # -- what a version of the learner defines ---------------------------------------------------------------------
 
     def _learn(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> UpdateStatistics:
-        """Learn from `batch`, the episodes of one iteration, and from `memory`, which contains them and earlier ones.
+        """Learn from the episodes of one iteration (`batch`) and from all remembered episodes (`memory`).
 
-        `order` is the random number generator that draws mini-batches. Returns the losses and policy changes of this
-        update.
+        `memory` contains the episodes of `batch` too. `order` is the random number generator that draws mini-batches.
+        Returns the losses and policy changes of this update.
         """
         raise NotImplementedError
 
     def _state(self) -> dict[str, Any]:
-        """The part of the state that is specific to this version of the learner, by its key in the saved state."""
+        """The part of the learner's state that only this version of the learner has, such as its optimizers.
+
+        The keys are those in the saved state.
+        """
         raise NotImplementedError
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the part of a saved state that is specific to this version of the learner (`_state`)."""
+        """Restore from a saved state the part that only this version of the learner has (`_state`)."""
         raise NotImplementedError
 
     # -- for all versions ------------------------------------------------------------------------------------------
@@ -291,10 +306,12 @@ class Learner(BaseLearner):
     def _improve_policy(
         self, batch: EpisodeBatch, advantages_BT: Tensor, order: torch.Generator
     ) -> tuple[list[Tensor], list[Tensor], float, float]:
-        """Train the policy network on an iteration's episodes, whose steps have the given advantages.
+        """Train the policy network on an iteration's episodes.
 
-        Returns the policy's losses and entropies, with one number for each step of the optimizer; the KL divergence
-        between the policies before and after the training; and the share of ratios outside PPO's clip after it.
+        `advantages_BT` are the advantages of the episodes' steps. `order` is the random number generator that draws
+        mini-batches. Returns the policy's losses and entropies, with one number for each step of the optimizer; the KL
+        divergence between the policies before and after the training; and the share of ratios outside PPO's clip after
+        it.
         """
         options, is_step = self.options, batch.is_step
         taken = batch.steps if options.action is Action.CATEGORICAL else batch.protos
@@ -327,8 +344,9 @@ class Learner(BaseLearner):
     def _improve_value(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> tuple[list[Tensor], float]:
         """Train the value network and the encoder on remembered episodes, while the policy's actions stay the same.
 
-        Returns the value network's losses and the policy's drift, which is the KL divergence between the policies
-        before and after this training, over the steps of `batch`.
+        `memory` has the remembered episodes, among them those of this iteration (`batch`). `order` is the random number
+        generator that draws mini-batches. Returns the value network's losses and the policy's drift. The drift is the
+        KL divergence between the policies before and after this training, over the steps of `batch`.
         """
         options, networks = self.options, self.networks
         former = copy.deepcopy(networks)
@@ -347,9 +365,9 @@ class Learner(BaseLearner):
             return losses, float(self._moved(former, batch.remembered))
 
     def _moved(self, former: Networks, episodes: Memory) -> Tensor:
-        """Mean KL divergence between the policy of `former` and the current policy, over the steps of `episodes`.
+        """Mean KL divergence between a former and the current policy, over the steps of `episodes`.
 
-        `former` are the networks before an update.
+        `former` are the networks of the former policy.
         """
         legal = self._legal.before(episodes.steps)
         with torch.no_grad():
@@ -401,7 +419,10 @@ class Learner(BaseLearner):
 
 
 def action_in(content: bytes) -> Action:
-    """Kind of action that a saved policy draws for each step; `content` is the saved state."""
+    """The kind of action that a saved policy draws for each step.
+
+    `content` is the policy's saved state (`BaseLearner.to_bytes`).
+    """
     return _action_of(torch.load(io.BytesIO(content), weights_only=True))
 
 
@@ -418,7 +439,10 @@ def mean_of(values: Sequence[Tensor]) -> float:
 
 
 def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
-    """Advantages scaled to mean 0 and standard deviation 1 over the real steps, and 0 at padding."""
+    """Scale advantages to mean 0 and standard deviation 1 over the real steps, and set them to 0 at padding.
+
+    `is_step_BT` [episodes, steps] is True for real steps and False for padding.
+    """
     real = advantages_BT[is_step_BT]
     scale = real.std(unbiased=False) + 1e-8
     return torch.where(is_step_BT, (advantages_BT - real.mean()) / scale, 0.0)
@@ -428,8 +452,10 @@ def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
 class Memory:
     """Episodes from which the value network learns, as tensors that are padded to the longest episode.
 
-    `steps` [episodes, T] are the steps of each episode, padded to T steps with step 0. `lengths` [episodes] are the
-    numbers of steps without padding. `preferences` and `outcomes` are [episodes, objectives].
+    - `steps`: [episodes, T], the steps of each episode, padded to T steps with step 0
+    - `lengths`: [episodes], the numbers of steps without padding
+    - `preferences`: [episodes, objectives], the weights of the objectives in each episode
+    - `outcomes`: [episodes, objectives], the outcomes of the layer paths
     """
 
     steps: Tensor
@@ -447,7 +473,11 @@ class Memory:
 
     @property
     def num_left(self) -> Tensor:
-        """Number of steps that follow each state, [episodes, steps + 1]; negative after an episode's end."""
+        """Number of steps of the episode that follow each state: [episodes, steps + 1].
+
+        An episode with n steps has n + 1 states, one before each step and one at the end. The number is negative at the
+        padding after the end.
+        """
         return self.lengths[:, None] - torch.arange(self.steps.shape[1] + 1)[None]
 
     def only(self, rows: Tensor) -> Memory:
@@ -470,12 +500,15 @@ def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EpisodeBatch:
-    """Episodes of one iteration as tensors, padded with step 0 to the longest episode.
+    """Episodes of one iteration as tensors, padded with step 0 to the longest episode of T steps.
 
-    `steps` and `log_densities` are [episodes, T], where T is the number of steps of the longest episode. `protos` are
-    [episodes, T, D]: for each step, the proto-action, a point that the policy drew in the D-dimensional space of the
-    steps' embeddings. `preferences` and `outcomes` are [episodes, objectives]. `lengths` are the numbers of steps
-    without padding.
+    - `steps`: [episodes, T], the steps of each episode
+    - `protos`: [episodes, T, D], the proto-action of each step: a point that the policy drew in the space of the steps'
+      embeddings
+    - `log_densities`: [episodes, T], the log densities of the proto-actions under the policy that drew them
+    - `preferences`: [episodes, objectives], the weights of the objectives in each episode
+    - `outcomes`: [episodes, objectives], the outcomes of the layer paths
+    - `lengths`: the numbers of steps without padding
     """
 
     steps: Tensor

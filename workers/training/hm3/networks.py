@@ -24,10 +24,13 @@ SMALLEST_SPREAD = 1e-3
 class NetworkOptions:
     """Sizes and inputs of a policy's networks: the encoder of layer paths, the policy network and the value network.
 
-    With `by_index`, each model has a learned embedding, in addition to the statistics of its layers. Without it, the
-    networks can be used for other models with the same number of layers. With `sees_preference` the preference vector
-    is an input. With `scales` the policy network has one more output, which is the last layer's scale as a position in
-    the range of scales.
+    - `num_statistics`: the number of statistics that describe each layer
+    - `first_std`: the initial standard deviation of the points that the policy draws
+    - `by_index`: each model has a learned embedding, in addition to the statistics of its layers; otherwise the
+      networks can be used for other models with the same number of layers
+    - `sees_preference`: the preference vector is an input of the policy network and the value network
+    - `scales`: the policy network has one more output, the scale of the path's last layer as a position in the range of
+      scales
     """
 
     num_objectives: int = 1
@@ -43,8 +46,8 @@ class NetworkOptions:
 class Networks(nn.Module):
     """The three networks of HM3: the encoder of layer paths, the policy network and the value network.
 
-    They are for paths through the models of `paths`. `descriptors` [num_models, num_layers, num_statistics] are
-    standardised statistics of the layers' weights (`layer_descriptors`); None for none.
+    `paths` has the models through which paths lead. `descriptors` [num_models, num_layers, num_statistics] are
+    standardised statistics of the layers' weights (`layer_descriptors`). If it is None, the statistics are 0.
     """
 
     def __init__(self, paths: LayerPaths, options: NetworkOptions, descriptors: Tensor | None = None) -> None:
@@ -82,9 +85,10 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the mean and the unit of the value network's outputs to the mean and standard deviation of `outcomes_BK`.
+        """Set the mean and the unit of the value network's outputs from known outcomes.
 
-        `outcomes_BK` [episodes, objectives] are the first known outcomes.
+        `outcomes_BK` [episodes, objectives] are the first known outcomes. Their mean becomes the mean, and their
+        standard deviation the unit.
         """
         self.centre.copy_(outcomes_BK.mean(dim=0))
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
@@ -114,23 +118,23 @@ class Networks(nn.Module):
         return states
 
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """Mean of the policy's proto-action (continuous action) in each of several states: [..., D].
+        """Mean of the actions that the policy draws in each of several states: [..., D].
 
-        A proto-action is a point in the D-dimensional space of the steps' embeddings. `states` are [..., H] with H
-        numbers of each state, and `preference_K` has the weight of each objective. If layers have scales, one more
-        number follows: the scale of the last layer of the path so far, as a position in the range of scales. In the
-        paper (equation 16), a network computes the scale from that layer and the step's number. Here the state contains
-        the layer and the number.
+        An action (proto-action) is a point in the space of the steps' embeddings; the next step of the layer path is
+        chosen near this point. If layers have scales, an action has one more number: the scale of the last layer of the
+        path so far, as a position in the range of scales. In equation 16 of the paper, a separate network computes the
+        scale; here it is an output of the policy network. `states` [..., H] are states of the encoder, with H numbers
+        each. `preference_K` has the weight of each objective.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found
 
     def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """Outcome of the complete layer path that the value network predicts, by objective: [..., objectives].
+        """Predict the outcome of the complete layer path from the path so far, by objective: [..., objectives].
 
-        `states` [..., H] are the states of the paths so far, with H numbers each. The price of the path's length is
-        subtracted. `preference_K` has the weight of each objective. The expected outcome of the path is the
-        scalarisation of the result by these weights (`scalarisation`).
+        The price of the path's length is already subtracted from the outcome. `states` [..., H] are the encoder's
+        states of the paths so far, with H numbers each. `preference_K` has the weight of each objective, which the
+        network sees as an input if the options say so.
         """
         found: Tensor = self.centre + self.spread * self.value(self._seen(states, preference_K))
         return found
@@ -142,9 +146,9 @@ class Networks(nn.Module):
 
 
 def _head(num_inputs: int, hidden: int, *, means: Sequence[float]) -> nn.Sequential:
-    """Make two linear layers with a tanh between them, whose outputs are near `means` before training.
+    """Make a network of two linear layers with a tanh between them, whose outputs are near `means` before training.
 
-    `hidden` is the number of outputs of the first layer.
+    `num_inputs` is the number of inputs, and `hidden` is the number of outputs of the first layer.
     """
     last = nn.Linear(hidden, len(means))
     nn.init.normal_(last.weight, std=0.01)

@@ -18,10 +18,11 @@ def stop_of(paths: LayerPaths) -> int:
 
 
 def allowed_steps(paths: LayerPaths, path: Sequence[int]) -> Tensor:
-    """Steps that may follow the layer path `path`: bool [num_steps + 1], the last for the end of the path.
+    """Say for each possible step whether it may follow the steps `path`, the beginning of a layer path.
 
-    num_steps is the number of layers of all models, which are the other possible steps. At least one step is allowed.
-    After a path of maximal length only the end is allowed.
+    `paths` has the limits of layer paths. The result is a bool tensor [num_steps + 1]. Its first num_steps elements
+    stand for the layers of all models, and the last element stands for the end of the path. At least one step is
+    allowed. After a path of maximal length only the end is allowed.
     """
     mask = torch.zeros(len(paths.models), paths.num_layers, dtype=torch.bool)
     mask[:, list(paths.next_layers(path))] = True

@@ -36,8 +36,8 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
     """Generalized advantage estimation: the advantage of each step [T] of a finished episode.
 
     The advantage of step t is the sum over l of (gamma lambda)^l delta_{t+l}. Here delta_t is r_t + gamma V(s_{t+1}) -
-    V(s_t), where r_t is the reward of step t, and V(s_t) is the value of the state before step t. The value after the
-    last step is 0.
+    V(s_t). r_t is the reward of step t (`rewards_T`), and V(s_t) is the value of the state before step t (`values_T`).
+    The value after the last step is 0.
     """
     following = torch.cat([values_T[1:], values_T.new_zeros(1)])
     deltas = rewards_T + gamma * following - values_T
@@ -50,10 +50,10 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
 
 
 def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
-    """Discounted share of an episode's outcome that is still to be paid as rewards, before each step.
+    """The discounted share of an episode's outcome that each step and all later steps together get as rewards.
 
     The reward of each of the T = `num_steps` steps is the T-th part of the outcome. Therefore the share before step t
-    is (1 / T) sum_{j >= t} gamma^(j - t). The result is [T].
+    is (1 / T) sum_{j >= t} gamma^(j - t), where gamma is the discount factor. The result is [T].
     """
     return gae(torch.full((num_steps,), 1.0 / num_steps), torch.zeros(num_steps), gamma=gamma, lambda_=1.0)
 

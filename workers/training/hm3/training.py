@@ -66,9 +66,9 @@ class PolicyTrainingOptions:
 
 @dataclass(frozen=True)
 class _Played:
-    """The episodes of one iteration by number, and the checkpoint of the policy that built them (`by`).
+    """The episodes of one iteration, by the episode's number, and the policy that built them.
 
-    `by` is None for the policy with which the search began.
+    `by` is the checkpoint of this policy, or None for the policy with which the search began.
     """
 
     by: bytes | None
@@ -76,12 +76,16 @@ class _Played:
 
 
 class PolicyTraining:
-    """The policies of one search, which build episodes and learn from their outcomes.
+    """The policies of one search, which build episodes (layer paths) and learn from their outcomes.
 
-    `preferences` are the preference vectors, at least one. `descriptors` are statistics of the layers' weights, or
-    None. `saved` has the checkpoints that were saved after iterations of this search, by iteration. Only the
-    checkpoints of the last two iterations of each policy are needed. `start` has the checkpoint that each policy begins
-    with, or is empty for new policies. Raises ValueError if `start` has another number of checkpoints.
+    - `paths`: the models through which paths lead, and the limits of paths
+    - `preferences`: the preference vectors, at least one; each has the weights of the objectives
+    - `descriptors`: statistics of the layers' weights, or None
+    - `saved`: the checkpoints that were saved after iterations of this search, by iteration. Only those of the last two
+      iterations of each policy are needed.
+    - `start`: the checkpoint that each policy begins with, or empty for new policies
+
+    Raises ValueError if `start` has another number of checkpoints than there are policies.
     """
 
     def __init__(
@@ -110,7 +114,11 @@ class PolicyTraining:
 
     @property
     def num_policies(self) -> int:
-        """Number of policies: one if it is conditioned on preference vectors, else one for each vector."""
+        """The number of policies.
+
+        There is one policy if it has the preference vector as an input; otherwise there is one for each preference
+        vector.
+        """
         return 1 if self.options.is_conditioned else len(self.preferences)
 
     def iteration_of(self, number: int) -> int:
@@ -125,9 +133,10 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """Number of iterations whose outcomes must be known before episode `number` is built.
 
-        It counts all iterations up to the last one from which the episode's policy has learned. A single policy has
-        learned up to the second iteration before that of the episode. Several policies take turns; each has learned up
-        to its own previous iteration, which is at least two earlier. The result is 0 if policies do not learn.
+        These are all iterations up to the last one from which the policy that builds the episode has learned. A single
+        policy has learned from iterations up to the one before the previous iteration. If there are several policies,
+        they take turns, and each has learned from iterations up to the last one that it built. The result is 0 if
+        policies do not learn.
         """
         if not self.options.learns:
             return 0
@@ -152,18 +161,19 @@ class PolicyTraining:
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """Last iteration, up to `newest`, from which the policy of `iteration` has learned; None if there is none.
+        """The last iteration, up to `newest`, from which the policy of `iteration` has learned; None if there is none.
 
-        In the warm-up the policy learns from no iteration.
+        The checkpoint saved after this iteration is the policy's current state. A policy does not learn from iterations
+        of its warm-up.
         """
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None
 
     def is_kept(self, iteration: int, *, num_finished: int) -> bool:
-        """Whether the checkpoint saved after `iteration` is still needed.
+        """Whether the checkpoint that was saved after `iteration` must be kept.
 
-        `num_finished` is the number of iterations that are finished. The checkpoints of the last two iterations of each
-        policy are needed.
+        The checkpoints of each policy's last two iterations are kept. `num_finished` is the number of iterations that
+        are finished.
         """
         return iteration >= num_finished - 2 * self.num_policies
 
@@ -236,13 +246,14 @@ class PolicyTraining:
         scales: Sequence[tuple[float, ...]] = (),
         restarts: bool = False,
     ) -> UpdateStatistics | None:
-        """Update the policy of an iteration with the outcomes of its episodes, and save its checkpoint.
+        """Update the policy of an iteration with the outcomes of its episodes, and save the policy's checkpoint.
 
-        `paths` are the paths that were scored, and `scales` are the scales of their layers, if layers have scales.
-        `outcomes_BK` are their outcomes, as in `Learner.update`. Episodes that another process built are built again,
-        with the same result. A scored path can differ from its episode's path: the searcher may have changed the best
-        path at random instead (a mutant), or an earlier version of this package may have begun the search. The policy
-        then learns from the scored path. With `restarts`, the policy network is reinitialised before the update.
+        `outcomes_BK` [episodes, objectives] are the outcomes, as in `Learner.update`. `paths` are the layer paths that
+        were scored, and `scales` are the scales of their layers, if layers have scales; if `paths` is None, the paths
+        of the episodes were scored. A scored path can differ from its episode's path, for example if the searcher
+        scored a mutant (a random change of the best path) instead. The policy then learns from the scored path.
+        Episodes that another process built are built again, with the same result. With `restarts`, the policy network
+        is reinitialised before the update.
 
         Returns None if the policy does not learn from this iteration, for example during the warm-up.
         """
@@ -291,21 +302,22 @@ class PolicyTraining:
         return play(learner.networks, roles, seed=seed, k=k, action=action, ideal=learner.ideal)
 
     def seed_of(self, stream: str, number: int) -> int:
-        """Seed of an episode's random numbers, which differs between episodes, streams and searches.
+        """Seed of the random numbers of episode `number` for one purpose, which is named by `stream`.
 
-        A stream is a purpose of random numbers, by name. In version 1 of the searcher, all streams have the same seed.
+        The seed differs between episodes, purposes and searches. In version 1 of the searcher, it does not depend on
+        the purpose.
         """
         return generator_of(self._stream(stream), number).initial_seed()
 
     def _stream(self, name: str) -> int | str:
-        """Seed of a stream of random numbers, which differs between streams and searches.
+        """Seed of the random numbers for one purpose, which is named by `name`.
 
-        In version 1 of the searcher, all streams of a search have the seed of the search.
+        The seed differs between purposes and searches. In version 1 of the searcher, it is the seed of the search.
         """
         return self._seed if self.options.version == 1 else f"{self._seed} {name}"
 
     def _new(self, iteration: int) -> BaseLearner:
-        """Make a new, untrained learner for the policy of `iteration`, without given checkpoints."""
+        """Make a new learner (networks and optimizers) for the policy that builds the episodes of `iteration`."""
         options, policy = self.options, self.policy_of(iteration)
         given: dict[str, Any] = {"descriptors": self._descriptors}
         if options.version == 1:
@@ -314,9 +326,10 @@ class PolicyTraining:
         return Learner(self.paths, options.networks, options.learner, seed=seed, **given)
 
     def _learner(self, iteration: int, source: int | None) -> BaseLearner:
-        """Learner of the policy of `iteration`, in its state after learning from iteration `source`.
+        """Make the learner of the policy of `iteration`, in its state after learning from the iteration `source`.
 
-        If `source` is None, the state is the one with which the search begins: a given policy, or a new one.
+        If `source` is None, the state is the state at the beginning of the search: that of a given policy, or a new
+        one.
         """
         learner = self._new(iteration)
         if source is not None:

@@ -29,11 +29,12 @@ def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: 
 
 
 def choose(outcomes_BC: Tensor, is_candidate_BC: Tensor, *, explores_B: Tensor, draws_B: Tensor) -> Tensor:
-    """Choose a candidate in each of B episodes, and return its index [B].
+    """Choose one of C candidates for the next step of a layer path, in each of B episodes; return the indices [B].
 
-    The candidate with the largest expected outcome is chosen; of equally good candidates, the nearest one.
-    `is_candidate_BC` says which of the C places in a row have a candidate. In episodes that explore (`explores_B`), a
-    random number in [0, 1) (`draws_B`) chooses among all candidates with equal probability.
+    `outcomes_BC` are the expected outcomes of the candidates. The candidate with the largest outcome is chosen; of
+    equally good candidates, the first one, which is the nearest. `is_candidate_BC` is False for places without a
+    candidate. In episodes where `explores_B` is True, any of the candidates is chosen with equal probability instead.
+    The random numbers `draws_B`, in [0, 1), determine this choice.
     """
     best = torch.where(is_candidate_BC, outcomes_BC, -torch.inf).argmax(dim=1)
     counts = is_candidate_BC.sum(dim=1)

@@ -25,8 +25,9 @@ __all__ = ["Part", "add", "parts_of"]
 class Part:
     """The part of a parameter that this process holds: all of it, or a shard.
 
-    `tensor` shares the parameter's memory. Its first element has the number `start` among the elements of all
-    parameters; the parameter's first element has the number `first`.
+    `tensor` is the part and shares the parameter's memory. The elements of all parameters are numbered one after the
+    other. `start` is the number of the part's first element, and `first` the number of the whole parameter's first
+    element.
     """
 
     parameter: torch.Tensor
@@ -37,13 +38,14 @@ class Part:
     def add_noise(self, quantiles: torch.Tensor, *, key: int) -> None:
         """Add MergOPT's noise to this part of a parameter in place.
 
-        `key` determines the random numbers (`noise.draw_key`). `quantiles` are those of the noise's distribution.
+        `quantiles` are the quantiles of the noise's distribution. `key` is the seed of the random numbers
+        (`noise.draw_key`).
         """
         add(self.tensor, quantiles, key=key, start=self.start)
 
 
 def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
-    """Parts of all parameters that this process holds; a parameter given twice counts once.
+    """The part of each parameter that this process holds. A parameter that occurs twice is listed once.
 
     Raises ValueError for a parameter that is not of a floating dtype, or is sharded along another dimension than the
     first.
@@ -66,8 +68,9 @@ def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
 def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
     """Add MergOPT's noise to the elements of `tensor` in place.
 
-    `start` is the index of the first element among the elements of all parameters. `key` determines the random numbers
-    (`noise.draw_key`). `quantiles` are those of the noise's distribution.
+    `quantiles` are the quantiles of the noise's distribution. `key` is the seed of the random numbers
+    (`noise.draw_key`). `start` is the index of the first element of `tensor` among the elements of all parameters; an
+    element's index determines its noise.
     """
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
     if whole.dtype in kernel.DTYPES and whole.device.type in ("cpu", "cuda"):

@@ -26,10 +26,12 @@ SAMPLE = 1_000_000
 class Fit:
     """A zero-centred distribution fitted to the elements of task vectors by maximum likelihood.
 
-    `scale` is b of Laplace's distribution, or the standard deviation of the normal distribution. `distance` is the
-    Kolmogorov-Smirnov distance in [0, 1] between the distribution and the elements. `log_likelihood` is the mean over
-    the elements (natural log). `zeros` is the share of elements that are exactly 0 because of rounding to a short
-    dtype.
+    - `distribution`: "laplace" or "gaussian"
+    - `scale`: b of Laplace's distribution, or the standard deviation of the normal distribution
+    - `distance`: the Kolmogorov-Smirnov distance, in [0, 1], between the distribution and the elements
+    - `log_likelihood`: the mean log-likelihood of an element (natural log)
+    - `zeros`: the share of elements that are exactly 0 because of rounding to a short dtype
+    - `num_elements`: the number of elements
     """
 
     distribution: str

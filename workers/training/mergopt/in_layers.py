@@ -32,9 +32,9 @@ def offset_in_layers(
 ) -> Iterator[None]:
     """Context manager in which forward and backward passes of `model` see its parameters with noise added.
 
-    `parts` are this process's parts of the parameters that get noise; layers read whole parameters. `key` determines
-    the random numbers (`noise.draw_key`). `tables` has the quantiles of the noise's distribution for each device.
-    Raises ValueError if `model` lacks one of the parameters.
+    `parts` are the parts of parameters that this process holds; their parameters get noise. `tables` has the quantiles
+    of the noise's distribution on each device, from which random numbers are made. `key` determines the random numbers
+    (`noise.draw_key`). Raises ValueError if `model` lacks one of the parameters.
     """
     known = {id(part.parameter): part for part in parts}
     owners: list[tuple[torch.nn.Module, dict[str, Part]]] = []
@@ -56,10 +56,10 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """Description of a tensor with noise, from which the backward pass recomputes it; autograd saves it instead.
+    """What autograd saves in place of a tensor with noise, and from which the backward pass computes the tensor again.
 
-    The tensor is a view of the parameter `read` with noise. Its shape is `size`, its strides are `stride`, and `place`
-    is the offset of its first element in memory.
+    The tensor is a view of a parameter (`read`) to which noise is added. `size` and `stride` are the view's shape and
+    strides, and `place` is the offset of the view's first element in memory.
     """
 
     read: _Read
@@ -71,8 +71,8 @@ class _Note:
 class _Read(NamedTuple):
     """A parameter that a layer reads: the parameter `name` of `module`.
 
-    `first` is the number of its first element among the elements of all parameters. The parameter is looked up each
-    time, because FSDP2 replaces it by the gathered one while the layer computes.
+    `first` is the number of the parameter's first element among the elements of all parameters. The parameter is looked
+    up at each access, because FSDP2 replaces it by a gathered parameter while the layer computes.
     """
 
     module: torch.nn.Module

@@ -26,9 +26,9 @@ MASK_32 = HIGH_WORD - 1
 def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
     """Add MergOPT's noise to the contiguous CPU tensor `flat` in place, by compiled code.
 
-    The result is that of `noise.add_plainly`. `quantiles` are those of the noise's distribution, `key` determines the
-    random numbers, and `start` is the index of the first element of `flat` among the elements of all parameters. The
-    dtype of `flat` is one of DTYPES.
+    The result is the same as that of `noise.add_plainly`. The dtype of `flat` is one of DTYPES. `quantiles` are the
+    quantiles of the noise's distribution. `key` is the seed of the random numbers. `start` is the index of the first
+    element of `flat` among the elements of all parameters; an element's index determines its noise.
     """
     words, table = as_array(flat), quantiles.numpy()
     k0, k1 = key_words(key)

@@ -80,11 +80,12 @@ def draw_key(seed: int, step: int) -> int:
 
 
 def add_plainly(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add noise to the one-dimensional tensor `flat` in place, in plain PyTorch; the kernels give the same bits.
+    """Add noise to the one-dimensional tensor `flat` in place, in plain PyTorch. The kernels give the same bits.
 
-    `flat` has any floating dtype. The noise is drawn from `quantiles` by `key` (`draw_key`). `start` is the index of
-    the first element of `flat` among the elements of all parameters. The sum is in float32, rounded once. `quantiles`
-    are on the device of `flat`.
+    `flat` has any floating dtype. `quantiles`, on the device of `flat`, are the quantiles of the noise's distribution.
+    `key` is the seed of the random numbers (`draw_key`). `start` is the index of the first element of `flat` among the
+    elements of all parameters; an element's index determines its noise. Sums are computed in float32 and rounded once
+    to the dtype of `flat`.
     """
     for first in range(0, flat.numel(), CHUNK):
         part = flat[first : first + CHUNK]

@@ -47,7 +47,7 @@ EXPERTS = "task_vectors"  # in the state: the digest of the task vectors of whic
 class Draw:
     """The merge that one optimizer step simulates: `num_models` experts with random task vectors.
 
-    `alpha` is the coefficient of all task vectors. `key` determines the random elements of the task vectors.
+    `alpha` is the coefficient of all task vectors. `key` is the seed of the random elements of the task vectors.
     """
 
     alpha: float
@@ -186,9 +186,9 @@ class MergOPT(OptimizerWrapper):
 
     @contextmanager
     def _moved(self, add: Callable[[], None]) -> Iterator[None]:
-        """Context manager in which the parameters are changed by the function `add`, which adds an offset to them.
+        """Context manager that adds an offset to the parameters by calling `add`, and restores the parameters on exit.
 
-        On exit, the parameters are restored from a copy.
+        The parameters are restored from a copy that is made on entry.
         """
         tensors = [part.tensor for part in self._parts]
         with torch.no_grad():
@@ -265,10 +265,10 @@ class MergOPT(OptimizerWrapper):
 
 
 def _check_fit(noise: TaskVectors, parts: Sequence[Part], *, in_layers: bool) -> None:
-    """Raise ValueError if the task vectors `noise` do not have the shapes of `parts`, or cannot be added to them.
+    """Check that the task vectors `noise` can be added to the parameters `parts`. Raises ValueError if not.
 
-    `parts` are the parameters that get the offset. Task vectors cannot be added if offsets are added within layers
-    (`in_layers`).
+    The task vectors must have the shapes of the parts. They cannot be used if offsets are added within layers
+    (`in_layers`), because adding them needs a copy of the parameters.
     """
     if in_layers:
         raise ValueError("mergopt: offsets of task vectors need a copy; leave `model` out")

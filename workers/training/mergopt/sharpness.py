@@ -30,10 +30,10 @@ class SharpnessAware(OptimizerWrapper):
 
     `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss. The
     closure is called twice: at the parameters, and at the parameters plus an offset. The first loss is returned. `rho`
-    > 0 is the size of the offset; if it is None, it is the paper's. `is_adaptive` selects ASAM, which scales the offset
-    by the magnitudes of the parameters plus `eta`. Under data parallelism, gradients are averaged over ranks before the
-    offset is computed, so that all ranks have the same offset. If parameters are sharded, each rank has its part of the
-    offset, computed with the gradient's norm over all ranks.
+    > 0 is the size of the offset; if `rho` is None, the size in the paper is used. `is_adaptive` selects ASAM, which
+    scales the offset by the magnitudes of the parameters plus `eta`. Under data parallelism, gradients are averaged
+    over ranks before the offset is computed, so that all ranks have the same offset. If parameters are sharded, each
+    rank has its part of the offset, computed with the gradient's norm over all ranks.
     """
 
     def __init__(
@@ -91,12 +91,15 @@ class SharpnessAware(OptimizerWrapper):
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Part of a parameter or gradient that this rank holds, sharing its memory; all of it without shards."""
+    """The part of a parameter or gradient that this rank holds, or all of it if it is not sharded.
+
+    The result shares the memory of `tensor`.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Moved:
-    """Context manager that adds offsets to parameters, and restores the parameters bit for bit at the end.
+    """Context manager that adds offsets to parameters on entry, and restores the parameters bit for bit on exit.
 
     `steps` has pairs of a parameter and its offset.
     """

@@ -49,10 +49,10 @@ class TangentModel(torch.nn.Module):
 
 
 class LinearizedModel:
-    """Adapter that gives a linearized model the interface of a transformers model, to score it with any weights.
+    """Adapter that gives a linearized model the interface of a transformers model, with which it can be scored.
 
-    The weights are those of `tangent.model`. A linearization has no KV cache. Instead, `past_key_values` has the tokens
-    so far, which are computed again. Calls compute no gradients.
+    The current weights of `tangent.model` are used. A linearization has no KV cache: `past_key_values` has the tokens
+    so far, and their outputs are computed again. Calls compute no gradients.
     """
 
     def __init__(self, tangent: TangentModel) -> None:
@@ -72,7 +72,10 @@ class LinearizedModel:
         past_key_values: Any = None,
         use_cache: bool = False,
     ) -> Any:
-        """Compute the outputs `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`."""
+        """Compute the outputs of the linearized model, with the arguments of a transformers model.
+
+        The outputs are `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`.
+        """
         given = {"input_ids": input_ids, "position_ids": position_ids}
         read = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}
         for name, before in (past_key_values or {}).items():

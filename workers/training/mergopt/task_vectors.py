@@ -24,7 +24,10 @@ __all__ = ["TaskVectors", "digest_of"]
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:
-    """A hash of the elements of `tensors`, the whole task vectors of all experts one after the other."""
+    """A hash (hex) of the elements of task vectors.
+
+    `tensors` are the whole task vectors of all experts, one expert after the other.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
@@ -36,9 +39,11 @@ class TaskVectors:
     """Task vectors of experts from which MergOPT's offsets are computed.
 
     `vectors`[j][i] is the task vector of expert j on parameter i, in the order, shapes, dtypes and devices of the
-    parameters that get the offset. `origin` has these parameters of the base, for offsets of merges; if it is None,
-    offsets are resampled. Of sharded parameters both have this rank's parts, and `known_digest` is the digest of the
-    whole task vectors (`digest_of`). Raises ValueError without an expert.
+    parameters that get the offset. `origin` has the values of these parameters in the base model; the offsets are then
+    those of merges with the experts. If `origin` is None, offsets are resampled: for each parameter, the offset is the
+    task vector of a randomly drawn expert, times a factor. If parameters are sharded, `vectors` and `origin` have this
+    rank's parts, and `known_digest` is the digest of the whole task vectors (`digest_of`). Raises ValueError if there
+    is no expert.
     """
 
     vectors: Sequence[Sequence[torch.Tensor]]
@@ -51,7 +56,10 @@ class TaskVectors:
 
     @property
     def max_models(self) -> int | None:
-        """Largest number of models in a simulated merge; None, for no limit, if offsets are resampled."""
+        """The largest number of models in a simulated merge: one more than the number of experts.
+
+        The result is None, which means no limit, if `origin` is None.
+        """
         return None if self.origin is None else 1 + len(self.vectors)
 
     @cached_property
@@ -62,7 +70,7 @@ class TaskVectors:
     def add(self, parameters: Sequence[torch.Tensor], *, alpha: float, num_models: int, key: int) -> None:
         """Add the offset of a merge of `num_models` models with coefficient `alpha` to `parameters`, in place.
 
-        `key` determines which experts are drawn.
+        `key` is the seed of the random draw of experts.
         """
         rng = random.Random(f"task vectors {key}")
         if self.origin is None:
