@@ -231,6 +231,7 @@ class TrialResult:
     - `recipe`: at least the recipe's digest.
     - `bracket`: None for baselines, which belong to no bracket.
     - `reason`: why the trial ended as PRUNED or FAIL.
+    - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if it is valid.
     - `rungs`: the finished rungs in order.
     - `samples_scored`: the number of samples of search data that were scored for this trial.
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
@@ -245,6 +246,7 @@ class TrialResult:
     recipe: Recipe | StoredRecipe | RecipeDigest
     bracket: int | None = None
     reason: str | None = None
+    invalid: str | None = None
     rungs: tuple[RungRecord, ...] = ()
     samples_scored: int = 0
     samples_reused: int = 0

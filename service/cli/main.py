@@ -347,6 +347,12 @@ def _parser() -> argparse.ArgumentParser:
             f"--{limit}", type=partial(_limit, number), metavar="N", help=f"limits.{name} of a study, or none"
         )
 
+    command = server_verb("invalidate", verbs.invalidate, "Mark a trial of a study as invalid: nothing selects it.")
+    command.add_argument("study", metavar="STUDY", help="id of the study, a prefix of its id, or its name")
+    command.add_argument("trial", type=int, metavar="TRIAL", help="trial number")
+    command.add_argument("--reason", metavar="TEXT", help="why the trial is invalid")
+    command.add_argument("--undo", action="store_true", help="mark the trial as valid again")
+
     command = server_verb("clone", verbs.clone, "Submit a copy of a job, with changes; the copy starts anew.")
     command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
     command.add_argument("--name", metavar="NAME", help="name of the copy (default: that of the job)")

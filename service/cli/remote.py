@@ -151,6 +151,15 @@ class ServerVerbs:
     def edit(self, reference: str, changes: Mapping[str, Any]) -> int:
         return self._show_state(self._client.edit(self._client.find(reference), changes))
 
+    def set_validity(self, reference: str, number: int, *, is_valid: bool, reason: str | None) -> int:
+        study = self._study(reference)
+        trial = self._client.set_validity(study["id"], number, is_valid=is_valid, reason=reason)
+        if self._as_json:
+            print_json(trial)
+        else:
+            print(f"trial {number} of {study['name']}: {'valid' if is_valid else f'invalid: {reason}'}")
+        return 0
+
     def clone(self, reference: str, changes: Mapping[str, Any], *, team: str | None, sharing: str | None) -> int:
         return self._show_state(self._client.clone(self._client.find(reference), changes, team=team, sharing=sharing))
 

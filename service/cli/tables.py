@@ -261,7 +261,12 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
         rung = trial["rungs"][-1] if trial["rungs"] else None
         cells = [f"{rung['values'][name]:.4g}" if rung else "" for name in objectives]
         # As Text: a reason may contain characters that rich would parse as markup.
-        reasons = [trial["reason"] or "", violation_text(trial.get("violations", {}))]
+        invalid = trial.get("invalid")  # servers of earlier versions send none
+        reasons = [
+            trial["reason"] or "",
+            f"invalid: {invalid}" if invalid else "",
+            violation_text(trial.get("violations", {})),
+        ]
         state = Text(": ".join(filter(None, [trial["state"].lower(), *reasons])))
         samples = sample_count(rung["samples"]) if rung else "0"
         table.add_row(str(trial["number"]), _label(trial["label"], trial["origin"]), state, samples, *cells)

@@ -48,6 +48,7 @@ __all__ = [
     "export",
     "fetch_task",
     "finetune",
+    "invalidate",
     "list_jobs",
     "list_tasks",
     "log",
@@ -407,6 +408,13 @@ def edit(options: argparse.Namespace) -> int:
         raise Conflict("nothing to edit: give at least one of the options that `mergesearch edit --help` lists")
     with _on_server(options) as server:
         return server.edit(options.job, changes)
+
+
+def invalidate(options: argparse.Namespace) -> int:
+    if options.reason is None and not options.undo:
+        raise Conflict("--reason is missing: say why the trial is invalid")
+    with _on_server(options) as server:
+        return server.set_validity(options.study, options.trial, is_valid=options.undo, reason=options.reason)
 
 
 def clone(options: argparse.Namespace) -> int:

@@ -101,6 +101,7 @@ class Client:
     analysis = blocking(finetune_flows.analysis)
     trials = blocking(flows.trials)
     trial = blocking(flows.trial)
+    set_validity = blocking(flows.set_validity)
     recipe = blocking(flows.recipe)
     exports = blocking(flows.exports)
     delete_export = blocking(flows.delete_export)

@@ -45,6 +45,7 @@ __all__ = [
     "pareto",
     "recipe",
     "report",
+    "set_validity",
     "studies",
     "study",
     "submit",
@@ -255,6 +256,31 @@ def trial(study: str, number: int) -> Flow[TrialDocument]:
         >>> client.trial("5f0c...", 17)["rungs"]
     """
     return cast("TrialDocument", (yield from document_of(Call("GET", path_of(study, "trials", number)))))
+
+
+def set_validity(study: str, number: int, *, is_valid: bool, reason: str | None = None) -> Flow[TrialDocument]:
+    """Mark a trial as invalid, so that nothing selects it, or as valid again.
+
+    The trial keeps its samples. A COMPLETE study continues, so that a finalist that takes its place is scored.
+
+    Args:
+        study: Id of the study.
+        number: Number of the trial.
+        is_valid: Whether the trial is valid.
+        reason: Why the trial is invalid; needed if it is.
+
+    Returns:
+        The server's document of the trial.
+
+    Raises:
+        RequestRefused: The study has no such trial (status 404), or the reason is missing (422).
+
+    Examples:
+        >>> client.set_validity("5f0c...", 17, is_valid=False, reason="its answers were cut off")
+    """
+    content = json.dumps({"is_valid": is_valid, "reason": reason}).encode()
+    call = Call("PUT", path_of(study, "trials", number, "validity"), {}, {"Content-Type": "application/json"}, content)
+    return cast("TrialDocument", (yield from document_of(call)))
 
 
 def recipe(study: str, number: int) -> Flow[RecipeDocument]:

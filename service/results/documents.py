@@ -74,6 +74,7 @@ def trial_document(
         "label": trial.label,
         "state": trial.state.value,
         "reason": trial.reason,
+        "invalid": trial.invalid,
         "bracket": trial.bracket,
         "configuration": None if trial.configuration is None else dict(trial.configuration),
         "recipe_digest": trial.recipe.digest,

@@ -141,7 +141,7 @@ class RunReader:
             updates=tuple(step for step in self._steps if isinstance(step, UpdateStep)),
             alignment_s=read_alignment_cost(store.document(study_id, ALIGNMENT_COST)).seconds,
             max_samples=file.limits.max_samples,
-            steering=tuple((event.time, Steering(**event.payload)) for event in self._of(EventKind.STEERED)),
+            steering=tuple((event.time, _steering(event.payload)) for event in self._of(EventKind.STEERED)),
             wall_clock_s=study.wall_clock_s,
             samples_per_second=self._chunks.samples_per_second(),
             stored_bytes=self._chunks.stored_bytes(),
@@ -379,3 +379,9 @@ def _warnings(
             found += out_of_range(trial.number, objectives, split, values)
     by_place = {(warning.trial, warning.objective, warning.split): warning for warning in reversed(found)}
     return tuple(by_place[place] for place in sorted(by_place))
+
+
+def _steering(payload: Mapping[str, Any]) -> Steering:
+    """Request that an event of the kind `steered` stores. An invalid trial is part of its changes."""
+    changes = payload.get("changes")
+    return Steering(payload["action"], payload["user"], payload["reason"], changes)

@@ -90,8 +90,9 @@ def criteria(objectives: Sequence[Objective]) -> Criteria:
 
 
 def full_budget_trials(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Select the trials that have values at full budget, baselines included."""
-    return tuple(trial for trial in trials if trial.state is TrialState.COMPLETE and trial.values)
+    """Select the valid trials that have values at full budget, baselines included."""
+    is_full = TrialState.COMPLETE
+    return tuple(trial for trial in trials if trial.state is is_full and trial.values and trial.invalid is None)
 
 
 def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Trial | None:

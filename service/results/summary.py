@@ -98,6 +98,9 @@ def summary(run: RunRecord) -> SummaryDocument:
         "benchmarks": benchmarks_document(run.benchmarks),
         "contamination": overlap_documents(run.contamination),
         "verification": _verification_document(run.verifications, run.verification_reason),
+        "invalid": [
+            {"trial": trial.number, "reason": trial.invalid} for trial in run.trials if trial.invalid is not None
+        ],
         "failures": [
             {"trial": trial.number, "reason": trial.reason or "no reason was stored"}
             for trial in run.trials

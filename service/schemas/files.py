@@ -58,6 +58,7 @@ class TrialDocument(TypedDict):
     label: str
     state: Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
     reason: str | None
+    invalid: Annotated[str | None, Field(description="Why a user marked the trial as invalid; null if it is valid.")]
     bracket: int | None
     configuration: dict[str, Any] | None
     recipe_digest: Digest
@@ -526,6 +527,7 @@ class SummaryDocument(TypedDict):
     contamination: list[OverlapDocument]
     verification: VerificationDocument
     failures: list[FailureDocument]
+    invalid: Annotated[list[FailureDocument], Field(description="Trials that users marked as invalid, with reasons.")]
     warnings: Annotated[list[WarningDocument], Field(description="Samples outside the range of their objective.")]
 
 

@@ -157,6 +157,7 @@ def _result_fields(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> dict[st
         "state": state,
         "bracket": row["bracket"],
         "reason": row["reason"],
+        "invalid": row["invalid"],
         "rungs": rungs,
         "samples_scored": row["samples_scored"],
         "samples_reused": row["samples_reused"],

@@ -146,6 +146,8 @@ trials = Table(
     Column("samples_scored", Integer, nullable=False, default=0),
     Column("samples_reused", Integer, nullable=False, default=0),
     Column("timings_s", JSON, nullable=False),
+    # Why a user marked the trial as invalid: nothing selects it.
+    Column("invalid", LosslessText),
     _in_study(),
     Index("trials_by_state", "study", "state", "number"),
 )

@@ -521,6 +521,35 @@ class Store:
             insert_event(connection, job.id, EventKind.STEERED, steering.payload)
             return job_record(found)
 
+    def set_invalid(self, study: JobRecord, number: int, *, invalid: str | None, steering: Steering) -> JobRecord:
+        """Mark a trial as invalid, with the reason, or as valid again (None), and return the study as it is then.
+
+        Its samples stay. If a driver works on the study, it is replaced by one that selects trials anew. A COMPLETE
+        study continues, so that finalists that were not chosen before are scored on held-out data, unless its
+        responses were removed. A mark that is there already changes nothing. Raises NotFound if there is no such trial.
+        """
+        table, jobs, named = schema.trials, schema.studies, schema.documents
+        is_this = (table.c.study == study.id) & (table.c.number == number)
+        has_removed = sa.select(named.c.study).where((named.c.study == study.id) & (named.c.name == RESPONSES)).exists()
+        with transaction(self._engine) as connection:
+            lock_job(connection, study.id)
+            before = connection.execute(sa.select(table.c.invalid).where(is_this)).one_or_none()
+            if before is None:
+                raise NotFound(f"trial {number}: study {study.name!r} has no such trial (yet)")
+            if before.invalid == invalid:
+                return self.job(study.id)
+            connection.execute(sa.update(table).where(is_this).values(invalid=invalid))
+            insert_event(connection, study.id, EventKind.STEERED, {**steering.payload, "trial": number})
+            this_job = jobs.c.id == study.id
+            connection.execute(sa.update(jobs).where(this_job).values(edited_after=jobs.c.attempt))
+            reason, state = f"trial {number} was marked as {'in' * (invalid is not None)}valid", JobState.STOPPED.value
+            is_complete = this_job & (jobs.c.state == JobState.COMPLETE.value) & ~has_removed
+            reopened = sa.update(jobs).where(is_complete).values(state=state, reason=reason)
+            if connection.execute(reopened).rowcount == 1:
+                insert_event(connection, study.id, EventKind.RESUMED, {})
+                insert_event(connection, study.id, EventKind.STATE, {"state": state, "reason": reason})
+        return self.job(study.id)
+
     def settle_pause(self, job_id: str) -> None:
         """Let a job that was asked to pause, and whose driver has ended without storing its state, be PAUSED."""
         table, paused = schema.studies, JobState.PAUSED.value

@@ -8,8 +8,10 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from search_spaces.errors import Problem
 from search_spaces.preferences import parse_preference
 from search_spaces.study.file import parse_benchmarks
 from search_spaces.study.yaml import parse_document
@@ -18,8 +20,8 @@ from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, ChangedStudy, Con
 from service.api.permissions import Sender
 from service.api.prefix import below_root
 from service.api.presenters import job_document
-from service.api.problems import Json, Refusal, refusals
-from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
+from service.api.problems import InvalidRequest, Json, Refusal, refusals
+from service.api.requests import JSON_TYPES, YAML_TYPES, body_of, read_body, read_object, sent_as_json
 from service.errors import NotFound
 from service.jobs.search.kind import SEARCH
 from service.resolved_study import ResolvedStudy
@@ -34,7 +36,7 @@ from service.schemas.api import PlotsDocument, StudyDocument, TrialsDocument
 from service.schemas.files import BenchmarksDocument, ParetoDocument, SummaryDocument, TrialDocument
 from service.schemas.recipe import RecipeDocument
 from service.studies.benchmarks import study_with
-from service.types import JobRecord, JobState, TrialRecord, TrialState
+from service.types import JobRecord, JobState, Steering, TrialRecord, TrialState
 
 __all__ = ["router"]
 
@@ -109,6 +111,58 @@ def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
 def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response:
     """The recipe of a trial's merge, in the format that `mergesearch merge` reads."""
     return Json(_trial(services, study, number).read_recipe().to_json())
+
+
+class Validity(BaseModel):
+    """Body of the request that marks a trial as valid or invalid."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    is_valid: bool
+    reason: (
+        Annotated[
+            str,
+            Field(min_length=1, max_length=500, pattern=r"^[^\r\n]*$", description="Why; needed for an invalid trial."),
+        ]
+        | None
+    ) = None
+
+
+@router.put(
+    "/studies/{study_id:segment}/trials/{number:segment}/validity",
+    response_model=None,
+    responses={200: {"model": TrialDocument}, **refusals(404, 413, 415, 422)},
+    openapi_extra=body_of(Validity),
+)
+async def set_validity(
+    request: Request, study: ChangedStudy, number: TrialNumber, services: Context, sender: Sender
+) -> Response:
+    """Mark a trial as invalid, or as valid again.
+
+    An invalid trial keeps its samples, but is left out of the front, of the held-out table and of every comparison. The
+    searcher keeps what it has learned from it. A COMPLETE study continues, so that new finalists are scored.
+    """
+    body = await read_object(request, Validity)
+    if not body.is_valid and body.reason is None:
+        raise InvalidRequest((Problem("reason", "is missing; say why the trial is invalid"),))
+    before = await run_in_threadpool(_trial, services, study, number)
+    invalid = None if body.is_valid else body.reason
+    user = None if sender.account is None else sender.account.user
+    steering = Steering("validate" if body.is_valid else "invalidate", user, body.reason)
+    await run_in_threadpool(services.store.set_invalid, study, number, invalid=invalid, steering=steering)
+    if before.invalid != invalid:
+        await run_in_threadpool(
+            services.accounts.record,
+            sender.actor,
+            "trial.validity",
+            f"job {study.id}",
+            before={"trial": number, "invalid": before.invalid},
+            after={"trial": number, "invalid": invalid},
+        )
+        services.cluster.wake()
+    trial = await run_in_threadpool(_trial, services, study, number)
+    (document,) = await run_in_threadpool(_documents, services, study, [trial])
+    return Json(document)
 
 
 @router.get(

@@ -524,3 +524,56 @@ def test_only_labels_of_what_has_ended_are_edited(http: httpx.Client, server: Ap
     assert refused.status_code == 409
     assert "only the labels of a study that has ended can be edited" in refused.json()["detail"]
     assert edit(http, path, {"notes": "the best so far"}).status_code == 200
+
+
+# Invalid trials.
+
+
+def test_nothing_selects_an_invalid_trial(http: httpx.Client, server: ApiServer) -> None:
+    """The best trial loses its place in summary and front; its samples stay, and the study continues."""
+    record = finished_study(server.store)
+    path = f"/v1/studies/{record.id}"
+    best = http.get(f"{path}/summary").json()["best"]["trial"]
+    before = http.get(f"{path}/trials/{best}").json()
+    sent = {"is_valid": False, "reason": "its answers were cut off"}
+    for _ in range(2):
+        answer = http.put(f"{path}/trials/{best}/validity", json=sent)
+        assert (answer.status_code, answer.json()) == (200, {**before, "invalid": "its answers were cut off"})
+    summary = http.get(f"{path}/summary").json()
+    assert summary["best"]["trial"] != best
+    assert summary["invalid"] == [{"trial": best, "reason": "its answers were cut off"}]
+    assert best not in [entry["trial"] for entry in http.get(f"{path}/pareto").json()["front"]]
+    assert best not in [row["trial"] for row in summary["holdout"]]
+    assert f"Trial {best} was marked as invalid" in http.get(f"{path}/report").text
+    job = server.store.job(record.id)
+    assert (job.state, job.reason) == (JobState.STOPPED, f"trial {best} was marked as invalid")
+    assert [each["action"] for each in summary["steering"]] == ["invalidate"]
+    again = http.put(f"{path}/trials/{best}/validity", json={"is_valid": True})
+    assert again.json() == before
+    assert http.get(f"{path}/summary").json()["best"]["trial"] == best
+
+
+def test_a_driver_selects_anew_when_a_trial_is_invalid(http: httpx.Client, server: ApiServer) -> None:
+    record = finished_study(server.store)
+    server.store.open_attempt(record.id, as_driver=True).set_state(JobState.RUNNING)
+    sent = {"is_valid": False, "reason": "why"}
+    assert http.put(f"/v1/studies/{record.id}/trials/1/validity", json=sent).status_code == 200
+    assert server.store.job(record.id).is_outdated
+
+
+@pytest.mark.parametrize(
+    ("sent", "field"),
+    [
+        ({"is_valid": False}, "reason"),
+        ({"is_valid": False, "reason": ""}, "reason"),
+        ({"is_valid": False, "reason": "a\nb"}, "reason"),
+        ({"reason": "why"}, "is_valid"),
+    ],
+)
+def test_an_invalid_trial_has_a_reason(http: httpx.Client, server: ApiServer, sent: dict[str, Any], field: str) -> None:
+    record = finished_study(server.store)
+    answer = http.put(f"/v1/studies/{record.id}/trials/1/validity", json=sent)
+    assert (answer.status_code, [problem["field"] for problem in answer.json()["problems"]]) == (422, [field])
+    missing = http.put(f"/v1/studies/{record.id}/trials/99999/validity", json={"is_valid": True})
+    assert missing.status_code == 404
+    assert server.store.job(record.id) == record

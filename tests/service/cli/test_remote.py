@@ -273,6 +273,17 @@ def test_edit_and_clone_change_a_study(site: Site, terminal: ServerTerminal) -> 
     assert (code, "give OPTION=VALUE" in err) == (2, True), err
 
 
+def test_invalidate_marks_a_trial(site: Site, finished: str, terminal: ServerTerminal) -> None:
+    name = site.store.job(finished).name
+    assert (
+        terminal.shown("invalidate", finished, "0", "--reason", "cut off") == f"trial 0 of {name}: invalid: cut off\n"
+    )
+    assert "invalid: cut off" in words(terminal.shown("trials", finished))
+    assert terminal.document("invalidate", finished, "0", "--undo")["invalid"] is None
+    assert "--reason is missing" in terminal.refused("invalidate", finished, "0")
+    site.store.open_attempt(finished).set_state(JobState.COMPLETE)
+
+
 def test_show_and_watch_say_what_a_study_waits_for(
     site: Site, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""A search that is stopped early, or whose number of trials is edited while it runs."""
+"""A search that is stopped early, whose number of trials is edited, or whose trials are marked as invalid."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from search_spaces.fidelity import Scheduler
-from service.results.selection import best_trial
+from service.results.selection import best_trial, finalists, held_out
 from service.store import Store
 from service.store.documents import STOPPING
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
-from service.types import TrialState
+from service.types import Steering, TrialState
 from tests.service.tune.harness import Killed, coordinator_of, drive, killer, new_study, score, trial_list
 from workers.serving.fake import FakeScorer
 
@@ -40,9 +40,10 @@ def run_until(coordinator: Coordinator, num_chunks: int, *, concurrency: int = 3
     return in_flight
 
 
-def finish(coordinator: Coordinator, in_flight: list[tuple[Evaluation, int]]) -> list[tuple[int, int]]:
-    """Score what is in flight, then all that follows; return (trial, rung) of all evaluations that started later."""
-    scorer, later = FakeScorer(), []
+def finish(coordinator: Coordinator, in_flight: list[tuple[Evaluation, int]]) -> list[tuple[int, str]]:
+    """Score what is in flight, then all that follows; return (trial, split) of all evaluations that started later."""
+    scorer = FakeScorer()
+    later: list[tuple[int, str]] = []
     for evaluation, first in in_flight:
         for chunk in itertools.count(first):
             if coordinator.on_outcome(evaluation, score(scorer, evaluation, chunk)):
@@ -57,7 +58,7 @@ def finish(coordinator: Coordinator, in_flight: list[tuple[Evaluation, int]]) ->
 
     coordinator.next_evaluation = recorded  # type: ignore[method-assign]
     drive(coordinator, scorer)
-    return later  # type: ignore[return-value]
+    return later
 
 
 @pytest.mark.parametrize("scheduler", EVERY_SCHEDULER)
@@ -191,3 +192,23 @@ def test_trials_that_are_proposed_are_kept(tmp_path: Path) -> None:
     drive(again, FakeScorer())
     assert again.is_finished
     assert sum(trial.origin.is_searched for trial in again.trials) == proposed
+
+
+# Invalid trials.
+
+
+def test_another_finalist_takes_the_place_of_an_invalid_trial(tmp_path: Path) -> None:
+    """The next driver scores it on held-out data, and nothing else."""
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study, max_trials=14)
+    drive(coordinator, FakeScorer())
+    objectives = coordinator.plan.objectives
+    scored = {trial.number for trial in held_out(coordinator.trials, objectives)}
+    best = best_trial(coordinator.trials, objectives)
+    assert best is not None
+    store.set_invalid(store.job(study), best.number, invalid="why", steering=Steering("invalidate"))
+    again = coordinator_of(store, study, max_trials=14)
+    chosen = {trial.number for trial in finalists(again.trials, objectives)}
+    assert best.number not in chosen
+    assert chosen - scored, "others were dominated by it alone"
+    assert sorted(finish(again, [])) == sorted((number, "holdout") for number in chosen - scored)

@@ -1,4 +1,4 @@
-"""Migration: adds requests to pause a job and to end its search early, and what users edit of a job."""
+"""Migration: adds requests to pause a job and to end its search early, what users edit of a job, invalid trials."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -19,3 +19,4 @@ def upgrade() -> None:
     op.add_column("studies", sa.Column("version", sa.Integer(), nullable=False, server_default="0"))
     op.add_column("studies", sa.Column("edited_after", sa.Integer()))
     op.add_column("studies", sa.Column("first_name", string(128)))
+    op.add_column("trials", sa.Column("invalid", LosslessText()))
