@@ -69,7 +69,8 @@ def _ties_of(
 
     TIES keeps the elements of each source's task vector that are at a threshold or above; `sparse` has two bounds of
     each threshold. The first pass collects the elements between the bounds, which are not decided yet. The exact
-    thresholds are found among these, and the second pass merges these elements again. `xs` are the sources.
+    thresholds are found among these elements, and the second pass merges them again. `xs` are the sources. `lambda_`
+    multiplies the merged task vector.
     """
     lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
@@ -242,10 +243,10 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 
 @triton.jit
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
-    """Whether a random mask keeps element i, for i below 2^32: whether the element's hash is at most a bound.
+    """Whether a random mask keeps element i, for i below 2^32.
 
-    `mask` points to three numbers: the low and the high 32 bits of the mask's key, and this bound
-    (`workers.merging.masks`).
+    The mask keeps the element if the element's hash is at most a bound. `mask` points to three numbers: the low and the
+    high 32 bits of the mask's key, and this bound (`workers.merging.masks`).
     """
     drawn = element_hash(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32))
     return drawn <= tl.load(mask + 2).to(tl.uint32)
@@ -255,7 +256,7 @@ def _is_kept(i, mask):  # type: ignore[no-untyped-def]
 def _marked(i, factor):  # type: ignore[no-untyped-def]
     """The tie-breaking hash ("mark") of element i, for i below 2^32, which orders elements of equal magnitude.
 
-    It is the hash of i times the factor that `factor` points to (`workers.merging.order_statistics`).
+    The mark is a hash of i, times the number that `factor` points to (`TieOrder.factor`).
     """
     zero = tl.cast(0, tl.uint32)
     return element_hash(i, zero, zero) * tl.load(factor).to(tl.uint32)

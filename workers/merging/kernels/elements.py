@@ -100,9 +100,9 @@ def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
 
 @intrinsic
 def bits_of(typing_context: Any, number: Any) -> Any:
-    """The bits of a float32 number as a uint32, without a conversion of the number.
+    """The bits of a float32 number as a uint32; the number is not converted.
 
-    For numbers that are not negative, these integers have the same order.
+    For numbers that are not negative, the integers have the same order as the numbers.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -212,19 +212,20 @@ def either(first: Any, second: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def zero_unless(condition: Any, number: Any) -> Any:
-    """The float32 number if the condition is true, else zero, computed without a conditional store.
+    """The float32 `number` if the condition is true, else zero.
 
-    The function is for results that the caller stores in an array. LLVM would compile a conditional expression to
-    masked stores, which take about ten times longer on AMD's processors.
+    The caller stores the result in an array. For an ordinary conditional expression, LLVM would compile masked stores,
+    which take about ten times longer on AMD's processors.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
 
 @numba.njit(**IN_PLACE)
 def has_sign_of(number: Any, total: Any) -> Any:
-    """Whether `number` is not zero and has the sign of `total`, where a total of zero counts as positive.
+    """Whether `number` is positive or negative like `total`; a total of zero counts as positive.
 
-    The number's sign is flipped if the total is negative, which takes less time than two comparisons and a choice.
+    The result is False if `number` is zero. The number's sign is flipped if the total is negative, which takes less
+    time than two comparisons and a choice.
     """
     return _float(U32(bits_of(number) ^ (U32(0) if total >= ZERO else TOP))) > ZERO
 
@@ -251,18 +252,19 @@ def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def following(size: Any) -> Any:
-    """The next larger float32 number after a number that is not negative.
+    """The next larger float32 number after `size`, which is not negative.
 
-    After infinity it is NaN, with which every comparison is false.
+    After infinity the result is NaN, with which every comparison is false.
     """
     return _float(U32(bits_of(size) + U32(1)))
 
 
 @numba.njit(**IN_PLACE)
 def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
-    """Whether a random mask keeps element i, for i below 2^32: whether the element's hash is at most `bound`.
+    """Whether a random mask keeps element i, for i below 2^32.
 
-    k0 and k1 are the low and the high 32 bits of the mask's key (`workers.merging.masks`).
+    The mask keeps the element if the element's hash is at most `bound`. k0 and k1 are the low and the high 32 bits of
+    the mask's key, from which the hash is computed (`workers.merging.masks`).
     """
     return hashed(i, k0, k1) <= bound
 
@@ -271,7 +273,7 @@ def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
 def marked(i: Any, factor: Any) -> Any:
     """The tie-breaking hash ("mark") of element i, for i below 2^32, which orders elements of equal magnitude.
 
-    It is the hash of i times a source's `factor` (`workers.merging.order_statistics`). The compiler computes the hash
+    The mark is a hash of i, times the `factor` of the source (`TieOrder.factor`). The compiler computes the hash of i
     once for all sources.
     """
     return U32(hashed(i, U32(0), U32(0)) * factor)
@@ -281,18 +283,18 @@ def marked(i: Any, factor: Any) -> Any:
 def turned_mark(i: Any, factor: Any) -> Any:
     """The tie-breaking hash ("mark") of element i with its top bit flipped, as a signed number for comparisons.
 
-    These signed numbers have the order of the unsigned marks; AVX2 compares only signed numbers. A mark is the hash of
-    i times `factor`, which is odd. Therefore the top bit can be flipped before the multiplication, once for all
-    sources.
+    A mark is the hash of i times `factor`, as an unsigned number. With the top bit flipped, signed numbers have the
+    order of the marks. AVX2 needs this, because it compares only signed numbers. `factor` is odd; therefore the bit can
+    be flipped before the multiplication, once for all sources.
     """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i, for i below 2^32, for a random mask's key (`workers.merging.masks`).
+    """The hash of element i, for i below 2^32, by which a random mask decides (`workers.merging.masks`).
 
-    k0 and k1 are the low and the high 32 bits of the key.
+    k0 and k1 are the low and the high 32 bits of the mask's key.
     """
     x = U32(U32(U32(i) * WEYL) + k0)
     x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)

@@ -69,9 +69,9 @@ class ByMark(NamedTuple):
 class ByMagnitude(NamedTuple):
     """Comparison of elements with a threshold by magnitude alone, which leaves a few elements undecided.
 
-    Elements with a magnitude of `aboves` or more are at the threshold or above, and elements with a magnitude of
-    `belows` or less are below the threshold. The elements between these two magnitudes are undecided; they include all
-    elements that have the threshold's magnitude. Both fields have a number for each source.
+    Both fields have a number for each source. Elements of source s with a magnitude of at least `aboves[s]` are at the
+    threshold or above it. Elements with a magnitude of at most `belows[s]` are below the threshold. The elements
+    between these two magnitudes are undecided; they include all elements that have the threshold's magnitude.
     """
 
     belows: Numbers
@@ -84,13 +84,17 @@ Comparison = ByMark | ByMagnitude
 class Trimmed(NamedTuple):
     """Sparsification that keeps the elements of each task vector whose magnitudes reach a threshold.
 
-    Each source has a threshold: a magnitude with a tie-breaking mark (`order_statistics.Threshold`). A mark is a number
-    that orders elements of equal magnitude. Two bounds of the threshold are known: `lows` with `low_marks`, and `highs`
-    with `high_marks`. If the bounds are equal, they are the threshold. Otherwise the threshold is at one of the
-    elements strictly between the bounds: if these elements are sorted in ascending order, it is the element with the
-    index `ranks`. `factors` determine the marks of elements. `by` says how elements are compared with the threshold: by
-    magnitude and mark (`ByMark`), or by magnitude alone (`ByMagnitude`). All fields except `by` have a number for each
-    source.
+    A threshold is a magnitude with a tie-breaking mark, a number that orders elements of equal magnitude
+    (`order_statistics.Threshold`). Each threshold is known by a lower and an upper bound. If the bounds are equal, they
+    are the threshold. Otherwise the threshold is at one of the elements strictly between the bounds. All fields except
+    `by` have a number for each source:
+
+    - `by`: how elements are compared with the threshold, by magnitude and mark (`ByMark`) or by magnitude alone
+      (`ByMagnitude`)
+    - `lows`, `low_marks`: the magnitude and mark of the lower bound
+    - `highs`, `high_marks`: the magnitude and mark of the upper bound
+    - `ranks`: the index of the threshold's element, if the elements between the bounds are sorted in ascending order
+    - `factors`: the numbers from which the marks of elements are computed
     """
 
     by: Comparison
@@ -105,12 +109,17 @@ class Trimmed(NamedTuple):
 class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector with magnitudes between two thresholds, inclusively.
 
-    Each source has a lower and an upper threshold; the fields of the upper threshold begin with `top_`. Two bounds of a
-    threshold are known, which are magnitudes with tie-breaking marks: `lows` with `low_marks`, and `highs` with
-    `high_marks`. A mark is a number that orders elements of equal magnitude. If the bounds differ, the threshold is at
-    one of the elements strictly between the bounds: if these elements are sorted in ascending order, it is the element
-    with the index `ranks`. `by` says how elements are compared with the threshold (`ByMark` or `ByMagnitude`).
-    `factors` determine the marks of elements.
+    Each source has a lower and an upper threshold; the fields of the upper threshold begin with `top_`. A threshold is
+    a magnitude with a tie-breaking mark, a number that orders elements of equal magnitude. Each threshold is known by
+    two bounds. If the bounds are equal, they are the threshold. Otherwise the threshold is at one of the elements
+    strictly between the bounds.
+
+    - `by`: how elements are compared with the threshold, by magnitude and mark (`ByMark`) or by magnitude alone
+      (`ByMagnitude`)
+    - `lows`, `low_marks`: the magnitude and mark of the threshold's lower bound
+    - `highs`, `high_marks`: the magnitude and mark of its upper bound
+    - `ranks`: the index of the threshold's element, if the elements between the bounds are sorted in ascending order
+    - `factors`: the numbers from which the marks of elements are computed
     """
 
     by: Comparison
@@ -292,11 +301,13 @@ class Variable(NamedTuple):
     """Rule for a merge kernel of SCE: the base plus a weighted mean of task vectors at the most variable elements.
 
     The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
-    the result is the base. Otherwise the result is the base plus the weighted mean, with the weights `weights`, of the
-    task vectors that have the elected sign, which is the sign of the sum of all task vectors. The threshold consists of
-    the variance `threshold` and the number `mark`. Every element has such a number, its tie-breaking mark, which orders
-    elements of equal variance (`workers.merging.order_statistics`); marks are computed with `factor`. `by` says whether
-    elements are compared with the threshold by variance and mark (`ByMark`), or by variance alone (`ByMagnitude`).
+    the result is the base. Otherwise the result is the base plus the mean, with the weights `weights`, of the task
+    vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors.
+
+    The threshold consists of the variance `threshold` and the tie-breaking mark `mark`. A mark is a number that orders
+    elements of equal variance (`workers.merging.order_statistics`); the marks of elements are computed with `factor`.
+    `by` says whether elements are compared with the threshold by variance and mark (`ByMark`), or by variance alone
+    (`ByMagnitude`).
     """
 
     by: Comparison
@@ -342,10 +353,10 @@ Rule = tuple[Any, ...]
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
     """Choose whether elements are compared with thresholds by magnitude alone or also by tie-breaking marks.
 
-    Marks are hashes that order elements of equal magnitude. Each of the lists in `each` gets one kind of comparison; it
-    describes one threshold for each source, as a `Trim`. If many elements may have the magnitude of one of the
-    thresholds (`Trim.is_tied`), all comparisons use magnitudes and tie-breaking marks (`ByMark`). Otherwise they use
-    magnitudes alone (`ByMagnitude`).
+    Marks are hashes that order elements of equal magnitude. Each argument is a list with the bounds of one threshold
+    for each source. The result has one kind of comparison for each of these lists. If many elements may have the
+    magnitude of any of the thresholds (`Trim.is_tied`), all comparisons use magnitudes and marks (`ByMark`). Otherwise
+    they use magnitudes alone (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):

@@ -35,8 +35,8 @@ class Fused:
     """How kernels compute one merge method: the function that makes its rule, and whether CUDA has a kernel too.
 
     A rule is the formula that a kernel executes, as plain data. `lowering` is the function that returns the rule for a
-    merge and its operands. `is_on_cuda` says whether there is a kernel for these rules on CUDA; on the CPU there is
-    always one.
+    merge and its operands. `is_on_cuda` says whether there is a kernel for these rules on CUDA. On the CPU there is
+    always a kernel.
     """
 
     lowering: Lowering
@@ -85,10 +85,11 @@ def base(stored: Operands) -> torch.Tensor:
 
 
 def factors(stored: Operands) -> Words:
-    """Factors of the hashes that order elements of equal magnitude, one for each source.
+    """Numbers, one for each source, from which kernels compute tie-breaking marks.
 
-    The hashes break ties at a threshold. They are called marks: an element's mark is a hash of its index, times the
-    factor (`TieOrder.factor`), modulo 2^32.
+    Marks are hashes that order elements of equal magnitude, and so break ties at a threshold. The mark of an element is
+    a hash of its index, times the source's factor (`TieOrder.factor`), modulo 2^32. `stored` are the operands of the
+    merge, whose field `orders` has the rule for each source.
     """
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)
