@@ -54,7 +54,7 @@ def multislerp(
 
     The weighted mean direction vanishes if it is shorter than 1e-7 or `eps`. Two tensors are then interpolated
     linearly; for more tensors InvalidRecipe is raised. `eps` is also added to the norms, as in mergekit. A single
-    tensor is returned unchanged. `products` are the inner products of the tensors, if known.
+    tensor is returned unchanged. `products` are the precomputed inner products of the tensors; None computes them.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -73,7 +73,7 @@ def multislerp_unscaled(
 
     The mean direction is that of `multislerp`, because it does not depend on the sum of the weights. The length of the
     result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small number that
-    is added to norms. `products` are the inner products of the tensors, if known.
+    is added to norms. `products` are the precomputed inner products of the tensors; None computes them.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -119,7 +119,7 @@ def multislerp_task_vectors(
     """The base plus Multi-SLERP (`multislerp`) of the task vectors (mergekit's Multi-SLERP with a base model).
 
     `weights` has the weight of each task vector, and `eps` is a small number that is added to norms. `products` are the
-    inner products of the task vectors, if known.
+    precomputed inner products of the task vectors; None computes them.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -137,8 +137,8 @@ def multislerp_unscaled_task_vectors(
 ) -> torch.Tensor:
     """The base plus Multi-SLERP of the task vectors, with weights that need not sum to one (`multislerp_unscaled`).
 
-    `eps` is a small number that is added to norms. `products` are the inner products of the task vectors, if known. In
-    mergekit this method is Multi-SLERP with a base model and `normalize_weights: false`.
+    `eps` is a small number that is added to norms. `products` are the precomputed inner products of the task vectors;
+    None computes them. In mergekit this method is Multi-SLERP with a base model and `normalize_weights: false`.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -161,7 +161,8 @@ def karcher(
     the m with sum_t w_t log_m(u_t) = 0, where exp_m and log_m map between the sphere and its tangent space at m. It is
     found by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean: at most `max_iter` steps, none shorter
     than `tol`. Tensors with a norm of at most `tol` count in the mean norm, but not in the direction. A single tensor
-    is returned unchanged. The paper's weights are equal. `products` are the inner products of the tensors, if known.
+    is returned unchanged. The paper's weights are equal. `products` are the precomputed inner products of the tensors;
+    None computes them.
     """
     if len(tensors) == 1:
         return tensors[0]

@@ -80,8 +80,9 @@ def ties(
     magnitudes of the n elements of a tensor. The elected sign of an element is the sign of the unweighted sum of the
     trimmed task vectors. Where this sum is zero there is no elected sign, and the result is the base. Elsewhere the
     result is the base plus lambda times the mean of the trimmed task vectors that have the elected sign. `magnitudes`
-    has, for each model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model,
-    the order of elements of equal magnitude.
+    has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold;
+    None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between
+    elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
@@ -103,9 +104,9 @@ def ties_majority(
     The majority sign is the sign of `majority`; by default it is the sign elected for most elements of the tensor.
     Where the trimmed task vectors sum to zero, the task vectors that have the majority sign are averaged. "Automated
     Model Merging" and M3 (Mixup Model Merge) use this form of TIES. k is the share of elements that trimming keeps. The
-    merged task vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, the table of its
-    task vector's magnitudes, if the table is known. `orders` has, for each model, the order of elements of equal
-    magnitude.
+    merged task vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, a precomputed
+    table of its task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without
+    a table. `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)
@@ -124,8 +125,9 @@ def ties_sum(
     """TIES-Merging (`ties`) in which the task vectors that have the elected sign are summed, not averaged.
 
     This method is the variant "sum" of MergeBench. k is the share of elements that trimming keeps; the merged task
-    vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, the table of its task
-    vector's magnitudes, if the table is known. `orders` has, for each model, the order of elements of equal magnitude.
+    vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, a precomputed table of its
+    task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without a table.
+    `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
@@ -150,9 +152,9 @@ def ties_weighted(
     Where the weighted sum of the trimmed task vectors is zero, the positive sign is elected. With `normalize`, the
     weighted sum of the task vectors that have the elected sign is divided by the sum of the weights of these task
     vectors. The merged task vector is multiplied by lambda and added to the base. With `rescale`, trimmed task vectors
-    are scaled to the sum of magnitudes that they had before trimming. `magnitudes` has, for each model, the table of
-    its task vector's magnitudes, if the table is known. `orders` has, for each model, the order of elements of equal
-    magnitude.
+    are scaled to the sum of magnitudes that they had before trimming. `magnitudes` has, for each model, a precomputed
+    table of its task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without
+    a table. `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
@@ -176,8 +178,9 @@ def ties_peft(
     `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
     Where the sum of the trimmed task vectors is zero, the positive sign is elected. The weighted sum of the trimmed
     task vectors that have the elected sign is divided by the number of these task vectors, and added to the base.
-    `magnitudes` has, for each model, the table of its task vector's magnitudes, if the table is known. `orders` has,
-    for each model, the order of elements of equal magnitude.
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
@@ -203,8 +206,9 @@ def m3_ties(
     The paper has two models with weights w and 1 - w. With more models, the weights of the models that keep an element
     are divided by their sum; where this sum is zero, the result is the base. Therefore the result is not continuous
     where the weights of all models that keep an element go to zero; `m3_ties_majority` is continuous. `magnitudes` has,
-    for each model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model, the
-    order of elements of equal magnitude.
+    for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None
+    computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of
+    equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
@@ -233,8 +237,9 @@ def m3_ties_majority(
     interpolated, and an element that a single model keeps is used without a weight. With more models, the shares of the
     models that do not keep an element are divided equally among the models that keep it. For two models the result is
     that of the authors' code. The result is continuous in the weights, and for equal weights it is the result of
-    `ties_majority`. `magnitudes` has, for each model, the table of its task vector's magnitudes, if the table is known.
-    `orders` has, for each model, the order of elements of equal magnitude.
+    `ties_majority`. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
+    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
+    that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_interpolation(taus, weights, majority).mul_(lambda_).add_(base)
@@ -258,9 +263,10 @@ def m3_dare_ties(
 
     A random mask keeps the share density_t of the elements of task vector t. The kept elements are divided by
     density_t, and the other elements are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority`
-    trims, elects and interpolates; its k is a share of all elements, including the elements that DARE has set to zero.
-    With equal weights the result is the same as that of DARE with TIES in MergeLM. `magnitudes` has, for each model,
-    the magnitudes of its task vector after the mask, if they are known.
+    trims, elects and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority`. k is a share
+    of all elements, including the elements that DARE has set to zero. With equal weights the result is the same as that
+    of DARE with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the magnitudes of its task
+    vector after the mask, from which trimming takes its threshold; None computes the threshold without a table.
     """
     taus = [
         trimmed(masked, k, order, known)
@@ -309,8 +315,8 @@ def dare_linear_l1(
     """DARE with task arithmetic, rescaled by L1 norms as in mergekit (dare_linear).
 
     The method is `dare_linear`, except that the elements that the random mask keeps are not divided by the density. If
-    `rescale` is true, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms` has this
-    sum for each model, if it is known.
+    `rescale` is true, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms` has, for
+    each model, the precomputed sum of magnitudes of its task vector; None computes the sums.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -412,9 +418,9 @@ def della(
     MagPrune (`sparsify.magnitude_sampled`) drops elements at random; it drops smaller elements more often, and divides
     each kept element by the probability of keeping it. This probability is from density - epsilon to density + epsilon.
     `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
-    model, the ranks of its magnitudes in each row, if the ranks are known. `orders` has, for each model, the order of
-    elements of equal magnitude. For each element, the sparse task vectors that have the sign of the sum of all sparse
-    task vectors are averaged. The mean is multiplied by lambda and added to the base.
+    model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
+    rule that breaks ties between elements of equal magnitude. For each element, the sparse task vectors that have the
+    sign of the sum of all sparse task vectors are averaged. The mean is multiplied by lambda and added to the base.
     """
     taus = [
         magnitude_sampled(tensor - base, density, epsilon, key, order, ranks=known)
@@ -446,9 +452,9 @@ def della_l1(
     epsilon, by the rank of its magnitude in its row; `keys` are the keys of the random masks. With `rescale`, the kept
     elements of a task vector are scaled to the sum of magnitudes of the whole task vector. Then signs are elected and
     task vectors are averaged with `weights`, as in `ties_weighted`. The mean is multiplied by lambda and added to the
-    base. Without `normalize`, a weighted sum is used in place of the mean. `ranks` has, for each model, the ranks of
-    its magnitudes in each row, if the ranks are known. `orders` has, for each model, the order of elements of equal
-    magnitude.
+    base. Without `normalize`, a weighted sum is used in place of the mean. `ranks` has, for each model, the precomputed
+    rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = [
         _sampled_l1(tensor - base, density, epsilon, key, order, known, rescale=rescale)
@@ -476,8 +482,9 @@ def della_linear(
     The result is theta_pre + sum_t lambda_t MagPrune(tau_t). theta_pre is the base, and tau_t is the task vector of
     model t. MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to
     density + epsilon, and divides each kept element by this probability. Larger elements have a higher probability.
-    `keys` are the keys of the random masks. `ranks` has, for each model, the ranks of its magnitudes in each row, if
-    the ranks are known. `orders` has, for each model, the order of elements of equal magnitude.
+    `keys` are the keys of the random masks. `ranks` has, for each model, the precomputed rank of each magnitude in its
+    row; None computes the ranks. `orders` has, for each model, the rule that breaks ties between elements of equal
+    magnitude.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -504,8 +511,8 @@ def della_linear_l1(
     The result is the base plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune
     (`sparsify.magnitude_sampled`) keeps. MagPrune keeps each element with a probability from density - epsilon to
     density + epsilon, by masks with the keys `keys`. With `rescale`, tau_t is scaled to the sum of magnitudes of the
-    whole task vector. `ranks` has, for each model, the ranks of its magnitudes in each row, if the ranks are known.
-    `orders` has, for each model, the order of elements of equal magnitude.
+    whole task vector. `ranks` has, for each model, the precomputed rank of each magnitude in its row; None computes the
+    ranks. `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -533,8 +540,9 @@ def breadcrumbs(
     of smallest magnitude are also set to zero, so that the share density_t of all elements is left
     (`sparsify.cut_both_ends`). The paper uses one lambda for all models. With `rescale`, the remaining elements of a
     task vector are scaled to the sum of magnitudes of the whole task vector, as in mergekit. `magnitudes` has, for each
-    model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model, the order of
-    elements of equal magnitude.
+    model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None computes
+    the threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of equal
+    magnitude.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
@@ -566,8 +574,9 @@ def breadcrumbs_ties(
     share density is left. With `rescale`, the remaining elements are scaled to the sum of magnitudes of the whole task
     vector. Then signs are elected and task vectors are averaged with `weights`, as in `ties_weighted`. The mean is
     multiplied by lambda and added to the base. Without `normalize`, a weighted sum is used in place of the mean.
-    `magnitudes` has, for each model, the table of its task vector's magnitudes, if the table is known. `orders` has,
-    for each model, the order of elements of equal magnitude.
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
