@@ -59,8 +59,8 @@ def key_words(key: int) -> tuple[int, int]:
 def threshold(probability: float) -> int:
     """The bound on hashes with which a random mask keeps elements with `probability`: floor(probability * 2^32).
 
-    The mask keeps an element if the element's hash is below the bound. The product is exact for a probability rounded
-    to six decimals.
+    The mask keeps an element if the element's hash is below the bound. The result is exact for a probability with at
+    most six decimals.
     """
     scale: int = 10**COEFFICIENT_DECIMALS
     return min(scale, max(0, round(probability * scale))) * 2**32 // scale
@@ -100,8 +100,8 @@ def keep(
 def keep_each(key: int, probabilities: torch.Tensor) -> torch.Tensor:
     """A random mask (bool) in which each element has its own probability of being True.
 
-    An element is True if its hash by `key` is less than floor(probability * 2^32). `probabilities` has the shape of the
-    mask; it is float64, so that the product is exact.
+    `probabilities` (float64) has the shape of the mask. `key` is the key of the mask, from which the hashes of elements
+    are computed. An element is True if its hash is less than floor(probability * 2^32).
     """
     kept = torch.empty(probabilities.shape, dtype=torch.bool, device=probabilities.device)
     flat, chances = kept.view(-1), probabilities.reshape(-1)

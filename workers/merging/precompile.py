@@ -43,7 +43,8 @@ SHAPE = (64, 512)
 class Usual:
     """A common merge whose kernel is compiled in advance, with operands and result in `dtype`.
 
-    If `is_tied` is True, many elements have the magnitude of a threshold; another kernel handles this case.
+    If `is_tied` is True, many elements have the magnitude of a threshold. Another kernel, which also compares
+    tie-breaking marks, handles this case.
     """
 
     merge: Merge

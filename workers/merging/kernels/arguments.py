@@ -34,7 +34,8 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
     """The tensors as flat NumPy arrays of one dtype that compiled code reads (`as_array`).
 
-    They are converted to float32 if their dtypes differ, because a loop over the arrays is compiled for one dtype.
+    If the dtypes differ, all tensors are converted to float32, because a loop over the arrays is compiled for one
+    dtype.
     """
     if len({tensor.dtype for tensor in tensors}) > 1:
         tensors = [tensor.float() for tensor in tensors]

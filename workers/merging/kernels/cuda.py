@@ -283,8 +283,8 @@ def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor
     """Convert a rule's threshold bounds and tie-breaking factors to tensors on the device of `like`.
 
     `sparse` has a lower and an upper bound of each source's threshold. A bound consists of a magnitude and a
-    tie-breaking hash ("mark"); the factors determine the elements' marks. The result is (low magnitudes, low marks,
-    high magnitudes, high marks, factors), with a number for each source.
+    tie-breaking hash ("mark"). The marks of elements are computed from the factors. The result is (low magnitudes, low
+    marks, high magnitudes, high marks, factors), with a number for each source.
     """
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)
