@@ -102,11 +102,11 @@ class MergeExtension:
         return str(self._mergesearch_bank.fingerprint)
 
     def _mergesearch_merged(self, write: Callable[[Bank, Into], T]) -> T:
-        """Call `write(bank, into)` for a device that has enough memory for merging, and return its result.
+        """Call `write(bank, into)`, on the CPU if the GPU has too little memory for merging, and return its result.
 
-        `bank` has the source weights, and `into` returns memory for computing a tensor. The device is the engine's
-        device, or the CPU if a GPU has too little memory for merging. After that, merges are computed on the GPU again
-        once as much of its memory is free as was planned for merging.
+        `bank` has the source weights on the chosen device, and `into` returns memory for computing a tensor. After a
+        lack of memory, merges are computed on the CPU. They are computed on the GPU again once as much of its memory is
+        free as was planned for merging.
         """
         bank = self._mergesearch_bank
         if self._mergesearch_lack and _room(bank.device) >= self._mergesearch_scratch_bytes:
