@@ -45,7 +45,7 @@ class Metrics(Protocol):
 class LocalMetrics:
     """Computes the metrics of tasks in the calling process, which must have built the tasks itself.
 
-    Therefore a task with its own code is refused, except in a confined process. The methods must be called in the main
+    A task with its own code is refused, except in the task's confined process. The methods must be called in the main
     thread, because metrics may set timers.
     """
 
@@ -97,8 +97,9 @@ def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
 def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str) -> Mapping[str, Any]:
     """Apply a filter and metrics to the answers to one document, and return the results by metric.
 
-    The result has each of the subtask's own metrics; if `metric` is not one of them, only the sample metric of that
-    name (`sample_metrics`).
+    The filter, which extracts the answer from a model's text, is that of `subtask`. The result has each of the
+    subtask's own metrics. If `metric` is a sample metric (`sample_metrics`) and not one of these, the result has only
+    `metric`.
     """
     from lm_eval.api.instance import Instance
 

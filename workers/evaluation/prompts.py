@@ -28,7 +28,7 @@ class Generation:
     """A request to complete the prompt `tokens`.
 
     The completion ends after `max_tokens` tokens, at the end of text, or before one of the strings in `stop`. With
-    `temperature` 0 it is greedy; above 0, `seed` fixes the random draw.
+    `temperature` 0 the completion is greedy. With a higher temperature, `seed` fixes the random draw.
     """
 
     tokens: tuple[int, ...]

@@ -57,8 +57,8 @@ class OwnCode(Exception):
 class Recording:
     """Directories and data of tasks, as `recorded_loading` found them.
 
-    `directories` are those of all YAML files that were read. `datasets` has the data of each task, as
-    `datasets.load_dataset` returned them, by `data_key`.
+    `directories` are the directories of all YAML files that were read. `datasets` has the data of each task, as
+    `datasets.load_dataset` returned them. Its keys are those of `data_key`.
     """
 
     directories: set[Path] = field(default_factory=set)
@@ -72,9 +72,9 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
     A task whose files name Python functions raises OwnCode inside the context, before any of them is imported. The
     following are refused, which raises InvalidTask inside the context:
 
-    - files outside `access`, also those that a data set itself names, and addresses of other hosts than the hub; if
-      `access` is None, there is no limit
-    - data sets without files, because `datasets` would search the disk for them
+    - files that `access` does not allow, even if a data set itself names them, and addresses of other hosts than the
+      hub; if `access` is None, there is no such limit
+    - data sets that name a file format but no files, because `datasets` would search the disk for files
     - metrics that are not lm-eval's own
 
     Relative paths of data files start at `directory`, or at the current directory if it is None. Loading does not wait
@@ -129,8 +129,9 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
     """Context manager of a confined process that lets lm-eval build tasks that have their own Python functions.
 
-    The process cannot load data itself. `data` has the data sets that were loaded before (`Recording.datasets`). Inside
-    the context, a task that needs another data set raises InvalidTask.
+    `data` has the data sets that another process has loaded (`Recording.datasets`), because this process cannot load
+    data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is the current
+    directory inside the context; None does not change it.
     """
     import datasets
     import lm_eval.api.task
@@ -214,10 +215,11 @@ def _wrapped(module: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
 
 
 def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of lm-eval's `load_yaml(path)` in which `include: gsm8k` also includes the file of a registered task.
+    """Wrapper of lm-eval's `load_yaml(path)` in which `include` may also give the name of a registered task.
 
-    lm-eval calls `load_yaml` by this name for each `include`, with a path in the directory of the file that includes
-    it. If this path is a file, the file is included. Raises IndexNeeded if the index of names is not loaded yet.
+    For `include: gsm8k`, lm-eval calls `load_yaml` with the path `gsm8k` in the directory of the including file. If
+    there is no file at this path, the YAML file of the task of this name is loaded. Raises IndexNeeded if the index of
+    names is not loaded yet.
     """
 
     def loaded(path: str | Path, **options: Any) -> Any:
@@ -251,9 +253,10 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
     """Make a replacement of lm-eval's `_import_func_in_yml(name, directory)` that imports no code.
 
     lm-eval calls `_import_func_in_yml` for each Python function (`!function`) that a YAML file in `directory` names.
-    `access` says which directories are trusted; None trusts all. The directories of shipped tasks are always trusted.
-    For a function in another directory, InvalidTask is raised. For a trusted one, OwnCode is raised or, if `name` is
-    given, the result of `name` for the function's name is returned.
+    The replacement raises InvalidTask for a directory that is not trusted. `access` says which directories are trusted;
+    with None all are. The directories of shipped tasks are always trusted. For a trusted directory, the replacement
+    raises OwnCode. If the function `name` is given, the replacement returns the result of `name` for the Python
+    function's name instead.
     """
 
     def guarded(function: str, directory: Path) -> Any:
@@ -304,8 +307,8 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
     """The directories on this machine that a call of `datasets.load_dataset` would read or write.
 
-    `path` and `options` are the arguments of the call; `is_format` says that `path` names a file format such as "json".
-    Raises InvalidTask for a directory that is given by an address.
+    `path` and `options` are the arguments of the call. `is_format` says whether `path` names a file format such as
+    "json". Raises InvalidTask if a directory is given by an address, such as a URL.
     """
     for key in DIRECTORIES:
         if directory := options.get(key):
@@ -358,9 +361,9 @@ def _address_problem(address: str) -> str | None:
 
 
 def _format_guard(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of `dataset_module_factory` of `datasets` that refuses file formats which may refer to other files.
+    """Wrapper of `dataset_module_factory` of `datasets` that raises InvalidTask for file formats outside FORMATS.
 
-    The refusal is an InvalidTask.
+    Files of other formats may refer to further files, which the study may not be allowed to read.
     """
 
     @functools.wraps(factory)
@@ -374,9 +377,9 @@ def _format_guard(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _metric_guard(get_metric: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of lm-eval's `get_metric(name)` that refuses metrics which are not lm-eval's own (InvalidTask).
+    """Wrapper of lm-eval's `get_metric(name)` that raises InvalidTask for metrics which are not lm-eval's own.
 
-    Others are Python files on this machine or the hub, which the package `evaluate` would run.
+    Other metrics are Python files on this machine or the hub, which the package `evaluate` would run.
     """
 
     def guarded(name: str, from_evaluate: bool = False) -> Any:
@@ -407,9 +410,10 @@ def _refuse_media(data: Any) -> None:
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """Yield the directory above the first wildcard of the path `pattern`, then every file that the path matches.
+    """Yield the paths that a pattern of data files reaches, so that each can be checked.
 
-    Only the path itself is yielded if it has no wildcards.
+    For a path with wildcards, these are the directory above the first wildcard, then every file that the pattern
+    matches. Without wildcards, it is the path itself.
     """
     text = str(_place(str(pattern)))
     if not glob.has_magic(text):
