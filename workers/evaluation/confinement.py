@@ -74,8 +74,8 @@ class Confinement(ABC):
     def exit_code(self, code: int) -> int:
         """Convert the exit code of the process that was started by `command` to that of the confined process.
 
-        They differ if a program such as bwrap starts the confined process. The result is negative if a signal ended the
-        process.
+        The two codes differ if a program such as bwrap starts the confined process. The result is negative if a signal
+        ended the process.
         """
         return code
 

@@ -146,7 +146,11 @@ class _Programs:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def wait(self) -> bool:
-        """Wait until a program ends or a message arrives; return whether a message has arrived."""
+        """Wait until a program ends or a message arrives; return whether a message has arrived.
+
+        The method also returns when a program reaches its time limit. A waiting program is started for each one that
+        has ended.
+        """
         running = [key.data for key in self._selector.get_map().values() if key.data]
         limit = min((each.deadline for each in running), default=None)
         ready = {key.fd for key, _ in self._selector.select(limit and max(0.0, limit - time.monotonic()))}

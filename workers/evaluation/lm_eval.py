@@ -470,7 +470,8 @@ def tokenized_requests(lm: BackendLM, document: Document) -> tuple[_Request, ...
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:
     """Facts about tasks, such as their sizes and how many prompts are too long for the model in `directory`.
 
-    This needs the model's tokenizer, but no engine. Raises InvalidTask if a task cannot be built.
+    The function needs the model's tokenizer, but no engine. `options` are the engine's options, which also affect
+    prompts. Raises InvalidTask if a task cannot be built.
     """
     evaluator = TaskEvaluator(None, Prompts(directory, options))
     return tuple(map(evaluator.describe, specs))

@@ -88,7 +88,7 @@ class LocalMetrics:
 def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
     """Build the MetricFailed error for one sample, whose message names the task, the metric and the document.
 
-    `answers` are those of the sample; `what` describes the failure.
+    `answers` are the model's answers to the sample. `what` describes the failure.
     """
     name = task.subtasks[answers.subtask].name
     return MetricFailed(f"task {name}, document {answers.document}: metric {task.spec.metric!r} {what}")

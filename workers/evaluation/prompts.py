@@ -70,22 +70,23 @@ class Backend(Protocol):
     ) -> list[Completion]:
         """Complete prompts, and return the completions in the order of the requests.
 
-        `finished` is called with the index of a request and its completion, as soon as the completion is ready. It must
-        not raise.
+        `finished` is called with (index of a request, its completion) as soon as the completion is ready. `finished`
+        must not raise an error.
         """
         ...
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """The log-likelihood (natural) of each request's scored tokens, and whether greedy decoding gives these tokens.
+        """Score the ends of texts; return (log-likelihood, is greedy) for each request.
 
-        The scored tokens of a request are those after its first `num_context`. The log-likelihood is their sum.
+        The scored tokens of a request are those after its first `num_context`. The log-likelihood is the sum of their
+        natural log-probabilities. The second value says whether greedy decoding gives exactly these tokens.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tokenizer of the model in `directory`, with the study's options that affect prompts."""
+    """The tokenizer and the configuration of the model in `directory`, with the study's options that affect prompts."""
 
     directory: str
     options: EngineOptions
@@ -103,7 +104,7 @@ class Prompts:
     def max_length(self) -> int:
         """The largest number of tokens in a prompt and its completion together.
 
-        It is the option `max_model_len`, or the model's own maximum if that is less.
+        The result is the option `max_model_len`, or the model's own maximum if that is less.
         """
         return min(self.options.max_model_len, int(self.config.get("max_position_embeddings", 1 << 30)))
 

@@ -151,7 +151,7 @@ def _lm_eval_index(directory: Path) -> dict[str, Any]:
 
 
 def _content() -> str | None:
-    """A hash of all files of the installed lm-eval; None if the installation does not list its files.
+    """A hash that changes with any file of the installed lm-eval; None if the installation does not list its files.
 
     An editable installation, for example, does not list its files.
     """

@@ -91,8 +91,8 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
 def recorded_loading(recording: Recording, directory: Path | None, access: FileAccess | None) -> Iterator[None]:
     """Context manager in which lm-eval only loads the data of tasks, and builds no real tasks.
 
-    The data are stored in `recording`; for each task lm-eval gets a placeholder. The limits are those of
-    `guarded_loading`. Python functions are not imported.
+    The data are stored in `recording`; for each task lm-eval gets a placeholder. Python functions are not imported.
+    `directory` and `access` limit what may be read, as in `guarded_loading`.
     """
     from lm_eval.tasks import _factory, _yaml_loader
 
@@ -234,8 +234,8 @@ def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
 def _yaml_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of lm-eval's `_make_loader` that refuses YAML files which the study may not read.
 
-    `access` has the directories that it may read; a refusal is an InvalidTask. lm-eval calls `_make_loader(directory)`
-    for every YAML file, with the file's directory. The files of shipped tasks are allowed.
+    lm-eval calls `_make_loader(directory)` for every YAML file, with the file's directory. The wrapper raises
+    InvalidTask if `access` does not allow the directory. The files of shipped tasks are allowed.
     """
 
     def wrapper(make_loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,9 +272,9 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
 def _data_guard(access: FileAccess | None) -> Wrapper:
     """Make a wrapper of `datasets.load_dataset` that refuses data files which the study may not read.
 
-    `access` has the directories that it may read; if it is None, any file is allowed. A refusal is an InvalidTask. A
-    call with a file format such as "json" and without files is always refused, because `datasets` would search every
-    directory below the current one.
+    The wrapper raises InvalidTask if `access` does not allow a directory of the data; if `access` is None, any file is
+    allowed. A call that names a file format such as "json" but no files is always refused, because `datasets` would
+    search every directory below the current one.
     """
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
@@ -322,9 +322,9 @@ def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 def _pattern_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of `resolve_pattern` of `datasets` that refuses data files which the study may not read.
 
-    `access` has the files that the study may read; a refusal is an InvalidTask. `datasets` calls
-    `resolve_pattern(pattern, base_path)` for all data files: those of `dataset_kwargs`, and those that the README.md of
-    a data set names, on this machine or the hub.
+    `datasets` calls `resolve_pattern(pattern, base_path)` for all data files. Some are named in `dataset_kwargs`,
+    others in the README.md of a data set, on this machine or the hub. The wrapper raises InvalidTask for a file that
+    `access` does not allow.
     """
 
     def wrapper(resolve_pattern: Callable[..., list[str]]) -> Callable[..., list[str]]:

@@ -67,9 +67,10 @@ def threshold(probability: float) -> int:
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Hashes in [0, 2^32), as int64, of the elements with the indices `index` (int64), for a random mask's key.
+    """The hash of each element, by which a random mask with the key `key` decides whether to keep the element.
 
-    No two elements below index 2^32 have the same hash.
+    `index` (int64) has the indices of the elements. The hashes are int64 in [0, 2^32), in the shape of `index`. No two
+    elements below index 2^32 have the same hash.
     """
     k0, k1 = key_words(key)
     first, second = MULTIPLIERS

@@ -71,7 +71,10 @@ class Shard:
         return self.num_elements == math.prod(shape)
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
-        """The elements of the shard in `whole`, a contiguous tensor, as a view [runs, run] of its memory."""
+        """The elements of the shard in the contiguous tensor `whole`, as a view of its memory.
+
+        The view has the shape [number of runs, length of a run].
+        """
         count = self.num_elements // self.run if self.run else 0
         return whole.as_strided((count, self.run), (self.stride, 1), whole.storage_offset() + self.first)
 

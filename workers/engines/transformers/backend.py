@@ -155,8 +155,8 @@ def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype:
 def whole_characters(text: str) -> str:
     """Remove replacement characters (U+FFFD) from the end of `text`.
 
-    They stand for a character whose bytes are not complete yet. Engines hold back such bytes, so the texts can be
-    compared.
+    They stand for a character whose bytes are not complete yet. An engine writes nothing for such a character, so its
+    text ends before it.
     """
     return text.rstrip("\ufffd")
 

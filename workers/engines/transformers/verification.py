@@ -208,9 +208,9 @@ class _Comparison:
     def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
         """Compare two lists of log-probabilities for one sample, and record how much they differ.
 
-        `ours` has the engine's log-probabilities, and `theirs` those of transformers. Both are for the options of a
-        multiple choice, or for the tokens of `text`. For tokens in float32, differences that rounding explains are left
-        out.
+        `ours` has the engine's log-probabilities, and `theirs` those of transformers. With `text`, both lists are for
+        the tokens of this text; without it, they are for the options of a multiple choice. For tokens in float32,
+        differences that rounding explains are left out.
         """
         apart = _finite(typical_difference(ours, theirs, dtype=self._dtype))
         if self._dtype == "float32" and self.tolerance < apart < FAR and text:
@@ -271,8 +271,8 @@ class _Comparison:
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
         """Largest amount by which a token of `completion` is less likely than the likeliest token in its place.
 
-        The amount is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
-        token that the exported model lacks.
+        The amount is a difference of log-probabilities by transformers, at most FAR. The result is FAR if the
+        completion has a token that the exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR

@@ -258,12 +258,13 @@ class Engine:
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
         """Write the merge of `recipe` over the engine's weights, unless the engine already holds the recipe.
 
-        With `check` the engine is compared with transformers afterwards.
+        With `check`, the engine is compared with transformers afterwards. Without `check`, it is compared only if a
+        regular comparison is due.
 
         Raises:
             TrialFailed: The merge cannot be computed.
             EvidenceMismatch: Files of the sources have changed.
-            EngineFault: The engine does not hold the merge afterwards, or has failed a check before.
+            EngineFault: The engine does not hold the merge afterwards, or has failed a check, now or before.
         """
         with self._failing_for_good():
             return self._swap(recipe, check=check)

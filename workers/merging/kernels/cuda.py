@@ -264,10 +264,10 @@ def _marked(i, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def element_hash(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i for a random mask's key (`workers.merging.masks`).
+    """The hash of element i, by which a random mask decides whether to keep the element (`workers.merging.masks`).
 
-    k0 and k1 are the low and the high 32 bits of the key. For i from 2^32 on, k1 is the sum of the high bits and of
-    i / 2^32, rounded down.
+    k0 and k1 are the low and the high 32 bits of the mask's key. For i from 2^32 on, the caller adds i / 2^32, rounded
+    down, to k1.
     """
     x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + k0
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)

@@ -140,9 +140,9 @@ class Between(NamedTuple):
 class Dropped(NamedTuple):
     """Sparsification that keeps random elements of each task vector, and multiplies them by a factor (DARE).
 
-    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the low and high 32 bits of the masks'
-    keys. An element is kept if its hash is at most the number in `bounds`. The factors are `scales`. All fields have a
-    number for each source.
+    All fields have a number for each source. `k0s` and `k1s` are the low and high 32 bits of the keys of random masks
+    (`workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`. The
+    factors are `scales`.
     """
 
     k0s: Words
@@ -272,11 +272,11 @@ class Interpolation(NamedTuple):
 class Agreed(NamedTuple):
     """Rule for a merge kernel: the base, plus the merged task vector where enough sources agree with it.
 
-    Where enough agree, the result is the base plus lambda m, with m the merged task vector and lambda the field
-    `lambda_`. Elsewhere it is the base. Source s agrees if |tau_s| >= w_s |m - tau_s|, where tau_s is the difference of
-    the source from the base, and w_s is its number in `mask_lambdas`. At least `agreement` sources must agree. If
-    `sparse` is `Whole`, m is the sum of all tau_s. Otherwise m is the mean of the sparse task vectors, as in the rule
-    `Mean`.
+    Where at least `agreement` sources agree, the result is the base plus lambda m, with m the merged task vector and
+    lambda the field `lambda_`. Elsewhere the result is the base. Source s agrees if |tau_s| >= w_s |m - tau_s|, where
+    tau_s is the difference of the source from the base, and w_s is its number in `mask_lambdas`. If `sparse` is
+    `Whole`, m is the sum of all tau_s. Otherwise m is the mean of the task vectors after the sparsification `sparse`,
+    as in the rule `Mean`.
     """
 
     sparse: Sparsity
@@ -288,9 +288,9 @@ class Agreed(NamedTuple):
 class SharedOut(NamedTuple):
     """Rule for a merge kernel of RAM: the base plus each element's mean change by the sources that changed it.
 
-    A source changed an element if the magnitude of its task vector there is above `epsilon`. The mean is that of the
-    task vectors of these sources. If only one source changed an element, its task vector is multiplied by the source's
-    number in `factors`.
+    A change is the difference of a source from the base. A source changed an element if the magnitude of its change is
+    above `epsilon`. If several sources changed an element, their changes are averaged. If only one source changed an
+    element, its change is multiplied by the source's number in `factors`.
     """
 
     epsilon: float
@@ -302,10 +302,11 @@ class Variable(NamedTuple):
 
     The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
     the result is the base. Otherwise the result is the base plus the mean, with the weights `weights`, of the task
-    vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors.
+    vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors; where this sum is
+    zero, the result is the base.
 
     The threshold consists of the variance `threshold` and the tie-breaking mark `mark`. A mark is a number that orders
-    elements of equal variance (`workers.merging.order_statistics`); the marks of elements are computed with `factor`.
+    elements of equal variance (`workers.merging.order_statistics`); the marks of elements are computed from `factor`.
     `by` says whether elements are compared with the threshold by variance and mark (`ByMark`), or by variance alone
     (`ByMagnitude`).
     """

@@ -232,7 +232,7 @@ def model_stock(
 
 
 def model_stock_weights(products: Products, *, unbounded: bool = False, name: str = "") -> list[float]:
-    """The factor of each task vector in `model_stock`, from the task vectors' inner products.
+    """The factor of each task vector in `model_stock`, from the inner products of all pairs of task vectors.
 
     If the factors are so large that the result is meaningless, InvalidRecipe is raised or, with `unbounded`, a warning
     is logged. The message names the tensor by `name`.

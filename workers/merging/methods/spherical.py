@@ -86,8 +86,9 @@ def multislerp_weights(
 ) -> list[float]:
     """The factor of each tensor in `multislerp` or, without `normalize`, in `multislerp_unscaled`.
 
-    `products` are the inner products of the tensors; `eps` is a small number that is added to norms. Raises
-    InvalidRecipe if the directions of more than two tensors cancel each other.
+    `weights` are the weights of the tensors, and `products` the inner products of all pairs of tensors. `eps` is a
+    small number that is added to norms. Raises InvalidRecipe if the directions of more than two tensors cancel each
+    other.
     """
     if len(products) == 1:
         return [1.0]
@@ -155,14 +156,14 @@ def karcher(
     tol: float = KARCHER_TOLERANCE,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """The Karcher (Riemannian) mean of the tensors' directions on the unit sphere, times their mean norm.
+    """The Karcher (Riemannian) mean of the tensors' directions on the unit sphere, times the mean norm of the tensors.
 
-    The paper is arXiv:2603.04972. u_t are the directions of the tensors and w_t their weights. The mean direction is
-    the m with sum_t w_t log_m(u_t) = 0, where exp_m and log_m map between the sphere and its tangent space at m. It is
-    found by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean: at most `max_iter` steps, none shorter
-    than `tol`. Tensors with a norm of at most `tol` count in the mean norm, but not in the direction. A single tensor
-    is returned unchanged. The paper's weights are equal. `products` are the precomputed inner products of the tensors;
-    None computes them.
+    u_t are the directions of the tensors and w_t their weights. The mean direction is the m with sum_t w_t log_m(u_t) =
+    0, where exp_m and log_m map between the sphere and its tangent space at m. Steps m <- exp_m(sum_t w_t log_m(u_t)),
+    from the normalised mean, lead to it. There are at most `max_iter` steps, none shorter than `tol`. Tensors with a
+    norm of at most `tol` count in the mean norm, but not in the direction. A single tensor is returned unchanged.
+    `products` are the precomputed inner products of the tensors; None computes them. The paper is arXiv:2603.04972; its
+    weights are equal.
     """
     if len(tensors) == 1:
         return tensors[0]
