@@ -76,10 +76,10 @@ class Bubblewrap(Confinement):
     filters_system_calls: ClassVar[bool] = True  # but in tests of what bwrap alone prevents
 
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """Command line and environment of bwrap, which starts the process `command` with `environment`.
+        """Command line and environment of bwrap, which starts the process `command` with `environment` in the sandbox.
 
-        bwrap itself gets an empty environment, because programs may read the environment of the namespace's first
-        process. Raises ConfinementUnavailable if bwrap is not installed.
+        The returned environment is empty, because programs may read the environment of the namespace's first process,
+        which is bwrap. Raises ConfinementUnavailable if bwrap is not installed.
         """
         if not self.program:
             raise ConfinementUnavailable("there is no program bwrap (Debian: the package bubblewrap)")

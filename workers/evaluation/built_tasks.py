@@ -120,9 +120,9 @@ class TaskCode(Protocol):
     def lack_of_references(self, num_documents: int) -> str | None: ...
 
     def begin(self, answers: Answers) -> None:
-        """Begin to compute the metric of one sample; `values` returns it later.
+        """Begin to compute the metric of one sample, whose value the method `values` returns later.
 
-        The method returns at once and raises nothing.
+        `answers` are the model's answers. The method returns at once and raises nothing.
         """
         ...
 
@@ -216,7 +216,11 @@ def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int]
 
 
 def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
-    """The documents of each subtask of a task with their requests, in document order."""
+    """The documents of each subtask of a task with their requests, in document order.
+
+    `settings` are the settings with which prompts are built. For a task with a confined process, the documents come
+    from this process.
+    """
     if task.code is not None:
         return task.code.documents(settings)
     return documents_here(task, settings)

@@ -101,7 +101,10 @@ class Executor:
         return self.outcomes()
 
     def drop(self) -> None:
-        """Kill all submitted programs, and discard their outcomes."""
+        """Kill all submitted programs, and discard their outcomes.
+
+        Further programs may be submitted afterwards.
+        """
         self._submitted = []
         self.close()
         with contextlib.suppress(EngineUnavailable, InvalidTask):  # `outcomes` tries again

@@ -94,9 +94,9 @@ class LoadedTasks(dict[str, Any]):
 def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
-    Python functions that the task's files name are run only if `prepared` is given, which is for confined processes.
-    Otherwise a task with Python functions raises OwnCode. Raises InvalidTask if the task is unknown or cannot be
-    scored.
+    `prepared` has files and data of the task, and is given only in confined processes. Then Python functions that the
+    task's files name are run. Without `prepared`, a task with Python functions raises OwnCode. Raises InvalidTask if
+    the task is unknown or cannot be scored.
     """
     _quieten()
     if isinstance(spec.task, Mapping):
@@ -297,7 +297,11 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 
 
 def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
-    """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name."""
+    """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name.
+
+    `loading` is a function of `task_loading`. Its context manager decides what lm-eval may read while it loads. Returns
+    lm-eval's task objects by name.
+    """
     assert isinstance(spec.task, str)
     return _from_yaml(spec.task, spec, loading) if is_file(spec.task) else _from_name(spec.task, loading)
 

@@ -137,7 +137,7 @@ class TaskProcess(ABC):
 
     @abstractmethod
     def _start_again(self) -> None:
-        """Start the process again, with the tasks that it had before."""
+        """Start the process again, and give it the tasks that the earlier process had."""
 
     def _last_words(self) -> str:
         """The end of the process's standard error, for messages."""

@@ -64,7 +64,7 @@ class LocalMetrics:
         return [self.value(digest, each) for each in answers]
 
     def value(self, digest: str, answers: Answers) -> float:
-        """A task's metric for one sample; `digest` names the task.
+        """A task's metric for one sample; `digest` names the task, and `answers` are the model's answers.
 
         Raises MetricFailed for an error of the metric or of a filter, and for a result that is not a finite number.
         """

@@ -55,7 +55,8 @@ class Continuation:
 class Completion:
     """A backend's completion of a prompt, as text and as token ids.
 
-    `text` excludes the stop string or end-of-text token that ended the completion; `tokens` includes it.
+    A completion may be ended by a stop string or an end-of-text token. `text` excludes this ending, and `tokens`
+    includes it.
     """
 
     text: str
@@ -112,7 +113,7 @@ class Prompts:
     def stop_token_ids(self) -> tuple[int, ...]:
         """The ids of all tokens that end a generated text.
 
-        They come from the tokenizer, the configuration and the generation configuration.
+        The ids come from the tokenizer, the configuration and the generation configuration.
         """
         file = Path(self.directory) / "generation_config.json"
         declared = [
@@ -128,9 +129,9 @@ class Prompts:
     def encode(self, text: str, *, special_tokens: bool | None = None) -> list[int]:
         """Tokenize a text, with at most one BOS token in front.
 
-        With `special_tokens` False, no special tokens are added, as for text that continues a prompt. With None, the
-        option `add_bos_token` decides; its default is what the tokenizer does. A text that already begins with BOS, as
-        chat templates write it, does not get a second one.
+        If `special_tokens` is False, no special tokens are added, as for text that continues a prompt. If it is None,
+        the option `add_bos_token` decides whether BOS is added; without the option, the tokenizer's default applies. A
+        text that already begins with BOS, as chat templates write it, does not get a second one.
         """
         bos = self.tokenizer.bos_token_id
         add = self.options.add_bos_token if special_tokens is None else special_tokens

@@ -161,7 +161,7 @@ def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterato
 
 
 def data_key(path: str | None, name: str | None, options: Mapping[str, Any]) -> str:
-    """A key for the data that `datasets.load_dataset` loads with the given arguments."""
+    """A key for a data set: a text that is equal for equal arguments of `datasets.load_dataset`."""
     return json.dumps([path, name, dict(options)], sort_keys=True, default=str)
 
 
@@ -395,7 +395,10 @@ def _metric_guard(get_metric: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_media(data: Any) -> None:
-    """Raise InvalidTask if a column of the loaded `data` has media such as images, whose paths `datasets` opens."""
+    """Raise InvalidTask if the loaded `data` have columns with media such as images.
+
+    `datasets` would open the files whose paths are in these columns.
+    """
     from datasets import Dataset, DatasetDict
     from datasets.features.features import Json, _visit
 

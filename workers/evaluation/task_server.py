@@ -121,7 +121,10 @@ class _Server:
             self.reply(built=[_facts(subtask) for subtask in self._task.subtasks])
 
     def open(self, spec: TaskSpec, documents: Documents) -> None:
-        """Build a task that has no code; an error is reported when its values are first requested."""
+        """Build a task that has no code of its own, whose values will be requested.
+
+        `documents` are the task's documents. An error is reported when values of the task are first requested.
+        """
         self._refused.pop(spec.digest, None)
         try:
             self._local.open(build(spec), documents)
@@ -190,9 +193,9 @@ class _Server:
         return self._task
 
     def _evaluate(self) -> ModuleType:
-        """Replacement of the package `evaluate` that has only the metric "code_eval".
+        """Make a module that replaces the package `evaluate` and has only the metric "code_eval".
 
-        The package downloads metrics as code from the hub, and this process does not run such code.
+        The package itself would download metrics as code from the hub, and this process does not run such code.
         """
 
         def load(name: str, *_: Any, **__: Any) -> Any:

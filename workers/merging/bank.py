@@ -171,14 +171,14 @@ class Bank:
     def base(self) -> Checkpoint:
         """The base model, with its embedding and output head converted to the family's vocabulary.
 
-        Every merge has the configuration, tensor shapes and layout of this model.
+        Merged models have the configuration, tensor shapes and layout of this model.
         """
         return self.sources.base
 
     def view(self, alias: str) -> Checkpoint:
         """The model `alias`, with its embedding and output head converted to the family's vocabulary.
 
-        The rows of embedding and head are in the order of this vocabulary, which merges require.
+        In this form, the rows of embedding and head stand for the same tokens in all models, which merges require.
         """
         return self._checkpoints[alias]
 
@@ -409,7 +409,10 @@ class Bank:
         return known
 
     def _merged_names(self, stacks_experts: bool) -> tuple[list[str], int]:
-        """The sorted names of all merged tensors, and the number of their elements."""
+        """The sorted names of all merged tensors, and the number of all their elements together.
+
+        `stacks_experts` says whether the experts of a layer's mixture count as one tensor.
+        """
         if stacks_experts not in self._of_model:
             names = sorted((self.layout.stacked if stacks_experts else self.layout).places)
             alias = self.family.base.alias
@@ -422,9 +425,10 @@ class Bank:
         return None if mask is None else (mask[0], mask_key(mask[1], self.sources.fingerprints[key[0]], key[1]))
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
-        """The L1 norm of each task vector: the sum of |source - base| over the tensor; computed once and then cached.
+        """The L1 norm of each task vector: the sum of |source - base| over the tensor.
 
-        Tensors are given as (alias, name).
+        The result has a norm for each of `sources`. Tensors are given as (alias, name). Norms are computed once and
+        then cached.
         """
         norms = {source: self._norms[source, base] for source in sources if (source, base) in self._norms}
         for source in sources:
@@ -578,8 +582,8 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make the function that copies a stored tensor to its placement (mapped file, host memory or GPU).
 
-    For mapped files the function returns the tensor itself. Otherwise the function copies the tensor to host memory,
-    pinned if `device` is a GPU, or to `device`. `num_bytes` is the size of all tensors together.
+    For mapped files the function returns the tensor itself. For host memory it copies the tensor there, pinned if
+    `device` is a GPU. For a GPU it copies the tensor to `device`. `num_bytes` is the size of all tensors together.
     """
     if placement is Placement.MAPPED:
         return lambda tensor: tensor

@@ -43,9 +43,9 @@ GPU_CHUNK = 1 << 22
 
 
 def mask_key(seed: int, model: str, name: str) -> int:
-    """The 64-bit key of a random mask, computed from a seed, a model and a tensor name.
+    """The 64-bit key of a random mask, from a seed, a model and the name of a tensor.
 
-    `model` is a content fingerprint, so that masks do not depend on aliases.
+    `model` is the fingerprint of the model's content. Therefore the mask does not depend on the model's alias.
     """
     text = f"{seed}\x1f{model}\x1f{name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

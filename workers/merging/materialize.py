@@ -105,8 +105,8 @@ def merged_tensors(
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     """Whether a merge is so small that a process should compute it with plain torch instead of compiled kernels.
 
-    Then loading the kernels takes longer than they save in a process that computes only this merge. The merge must be
-    computed on the CPU, and all operands together must have few elements: at most `SMALL`, or `SMALL_SUM` if the method
+    A process that computes only this merge needs more time to load the kernels than they save. A merge is small if it
+    is computed on the CPU, and all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the method
     is a weighted sum. Raises the errors of `plan_tensors`.
     """
     share = 0.0
@@ -184,7 +184,7 @@ def _copy(merged: torch.Tensor, destination: torch.Tensor, shard: Shard | None) 
 
 
 def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> str:
-    """Reason why the elements of a shard of a planned tensor cannot be computed alone; "" if they can."""
+    """Reason why a shard of a planned tensor cannot be computed without the rest of the tensor; "" if it can."""
     method = tensor.merge.method
     if bank.device.type != "cpu":
         return "no kernel for shards on a GPU"
@@ -369,7 +369,10 @@ class _ShardComputation:
     shard: Shard
 
     def write(self, bank: Bank, destination: torch.Tensor) -> None:
-        """Compute the elements, and write them to the contiguous memory `destination`, rounded once to its dtype."""
+        """Compute the shard's elements, and write them to the contiguous memory `destination`.
+
+        The elements are rounded once, to the dtype of `destination`.
+        """
         tensor, shard, merge = self.tensor, self.shard, self.tensor.merge
         if _is_copy(tensor):
             part = shard.view(sources_of(tensor, self.plan, bank, shard)[0][0])

@@ -49,7 +49,7 @@ class SharedDirectory:
     """Directory in the node's shared memory, which exists as long as a process has it open.
 
     `name` identifies the content; processes that give the same name share one directory. The last process that closes
-    the directory removes it. If this process was killed, the directory is removed when a process opens another one.
+    the directory removes it. If the last process was killed, the directory is removed when a process opens another one.
     `root` is the node's shared memory, or None for SHARED_MEMORY.
     """
 
@@ -224,7 +224,11 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _lock(file: int, kind: int, waits_for: str) -> None:
-    """Take a lock; if another process holds it, wait, and log that this process waits for `waits_for`."""
+    """Take a lock (`flock`) on an open file; if another process holds it, wait until it is free.
+
+    `file` is the file descriptor, and `kind` is LOCK_SH or LOCK_EX of `fcntl`. A long wait is logged as waiting for
+    `waits_for`.
+    """
     started, pause, note = time.monotonic(), 0.001, FIRST_NOTE_S
     while True:
         try:

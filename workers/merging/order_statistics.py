@@ -148,11 +148,12 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 magnitudes that decide for most elements whether they reach the threshold.
+        """Two float32 numbers with which most elements can be compared with the threshold.
 
-        Elements up to the first magnitude are below the threshold. Elements from the second magnitude on are at the
-        threshold or above. Elements between the two have a magnitude from that of `low` to that of `high`; they can
-        only be decided by their tie-breaking marks. The second magnitude is NaN if the bounds keep no element.
+        An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
+        least the second number is at the threshold or above. The other elements have a magnitude from that of `low` to
+        that of `high`; they can only be decided by their tie-breaking marks. The second number is NaN if the bounds
+        keep no element.
         """
         if self == NOTHING:
             return float("inf"), float("nan")
@@ -226,15 +227,18 @@ class Selection:
         return Trim.at(found.threshold, is_tied=found.num_equal > MOST_LEFT)
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold of the `rank`-th largest magnitude; ignores the arguments `sizes` and `order`."""
+        """The threshold that keeps the `rank` largest magnitudes.
+
+        `sizes` and `order` are not used.
+        """
         return self.trim(rank).high
 
 
 class MagnitudeTable:
     """Table of a tensor's magnitudes that limits the search for the n-th largest to a few elements.
 
-    It has the `magnitudes` and the tie-breaking `marks` of every 128th element in ascending order, and of the largest
-    element. The tensor has `num_elements` elements, of which `num_zeros` are zero.
+    `magnitudes` and `marks` have the magnitude and the tie-breaking mark of every 128th element in ascending order, and
+    of the largest element. The tensor has `num_elements` elements, of which `num_zeros` are zero.
     """
 
     def __init__(

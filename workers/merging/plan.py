@@ -67,7 +67,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
     """Check that a recipe can be merged from the source models in `bank`.
 
-    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot, as described at `plan_tensors`.
+    Raises the errors of `plan_tensors` if it cannot: InvalidRecipe, InvalidModel or EvidenceMismatch.
     """
     plan_tensors(recipe, bank)
 

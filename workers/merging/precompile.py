@@ -93,7 +93,7 @@ def operands(case: Usual) -> Operands:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels of the merges in `usual`, and the kernels that compute their statistics.
+    """Compile the kernels of the merges in `usual`, and the kernels that compute the statistics of these merges.
 
     Code that is on disk already is not compiled again.
     """

@@ -155,7 +155,10 @@ def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: S
 
 
 class _Words:
-    """The 64-bit sort keys (`order_statistics.Words`) of a tensor's elements; each pass reads the tensor again."""
+    """The 64-bit sort keys (`order_statistics.Words`) of a tensor's elements, for a tensor that is not kept in memory.
+
+    `read` returns the tensor of the name `name`; it is called at each pass.
+    """
 
     def __init__(self, name: str, read: Callable[[str], ModelTensor], *, compiles: bool) -> None:
         self._name = name

@@ -253,7 +253,7 @@ def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
 def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Calibration:
     """Measure the base model's log-probabilities in float32, and their changes by rounding to `dtype`.
 
-    The parameters of `model` must be in float32; they are rounded to `dtype` in place.
+    `model` is the base model in transformers. Its parameters must be in float32; they are rounded to `dtype` in place.
     """
     base = read(model, prompts)
     if dtype == "float32":

@@ -225,9 +225,9 @@ class Engine:
         return str(self._call("mergesearch_checksum"))
 
     def fault(self, reason: str) -> EngineFault:
-        """Make the engine refuse all further calls, and return the EngineFault to raise.
+        """Declare the engine faulty, so that it refuses all further calls, and return the EngineFault to raise.
 
-        `reason` says how the engine's weights or results differ from what was expected; it is part of the error's
+        `reason` says how the engine's weights or results differ from what was expected. It becomes part of the error's
         message.
         """
         self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
@@ -402,7 +402,7 @@ class Engine:
         ]
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The log-probabilities of each prompt's tokens except the first, given the preceding tokens."""
+        """For each prompt, the log-probabilities of its tokens except the first, given the preceding tokens."""
         scored = self._scored([Continuation(tuple(prompt), 1) for prompt in prompts])
         return [[logprob for logprob, _ in tokens] for tokens in scored]
 

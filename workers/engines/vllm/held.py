@@ -39,7 +39,7 @@ class NotPacked(Exception):
     """Raised if packed weights differ from the plain weights after they were packed again.
 
     Packed weights are the copies of weights in the layout that vLLM's CPU kernels compute with. The message names the
-    modules.
+    modules whose weights differ.
     """
 
 
@@ -110,7 +110,10 @@ class HeldWeights:
         self._random_buffers = frozenset(random)
 
     def _check_written(self, parameters: Collection[str]) -> None:
-        """Raise RuntimeError if `parameters` or buffers still have NaN elements that `mark_unwritten` set."""
+        """Raise RuntimeError if `parameters`, or buffers, have elements that no merge has written.
+
+        Such elements are the NaN that `mark_unwritten` has set.
+        """
         for name in self._unwritten.keys() & (set(parameters) | self._random_buffers):
             flat = self._unwritten[name].view(-1)
             missing = sum(int(part.isnan().sum()) for part in torch.split(flat, CHECKED))

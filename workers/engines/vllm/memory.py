@@ -93,10 +93,14 @@ def divide_memory(
 ) -> EngineMemory:
     """Divide the memory of GPUs and host between engine and source weights.
 
-    Each GPU has `gpu_total` bytes, of which `gpu_free` are free. The host has `host_free` bytes free. `processes` is
-    the number of processes on the host that may merge at once. Each of them keeps statistics of the sources, and a copy
-    of the sources unless the processes share one copy (`is_shared`). The sources are kept in the first of these places
-    that is possible:
+    - `needs`: the memory that engine and source weights need
+    - `gpu_free`, `gpu_total`: the free bytes and all bytes of each GPU
+    - `host_free`: the free bytes of the host
+    - `processes`: the number of processes on the host that may merge at once, each of which keeps statistics of the
+      sources
+    - `is_shared`: whether these processes share one copy of the sources; otherwise each has a copy
+
+    The sources are kept in the first of these places that is possible:
 
     - on the GPU, if that leaves memory for an engine that serves many texts at once, or a few texts if the host has too
       little memory

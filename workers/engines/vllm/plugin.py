@@ -34,8 +34,9 @@ EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
 def register() -> None:
     """Prepare vLLM for engines of this package; vLLM calls this plugin in each of its processes.
 
-    Registers the model of layer paths, keeps transformers' classes unchanged and, on CPU, keeps the plain weights in
-    addition to the packed weights. Does nothing in other programs, or if called a second time.
+    The plugin registers the model of layer paths and keeps transformers' classes unchanged. On CPU it also keeps the
+    plain weights besides the packed weights (copies in the layout of vLLM's kernels). Nothing is done in other
+    programs, or if the plugin is called a second time.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.layers import utils

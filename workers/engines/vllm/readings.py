@@ -103,7 +103,8 @@ class ReadingPlan:
     def scores(self, results: Sequence[Read]) -> list[list[Scored]]:
         """Collect the log-probabilities of each continuation's scored tokens from the engine's `results`.
 
-        `results` are in the order of `readings`.
+        `results` are in the order of `readings`. For each continuation, the result has the pairs (log-probability,
+        whether the token is the likeliest in its place).
         """
         found = dict(zip(self._order, results, strict=True))
 
@@ -158,5 +159,8 @@ def _num_shared(tails: Sequence[Tokens]) -> int:
 
 
 def neighbours(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Order prompts so that those with a common prefix are neighbours, a shorter one first; return their indices."""
+    """Order prompts so that those with a common prefix are neighbours, and return their indices in this order.
+
+    A prompt that is a prefix of another one comes first.
+    """
     return sorted(range(len(prompts)), key=lambda index: array("I", prompts[index]).tobytes())

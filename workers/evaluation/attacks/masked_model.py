@@ -168,9 +168,10 @@ def _encoded(tokenizer: Any, model: Any, texts: Sequence[str], **options: Any) -
 
 
 def _loaded(kind: Any, directory: Path) -> Any:
-    """Load a model from a directory without running code from it and without unpickling.
+    """Load a model from a directory, with the class `kind` of transformers.
 
-    Raises InvalidModel if its files cannot be read.
+    No code from the directory is run, and nothing is unpickled. Raises InvalidModel if the model's files cannot be
+    read.
     """
     import torch
 

@@ -89,10 +89,11 @@ def search(
 ) -> Search:
     """Search for the template with the lowest metric; larger values of the metric are better for the model.
 
-    The search ends when no template can be worse, or `attack.option.max_queries` templates were scored.
+    The result is a generator. It yields templates, and must be sent the model's metric with each; it returns what was
+    found. The search ends when no template can be worse, or `attack.option.max_queries` templates were scored.
 
     Args:
-        attack: The attack.
+        attack: The task's template, and the options of the attack.
         clean: The metric with the original template.
         seed: Fixes random changes.
         lowest: The lowest possible value of the metric.

@@ -88,8 +88,8 @@ class _CacheFiles(CompileResultCacheImpl):
 class _File(IndexDataCacheFile):
     """Numba's store of a function's compiled code on disk, with one file per signature and without an index.
 
-    A file's name contains its signature and its processor. Therefore processes that compile at the same time do not
-    overwrite each other's files with other code.
+    The name of a file depends on the signature and the type of processor. Therefore processes that compile at the same
+    time do not overwrite each other's files with other code.
     """
 
     def __init__(self, *, cache_path: str, filename_base: str, source_stamp: Any) -> None:

@@ -30,8 +30,9 @@ WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.const
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
     """Merge tensors on a CUDA device by a rule, and write the result to `out`, without waiting for the device.
 
-    The rule is that of a method in `lowering.ON_CUDA`. `tensors` are the sources, and `base` is the base's tensor or
-    None if the rule does not use it. All tensors are contiguous and have fewer than 2^32 elements.
+    A rule is a formula as plain data; it must be that of a method in `lowering.ON_CUDA`. `tensors` are the sources, and
+    `base` is the base's tensor or None if the rule does not use it. All tensors are contiguous and have fewer than 2^32
+    elements.
     """
     xs, size = tuple(tensors), out.numel()
     match rule:
@@ -117,8 +118,9 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Triton kernel that merges the two sources `first` and `second` with NearSwap.
 
-    `numbers` has t, the largest distance by which an element moves, and a lower bound of |first - second|, by which t
-    is divided.
+    `numbers` points to two numbers. The first is t, the largest distance by which an element of `first` moves towards
+    `second`. t is divided by |first - second|; the second number is a lower bound of this divisor. The result is
+    written to `out`, which has `size` elements.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size

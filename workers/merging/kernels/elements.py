@@ -53,9 +53,8 @@ BFLOAT16, FLOAT16 = types.uint16, types.int16
 def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
     """Copy 32 bytes from the address `source` to the address `target` by a store that bypasses the CPU caches.
 
-    `target` is a multiple of 32. Results are written once and read much later, so that they need no place in the
-    caches. An ordinary store would first read the memory that it overwrites, which is a third of the memory traffic of
-    copying.
+    `target` is a multiple of 32. Merged elements need no place in the caches, because they are read much later. An
+    ordinary store would first read the memory that it overwrites, which is a third of the memory traffic of copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -184,10 +183,10 @@ def _as_float16(number: Any, like: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
-    """The variance of element i between the task vectors, with the same bits as `methods.competition.variance`.
+    """The variance of element i over its values in the task vectors (xs[s] minus the base).
 
-    `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. Callable only in
-    compiled code.
+    `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. The result has the
+    same bits as that of `methods.competition.variance`. Callable only in compiled code.
     """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
@@ -205,7 +204,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 def either(first: Any, second: Any) -> Any:
     """The logical or of two 32-bit flags, as a 32-bit flag: SOME (1) or NONE (0).
 
-    Numba's `|` gives 64 bits, and a loop with a number of 64 bits computes half as many elements at a time.
+    Numba's operator `|` gives 64 bits. A loop with a number of 64 bits computes only half as many elements at a time.
     """
     return U32(first | second)
 
@@ -232,20 +231,20 @@ def has_sign_of(number: Any, total: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element's magnitude is at a threshold or above it, with ties broken by hashes ("marks").
+    """Whether an element's magnitude is at a threshold or above it; hashes ("marks") break ties.
 
-    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark in the form of `turned_mark`.
-    The threshold is the magnitude `low` with the mark `low_mark`.
+    The element has the magnitude `size`. `turned` is its tie-breaking mark as `turned_mark` returns it. The threshold
+    is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
 def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element's magnitude is above a threshold, with ties broken by hashes ("marks").
+    """Whether an element's magnitude is above a threshold; hashes ("marks") break ties.
 
-    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark in the form of `turned_mark`.
-    The threshold is the magnitude `low` with the mark `low_mark`.
+    The element has the magnitude `size`. `turned` is its tie-breaking mark as `turned_mark` returns it. The threshold
+    is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 

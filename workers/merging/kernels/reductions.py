@@ -148,9 +148,10 @@ def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[
 
 
 def weighted_words(words: torch.Tensor, weight: int) -> int:
-    """The checksum sum_i words[i] * (i * weight | 1) modulo 2^64 of contiguous int64 words.
+    """The sum over i of words[i] * (i * weight | 1), modulo 2^64, as a checksum of a tensor's bytes.
 
-    The operator | is a bitwise or, so that every factor is odd.
+    `words` are the bytes as contiguous int64. `weight` makes the factors of different words differ. The operator | is a
+    bitwise or, so that every factor is odd.
     """
     array = words.view(-1).numpy().view(np.uint64)
     sums = run(_weighted_words, [(array, U64(weight), *part) for part in pieces(array.size, BLOCK)])

@@ -61,8 +61,8 @@ class Whole(NamedTuple):
 class ByMark(NamedTuple):
     """Comparison of elements with a threshold by magnitude and, for equal magnitudes, by a tie-breaking hash ("mark").
 
-    `workers.merging.order_statistics` defines marks. This kind of comparison is used if many elements have the
-    magnitude of the threshold.
+    Kernels compare elements in this way if many elements have the magnitude of the threshold.
+    `workers.merging.order_statistics` defines marks.
     """
 
 
@@ -154,10 +154,12 @@ class Dropped(NamedTuple):
 class Sampled(NamedTuple):
     """Sparsification that keeps random elements, with a probability by the rank of their magnitude (MagPrune).
 
-    The probability is start + |rank - origin| step, in float64. Each source has its own start, origin and step. `ranks`
-    has a tensor for each source: the rank of each magnitude in its row, where the smallest magnitude has rank 0. The
-    random masks are those of `workers.merging.masks`; `k0s` and `k1s` are the low and high 32 bits of the masks' keys.
-    Kept elements are multiplied by `scales`. If `is_divided` is 1, they are also divided by their probability.
+    - `ranks`: for each source, the rank of each magnitude in its row, where the smallest magnitude has rank 0
+    - `starts`, `origins`, `steps`: the probability is start + |rank - origin| step, in float64, with these numbers of
+      the source
+    - `k0s`, `k1s`: the low and high 32 bits of the keys of random masks (`workers.merging.masks`)
+    - `scales`: for each source, the factor of kept elements
+    - `is_divided`: for each source, whether kept elements are also divided by their probability (1) or not (0)
     """
 
     k0s: Words
@@ -322,10 +324,10 @@ class VariableElection(NamedTuple):
     """Rule for mergekit's SCE: like the rule `Variable`, except at zero sums of task vectors and for small weights.
 
     The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
-    the result is the base. Otherwise the result is the base plus the weighted mean, with the weights `weights`, of the
-    task vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors; it is positive
-    if this sum is zero. The divisor of the mean is the sum of the weights of these task vectors, but at least `least`.
-    The fields `by`, `threshold`, `mark` and `factor` describe the threshold as in the rule `Variable`.
+    the result is the base. Otherwise the result is the base plus the mean, with the weights `weights`, of the task
+    vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors; it is positive if
+    this sum is zero. The divisor of the mean is the sum of the weights of these task vectors, but at least `least`. The
+    fields `by`, `threshold`, `mark` and `factor` describe the threshold as in the rule `Variable`.
     """
 
     by: Comparison
@@ -339,8 +341,8 @@ class VariableElection(NamedTuple):
 class Important(NamedTuple):
     """Rule for a kernel of Arcee Fusion: the first of two sources, with the important elements of the second source.
 
-    theta_1 and theta_2 are the two sources. An element is important if |theta_2 - theta_1|, times the number of the
-    element's row in `rows`, is at least `threshold`. The product is computed in float32.
+    theta_1 and theta_2 are the two sources. `rows` has a number for each row. An element is important if |theta_2 -
+    theta_1|, times the number of its row, is at least `threshold`. The product is computed in float32.
     """
 
     threshold: float

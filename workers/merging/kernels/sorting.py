@@ -329,10 +329,11 @@ def _word(numbers: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
-    """Whether the 64-bit word of element i begins with the bits `prefix`.
+    """Whether the sort key of element i, a 64-bit word, begins with the bits `prefix`.
 
-    A word has an element's number, then its tie-breaking mark. `shift`, at most 48, is the number of bits after the
-    prefix. For most words the number alone shows that the result is False, so that the mark is not computed.
+    A word has the number that is computed from the element, then its tie-breaking mark. `shift`, at most 48, is the
+    number of bits after the prefix. For most words the number alone shows that the result is False; then the mark is
+    not computed.
     """
     if shift >= U64(32):
         return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix

@@ -61,9 +61,9 @@ STOCK_ROUNDING = 1e-6
 
 @merges("passthrough", peak=Peak(0, 4))
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
-    """Copy of the only source, or with `scale` a multiple of it: scale * theta (mergekit's passthrough).
+    """Copy of the only source, multiplied by `scale` (mergekit's passthrough).
 
-    theta is the source's tensor.
+    The result is scale * theta, with theta the source's tensor.
     """
     is_copy = scale == 1 and not isinstance(scale, torch.Tensor)
     return tensors[0] if is_copy else tensors[0] * scale
@@ -160,8 +160,8 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each vector along the first dimension by its own angle.
 
-    The method is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`).
-    `weights` are the weights w_1 and w_2 of the tensors: the second has the share w_2 / (w_1 + w_2).
+    The method is `nuslerp_rows` along the first dimension instead of the last (mergekit: also `nuslerp_row_wise:
+    true`). `weights` are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()

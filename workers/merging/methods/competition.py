@@ -271,12 +271,12 @@ def wudi(
     """WUDI-Merging (arXiv:2503.08099): the base plus a scaled task vector that Adam optimises for each matrix.
 
     The result is the base plus lambda m. tau_i are the task vectors, and m is the merged one. For a matrix, m begins as
-    sum_i tau_i and is changed by `steps` steps of Adam on the loss sum_i |(m - tau_i) tau_i^T|^2 / |tau_i|^2. For other
-    tensors m is the mean task vector.
+    sum_i tau_i and is changed by `steps` steps of Adam, with the rate `learning_rate`, on the loss sum_i |(m - tau_i)
+    tau_i^T|^2 / |tau_i|^2. For other tensors m is the mean task vector. Task vectors that are zero are left out of the
+    loss.
 
     The gradient is 2 (m A - B), with A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2,
-    so that a step is one matrix product. The last bits of matrix products depend on the number of threads. Task vectors
-    that are zero are left out of the loss.
+    so that a step is one matrix product. The last bits of matrix products depend on the number of threads.
     """
     taus = [tensor - base for tensor in tensors]
     if base.dim() != 2:

@@ -45,9 +45,8 @@ def elected_balance(taus: Sequence[torch.Tensor]) -> int:
 def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = None) -> torch.Tensor:
     """The element-wise mean of the task vectors that have the elected sign, or the majority sign at ties (MergeLM).
 
-    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the elected sign is the
-    sign of `majority`. By default, it is then the majority sign of the tensor: the sign that most elements of the sum
-    have.
+    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the sign of `majority`
+    is elected. If `majority` is None, the sign that most elements of the sum have is elected there.
     """
     return _mean_of_agreeing(taus, _elected_or_majority(taus, majority))
 

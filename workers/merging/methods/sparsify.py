@@ -109,9 +109,9 @@ def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
 def masked_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, densities: Sequence[float], keys: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Task vectors (tensors minus base) after a random mask, divided by the share of elements it keeps (DARE).
+    """Task vectors (tensors minus base) after a random mask, divided by the share of elements that is kept (DARE).
 
-    `densities` has the share for each tensor, and `keys` the key of its mask.
+    `densities` has, for each tensor, the share of elements that its mask keeps, and `keys` the key of the mask.
     """
     return [
         dropped(tensor - base, density, key).mul_(1 / density)

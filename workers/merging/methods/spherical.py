@@ -181,8 +181,8 @@ def karcher_weights(
 ) -> list[float]:
     """The factor of each tensor in `karcher`, from the weights and the inner products of the tensors.
 
-    The mean direction is found by at most `max_iter` steps, none shorter than `tol`. The mean direction and the steps
-    are sums of the tensors' directions, so only the angles between the tensors are needed.
+    `products` has the inner products of all pairs of tensors. They are sufficient, because the mean direction and all
+    steps are sums of the tensors' directions. There are at most `max_iter` steps, none shorter than `tol`.
     """
     if len(products) == 1:
         return [1.0]

@@ -395,9 +395,9 @@ def m3_dare(
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """Lambdas with which `dare_linear` gives the result of `m3_dare`, one for each model.
+    """The lambda of each model with which `dare_linear` gives the result of `m3_dare`.
 
-    The lambda of a model is `lambda_` times the model's weight, divided by the sum of the weights.
+    It is `lambda_` times the model's weight, divided by the sum of the weights.
     """
     total = fsum(weights)
     return [lambda_ * weight / total for weight in weights]

@@ -73,7 +73,7 @@ class WeightContents:
     def refusal(self, recipe: Recipe) -> str | None:
         """Reason why the engine cannot hold the merge of `recipe`; None if it can.
 
-        The engine can hold merges with as many layers as the base has.
+        The engine can hold only merges with as many layers as the base has.
         """
         layers = int(self.config["num_hidden_layers"])
         if len(recipe.layers) == layers:

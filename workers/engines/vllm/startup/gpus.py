@@ -72,8 +72,8 @@ def free_gpu_bytes(
 def engine_leftovers() -> tuple[str, ...]:
     """Processes of this user's engines that outlived the process that started them, each as "process PID (NAME)".
 
-    vLLM gives the processes of an engine of several GPUs a title. When the process that started them dies, process 1 or
-    Ray's raylet becomes their parent.
+    These are processes of engines of several GPUs, which vLLM gives a title. Their parent is process 1 or Ray's raylet,
+    because the process that started them is dead.
     """
     found = []
     for process in psutil.process_iter():

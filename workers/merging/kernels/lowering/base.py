@@ -48,11 +48,11 @@ RULES: dict[str, Fused] = {}
 
 
 def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
-    """Decorator that registers the function which converts merges of the method `name` to kernel rules.
+    """Decorator that registers the function which makes the kernel rules of the merge method `name`.
 
-    A rule is the formula that a kernel executes. `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises
-    ValueError if `search_spaces.methods` does not declare the method, or if a rule is already registered for the
-    method.
+    A rule is the formula that a kernel executes, as plain data. The function takes a merge and its operands, and
+    returns the rule. `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if
+    `search_spaces.methods` does not declare the method, or if a function is already registered for the method.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
