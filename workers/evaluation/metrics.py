@@ -97,8 +97,8 @@ def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
 def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str) -> Mapping[str, Any]:
     """Apply a filter and metrics to the answers to one document, and return the results by metric.
 
-    The filter, which extracts the answer from a model's text, is that of `subtask`. The result has each of the
-    subtask's own metrics. If `metric` is a sample metric (`sample_metrics`) and not one of these, the result has only
+    The filter of `subtask` extracts the answer from a model's text. Usually the result has each of the subtask's own
+    metrics. If `metric` is a sample metric (`sample_metrics`) that the subtask does not have, the result has only
     `metric`.
     """
     from lm_eval.api.instance import Instance

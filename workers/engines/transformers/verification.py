@@ -223,10 +223,14 @@ class _Comparison:
     def difference(self, pair: _Pair) -> SampleDifference | None:
         """Difference between the engine's and transformers' answers to one sample; None if the answers are equal.
 
-        `is_beyond` of the result says whether the difference is larger than rounding explains. This is so if the
-        log-probabilities differ by more than the tolerance. It is also so if completions differ at a place where
-        transformers' choice was clear by more than the tolerance, or if equal tokens have another text or metric. The
-        method `read` must have been called before.
+        `is_beyond` of the result says whether the difference is larger than rounding explains. There are three cases of
+        such a difference:
+
+        - the log-probabilities differ by more than the tolerance
+        - completions differ at a place where transformers' choice was clear by more than the tolerance
+        - equal tokens have another text or metric
+
+        The method `read` must have been called before.
         """
         apart = self.apart.get(pair.key, 0.0)
         is_apart = apart > self.tolerance

@@ -240,12 +240,12 @@ class Engine:
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Context manager for calls of the engine, after whose failed checks the engine must not be used again.
+        """Context manager around calls of the engine that declares the engine faulty if a check fails.
 
-        An EvidenceMismatch (the engine's weights or results are not those of the requested recipe) becomes an
-        EngineFault, and the engine refuses all later calls. There is one exception: if files of the source models have
-        changed, the engine is not at fault, and the error is raised as an EvidenceMismatch. If the engine has failed a
-        check before, EngineFault is raised before the context is entered.
+        A failed check is an EvidenceMismatch: the engine's weights or results are not those of the requested recipe. It
+        is raised as an EngineFault, and the engine refuses all later calls. There is one exception: if files of the
+        source models have changed, the engine is not at fault, and the error is raised as an EvidenceMismatch. If the
+        engine has failed a check before, EngineFault is raised before the context is entered.
         """
         self._refuse_after_a_fault()
         try:

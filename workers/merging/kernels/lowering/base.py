@@ -69,9 +69,9 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
 def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
     """The part of a kernel rule that keeps only the largest-magnitude elements of each task vector.
 
-    This part, the sparsification, sets the other elements to zero. `shares` has, for each source, the share of elements
-    to keep. `stored` are the operands of the merge with their statistics. The thresholds are computed from the field
-    `magnitudes` of `stored`, which has a table of the task vector's magnitudes for each source.
+    `shares` has, for each source, the share of elements to keep. The other elements are set to zero. `stored` are the
+    operands of the merge with their statistics. The thresholds come from the field `magnitudes` of `stored`, which has
+    a table of the task vector's magnitudes for each source.
     """
     tables = zip(magnitudes(stored), shares, strict=True)
     trims = [table.trim(num_kept(share, table.num_elements)) for table, share in tables]
