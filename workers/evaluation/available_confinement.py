@@ -36,10 +36,10 @@ except ConfinementUnavailable as error:
 
 @lru_cache(maxsize=1)
 def available_confinement() -> type[Confinement]:
-    """Find the first sandbox class in MEANS (bubblewrap, then Landlock) that works on this machine.
+    """Find the sandbox class that works on this machine: bubblewrap if possible, else Landlock.
 
-    Each sandbox is tried once per process. Raises ConfinementUnavailable, with the reason why each of them does not
-    work.
+    The classes in MEANS are tried in this order, once per process. Raises ConfinementUnavailable if no class works,
+    with a reason for each of them.
     """
     lacks = []
     for means in MEANS:
@@ -50,7 +50,10 @@ def available_confinement() -> type[Confinement]:
 
 
 def without_packages(code: str) -> list[str]:
-    """Command line of a new Python that runs `code` with the `sys.path` of this process, without loading `site`."""
+    """Command line of a new Python process that runs `code` with the `sys.path` of this process.
+
+    The new process does not load the module `site`.
+    """
     places = [*map(os.path.abspath, sys.path), OWN_PACKAGES]
     return [sys.executable, "-P", "-s", "-S", "-c", f"import sys; sys.path[:] = {places!r}\n{code}"]
 

@@ -65,8 +65,8 @@ class Bubblewrap(Confinement):
     its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap, and
     `version` its name and version.
 
-    `user` is the number of the user and group to which the process switches in `apply`. Only a process that root
-    started can switch, and it has no namespace of users. With None, the process does not switch.
+    `user` is the number of the user, and of the group, to which the process switches in `apply`; with None, it does not
+    switch. Only a process that root started can switch. A process that switches has no namespace of users.
     """
 
     program: str = field(default_factory=bwrap)
@@ -76,17 +76,20 @@ class Bubblewrap(Confinement):
     filters_system_calls: ClassVar[bool] = True  # but in tests of what bwrap alone prevents
 
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """Command line and environment of bwrap, which starts the process `command` with `environment`.
+        """Command line and environment of bwrap, which starts the process `command` with `environment` in the sandbox.
 
-        bwrap itself gets an empty environment, because programs may read the environment of the namespace's first
-        process. Raises ConfinementUnavailable if bwrap is not installed.
+        The returned environment is empty, because programs may read the environment of the namespace's first process,
+        which is bwrap. Raises ConfinementUnavailable if bwrap is not installed.
         """
         if not self.program:
             raise ConfinementUnavailable("there is no program bwrap (Debian: the package bubblewrap)")
         return [self.program, *self.arguments(environment), "--", *command], {}
 
     def arguments(self, environment: Mapping[str, str]) -> list[str]:
-        """Arguments of bwrap that set the namespaces, the files, the devices, and the process's `environment`."""
+        """Arguments of bwrap that describe the sandbox: namespaces, files, devices, and environment variables.
+
+        `environment` has the environment variables of the process in the sandbox.
+        """
         readable = _outermost([*self.readable, *OWN])
         folders = {str(above) for place in (*readable, *self.writable) for above in Path(place).parents}
         places = [
@@ -104,9 +107,10 @@ class Bubblewrap(Confinement):
         return [*ALWAYS, *namespaces, *places, *READ_ONLY, *variables, "--chdir", "/"]
 
     def exit_code(self, code: int) -> int:
-        """Convert bwrap's exit code to that of the confined process: negative for a signal.
+        """Convert bwrap's exit code to that of the confined process.
 
-        bwrap reports a signal as 128 plus its number.
+        bwrap reports a signal as 128 plus the signal's number. The result is then the signal's number, negated. Any
+        other code is returned unchanged.
         """
         return 128 - code if code - 128 in signal.valid_signals() else code
 
@@ -118,7 +122,7 @@ class Bubblewrap(Confinement):
         return super().apply()
 
     def limits(self) -> dict[int, int]:
-        """Resource limits of the process, by the number of the resource (`resource.RLIMIT_*`).
+        """Resource limits of the process: a dict from kinds of resources (`resource.RLIMIT_*`) to limits.
 
         A process with a limit of processor time also gets a limit of threads.
         """
@@ -133,7 +137,7 @@ def _bind(place: str) -> tuple[str, str, str]:
 
 
 def _outermost(places: Iterable[str]) -> list[str]:
-    """Those of the paths in `places` that are not below another path in `places`."""
+    """Leave out of `places` all paths that are below another path in `places`."""
     found: list[str] = []
     for place in sorted(set(places)):
         if not any(place.startswith(above.rstrip(os.sep) + os.sep) for above in found):

@@ -28,14 +28,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subtask:
-    """One lm-eval task; a task may consist of several.
+    """One lm-eval task; a task of a study may consist of several.
 
-    `task` is lm-eval's object, or None if it is in a confined process. `categories` are the names of the groups within
-    the whole task that it belongs to, such as `mmlu_stem`. `filter` is the name of the lm-eval filter whose results are
-    used, and `filters` has the names of all filters of the task. `delimiter` is the text between a prompt and its
-    answer. `prefix` is the text with which the task itself begins the answer. `template` is the Jinja template of its
-    prompts, or "" if they come from a function or a column of the data. `options` are the answer options, if all
-    samples have the same ones.
+    - `task`: lm-eval's object, or None if it is in a confined process
+    - `filter`: the name of the lm-eval filter whose results are used; `filters` has the names of all filters of the
+      task
+    - `prefix`: the text with which the task itself begins the answer
+    - `delimiter`: the text between a prompt and its answer
+    - `template`: the Jinja template of the prompts, or "" if they come from a function or a column of the data
+    - `options`: the answer options, if all samples have the same ones
+    - `categories`: the names of the inner groups that the subtask belongs to, such as `mmlu_stem`
     """
 
     name: str
@@ -52,10 +54,11 @@ class Subtask:
     categories: tuple[str, ...] = ()
 
     def delimiter_before_answer(self, *, has_template: bool) -> str:
-        """The text that lm-eval puts between prompt and answer: the task's delimiter, or "" after a chat template.
+        """The text that lm-eval puts between prompt and answer.
 
-        `has_template` says whether the prompt is rendered by a chat template. The delimiter is also used after a chat
-        template if the task itself begins the answer with a text that does not end in white space.
+        `has_template` says whether the prompt is rendered by a chat template. Without a chat template, the result is
+        the task's delimiter. After a chat template it is "", unless the task itself begins the answer with a text that
+        does not end in white space; then it is the delimiter too.
         """
         if has_template and not (self.prefix and not self.prefix[-1:].isspace()):
             return ""
@@ -64,7 +67,10 @@ class Subtask:
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a task with its requests (lm-eval's `Instance` objects, in order) and its right answers."""
+    """One document of a task: its requests (lm-eval's `Instance` objects, in order), and its right answers.
+
+    The right answers are found when `right` is called.
+    """
 
     instances: tuple[Any, ...]
     right: Callable[[], RightAnswer]
@@ -72,10 +78,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of a backend to one sample.
+    """The answers of a backend to one sample of a task.
 
-    `responses[i]` has the answers to the sample's i-th request, several if lm-eval repeats the request. `subtask` is an
-    index in BuiltTask.subtasks, `document` is lm-eval's `doc_id` in that subtask.
+    - `subtask`: the index of the sample's subtask in `BuiltTask.subtasks`
+    - `document`: lm-eval's `doc_id` in this subtask
+    - `responses`: `responses[i]` has the answers to the sample's i-th request, several if lm-eval repeats the request
     """
 
     subtask: int
@@ -87,8 +94,11 @@ class Answers:
 class PromptSettings:
     """Settings with which lm-eval builds prompts.
 
-    `system_prompt` and `render`, a function that renders chat messages, may be None. `render` has the arguments of
-    `TemplateLM.apply_chat_template`. `limit` is the number of documents; None for all.
+    - `system_prompt`: the system prompt, or None
+    - `render`: a function that renders chat messages, with the arguments of `TemplateLM.apply_chat_template`; None if
+      there is no chat template
+    - `tokenizer_name`: the name under which lm-eval caches prompts of this tokenizer
+    - `limit`: the number of documents; None for all
     """
 
     system_prompt: str | None
@@ -110,14 +120,17 @@ class TaskCode(Protocol):
     def lack_of_references(self, num_documents: int) -> str | None: ...
 
     def begin(self, answers: Answers) -> None:
-        """Begin to compute the metric of one sample; `values` returns it later.
+        """Begin to compute the metric of one sample, whose value the method `values` returns later.
 
-        The method returns at once and raises nothing.
+        `answers` are the model's answers. The method returns at once and raises nothing.
         """
         ...
 
     def forget(self) -> None:
-        """Drop the computations that `begin` has started and whose results `values` has not returned."""
+        """Drop the computations whose results are not needed any more.
+
+        They were started by `begin`, and `values` has not returned their results.
+        """
         ...
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
@@ -131,8 +144,8 @@ class TaskCode(Protocol):
 class BuiltTask:
     """A task that is ready to be scored, with the order in which its samples are scored.
 
-    `order[position]` is the sample at `position`, as (index of the subtask, index of the document), both from 0.
-    `code` computes the values by means of a confined process; None if the task needs none.
+    `order[position]` is the sample at `position`, as (index of the subtask, index of the document), both from 0. `code`
+    is the confined process that computes the metric; None if the task runs no code of its own and no completions.
     """
 
     spec: TaskSpec
@@ -156,7 +169,8 @@ class BuiltTask:
     def document(self, position: int) -> str:
         """Name of the sample at `position` of the scoring order.
 
-        It is the sample's index in the task's data, after the name of its subtask if there are several.
+        The name is the sample's index in the task's data. If there are several subtasks, the subtask's name comes
+        before the index.
         """
         subtask, index = self.order[position]
         return f"{self.subtasks[subtask].name}/{index}" if len(self.subtasks) > 1 else str(index)
@@ -183,10 +197,11 @@ class BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """Random order of all (group, index) pairs in which every prefix has the groups in proportion to their sizes.
+    """Random order of all samples, in which every prefix has the groups in proportion to their sizes.
 
-    `sizes` maps a group's name to its number of samples. In every prefix, groups of equal size differ by at most one
-    sample. The order depends on names, sizes and seed only, not on the version of a random generator.
+    `sizes` maps a group's name to its number of samples. The result has a pair (index of the group, index of the sample
+    in the group) for each sample. In every prefix, groups of equal size differ by at most one sample. The order depends
+    on names, sizes and seed only, not on the version of a random generator.
     """
 
     def draw(name: str, index: int) -> bytes:
@@ -201,7 +216,11 @@ def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int]
 
 
 def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
-    """The documents of each subtask of a task with their requests, in document order."""
+    """The documents of each subtask of a task with their requests, in document order.
+
+    `settings` are the settings with which prompts are built. For a task with a confined process, the documents come
+    from this process.
+    """
     if task.code is not None:
         return task.code.documents(settings)
     return documents_here(task, settings)
@@ -213,10 +232,10 @@ def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Doc
 
 
 def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
-    """Reason why losses cannot be computed on a task; None if they can.
+    """Reason why losses cannot be computed on a task, as text; None if they can.
 
-    The first `num_documents` documents of each subtask are checked. The reason is that one of them has no right answer
-    on which a model's loss can be computed.
+    Losses need right answers. The reason names a document without a right answer on which a model's loss can be
+    computed. The first `num_documents` documents of each subtask are checked.
     """
     if task.code is not None:
         return task.code.lack_of_references(num_documents)
@@ -226,7 +245,8 @@ def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
 def lack_here(task: BuiltTask, num_documents: int) -> str | None:
     """Reason why losses cannot be computed on a task whose lm-eval objects exist in this process; None if they can.
 
-    The first `num_documents` documents of each subtask are checked for right answers, as in `lack_of_references`.
+    The first `num_documents` documents of each subtask are checked. The reason names a document without a right answer
+    on which a model's loss can be computed.
     """
     for subtask in task.subtasks:
         for index in range(min(num_documents, subtask.num_samples)):

@@ -29,7 +29,10 @@ class Channel:
         self._connection = connection
 
     def send(self, message: bytes, *, limit_s: float | None = None) -> None:
-        """Send a message. Raises TimeoutError, and ConnectionError if the other end is closed."""
+        """Send a message.
+
+        Raises TimeoutError after `limit_s` seconds, and ConnectionError if the other end is closed.
+        """
         self._connection.settimeout(limit_s)
         self._connection.sendall(LENGTH.pack(len(message)))
         self._connection.sendall(message)
@@ -37,7 +40,8 @@ class Channel:
     def receive(self, *, limit_s: float | None = None, meanwhile: Callable[[], None] = lambda: None) -> bytes:
         """Wait for the next message, and return it; `meanwhile` is called about every second while waiting.
 
-        Raises TimeoutError, EOFError if the other end is closed, and ValueError for a message that is too large.
+        Raises TimeoutError after `limit_s` seconds, EOFError if the other end is closed, and ValueError for a message
+        that is too large.
         """
         deadline = None if limit_s is None else time.monotonic() + limit_s
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size, deadline, meanwhile))

@@ -57,8 +57,10 @@ class _Request:
 class ConfinedTask(TaskProcess):
     """Client of the confined process that builds one task and runs the task's own Python functions.
 
-    It implements `built_tasks.TaskCode`; `built` is the task. `confinement` is for tests; otherwise the process is
-    always confined. Raises InvalidTask if the task cannot be built, and if this machine cannot confine it.
+    A confined process can use only the files and resources that it needs (`Confinement`). The class implements
+    `built_tasks.TaskCode`; `built` is the task of `spec`. The metric of a sample may take `sample_limit_s` seconds, and
+    building the task `task_limit_s` seconds. `confinement` replaces the sandbox in tests. Raises InvalidTask if the
+    task cannot be built, and if this machine cannot confine a process.
     """
 
     def __init__(
@@ -111,7 +113,10 @@ class ConfinedTask(TaskProcess):
         return None if lack is None else str(lack)
 
     def begin(self, answers: Answers) -> None:
-        """Do nothing, because this process computes the metric of a sample only when `values` requests it."""
+        """Do nothing.
+
+        The confined process computes the metric of a sample only when `values` is called.
+        """
 
     def forget(self) -> None:
         """Do nothing, because `begin` starts no computations."""
@@ -166,7 +171,10 @@ class ConfinedTask(TaskProcess):
             raise EngineUnavailable(f"building task {self._spec.task!r} again {self._how(error)}") from error
 
     def _ask(self, message: object, key: str) -> Any:
-        """Send a request, and return the field `key` of the reply. Raises InvalidTask if the process does not reply."""
+        """Send a request to the confined process, and return the field `key` of the reply.
+
+        Raises InvalidTask if the process does not reply.
+        """
         try:
             self._send(message)
             return self._receive(key, self._task_limit_s)
@@ -176,7 +184,10 @@ class ConfinedTask(TaskProcess):
             raise InvalidTask(f"task {self._spec.task!r}: building its prompts {how}") from error
 
     def _how(self, error: Exception) -> str:
-        """Describe, for a message, why the process did not reply: it ended, or the time limit was reached."""
+        """Describe, for a message, why the process did not reply: it ended, or the time limit was reached.
+
+        `error` is the error of the connection to the process.
+        """
         return str(error) if isinstance(error, TimeoutError) else f"ended its process{self._last_words()}"
 
     def _question(self) -> tuple[object, ...]:
@@ -205,7 +216,9 @@ class ConfinedTask(TaskProcess):
     def _answer(self, question: Mapping[str, Any]) -> object:
         """Answer a question of the confined process, by rendering chat messages or executing programs.
 
-        The confined process can do neither, because it has no tokenizer and starts no processes.
+        The confined process asks for these because it has no tokenizer and may start no processes. The question has the
+        key "render", with (messages, whether a prompt for the answer is added), or "execute", with the programs.
+        Returns the rendered text, or the outcomes of the programs.
         """
         if "execute" in question:
             return self._execute([_text(program) for program in question["execute"]], question.get("cpu_s"))
@@ -217,7 +230,10 @@ class ConfinedTask(TaskProcess):
         return self._settings.render(messages, add_generation_prompt=bool(add_generation_prompt))
 
     def _execute(self, programs: Sequence[str], cpu_s: float | None) -> list[str | None]:
-        """Execute programs, each in a separate confined process with `cpu_s` seconds of processor time."""
+        """Execute programs, each in a separate confined process with `cpu_s` seconds of processor time.
+
+        Returns the outcome of each program: None if it ran to its end, else the reason why it did not.
+        """
         if len(programs) > MAX_PROGRAMS:
             raise ValueError(f"{len(programs):,} programs at once")
         if cpu_s is not None and not 0 < float(cpu_s) <= MAX_CPU_S:
@@ -250,7 +266,7 @@ class ConfinedTask(TaskProcess):
 
 
 def _streams(data: Any) -> dict[str | None, int]:
-    """Write a data set as Arrow streams, and return their file descriptors by split.
+    """Write a data set as Arrow streams, for a process that may open no files; return file descriptors by split.
 
     `data` is what `datasets.load_dataset` returned. The files have no names, and can only be read through the
     descriptors. Raises InvalidTask if `data` are not the data of all splits.

@@ -47,10 +47,12 @@ def ending(code: int) -> str:
 class Confinement(ABC):
     """Interface of a sandbox for one process (`Bubblewrap`, `Landlock`), with the files and resources it may use.
 
-    `readable` and `writable` are absolute paths of files and of directories with everything below them. `listable` are
-    directories of which the process can only list the names of the files; with bubblewrap, only readable files have
-    names there. `memory_bytes` limits the address space, `file_bytes` the size of a file, and `cpu_s` the processor
-    time (None is no limit).
+    - `readable`, `writable`: absolute paths of files, and of directories with everything below them
+    - `listable`: directories in which the process can list the names of files, but not read the files; with bubblewrap,
+      only the names of readable files are there
+    - `memory_bytes`: the limit of the address space
+    - `file_bytes`: the limit of the size of a file that is written
+    - `cpu_s`: the limit of processor time in seconds; None is no limit
     """
 
     readable: tuple[str, ...] = field(default_factory=system_paths)
@@ -62,23 +64,25 @@ class Confinement(ABC):
 
     @abstractmethod
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """Command line and environment that start the process `command` with `environment` in confinement.
+        """Return the command line and the environment with which to start a process in the sandbox.
 
-        The process must call `apply` before it runs untrusted code.
+        `command` and `environment` are those of the process itself. The process must call `apply` before it runs
+        untrusted code.
         """
         ...
 
     def exit_code(self, code: int) -> int:
-        """Convert the exit code of the process that `command` started to that of the confined process.
+        """Convert the exit code of the process that was started by `command` to that of the confined process.
 
-        An exit code is negative for a signal.
+        The two codes differ if a program such as bwrap starts the confined process. The result is negative if a signal
+        ended the process.
         """
         return code
 
     def of_program(self, number: int) -> Self:
-        """Sandbox for one program of several; a subclass may run each program as another user.
+        """Sandbox for one of several programs, which a subclass may run as different users.
 
-        `number` counts the programs that the calling process has started.
+        `number` is the number of programs that the calling process has started before.
         """
         return self
 
@@ -91,10 +95,10 @@ class Confinement(ABC):
         - lists these directories and those in `listable` only
         - has no network, starts no process and no program, and sends signals to itself only
         - neither reads other processes nor changes their priority, affinity or limits
-        - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace.
+        - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace
 
         Raises ConfinementUnavailable if the system does not offer what is needed, and RuntimeError if the process has
-        several threads; then the process must not continue.
+        several threads. After an error the process must not continue.
         """
         refuse_threads()
         limit_resources(self.limits())
@@ -104,7 +108,7 @@ class Confinement(ABC):
         return f"{enforced}, seccomp"
 
     def limits(self) -> dict[int, int]:
-        """Resource limits of the process, by the number of the resource (`resource.RLIMIT_*`)."""
+        """Resource limits of the process: a dict from kinds of resources (`resource.RLIMIT_*`) to limits."""
         limits = {
             resource.RLIMIT_AS: self.memory_bytes,
             resource.RLIMIT_FSIZE: self.file_bytes,
@@ -115,5 +119,8 @@ class Confinement(ABC):
 
     @abstractmethod
     def _restrict_files(self) -> str:
-        """Restrict the calling process to its files, unless this is done already, and return the mechanism's name."""
+        """Restrict the calling process to the files of the sandbox, and return the mechanism's name.
+
+        Nothing is done if the process was started with this restriction.
+        """
         ...

@@ -58,20 +58,25 @@ def snapshot_of(path: str) -> Path | None:
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether `path` can be the name of a data set on the hub: `name` or `owner/name`, not a file path."""
+    """Whether `path` has the form of the name of a data set on the hub: `name` or `owner/name`, not a file path."""
     return not os.path.isabs(path) and path.count("/") <= 1 and not path.startswith(".")
 
 
 def place_of(path: str) -> Path | None:
-    """The local directory that has the data set `path`, found without loading or network; None if there is none."""
+    """The local directory that has the data set `path` or a part of it; None if there is none.
+
+    The data are not loaded, and the network is not used.
+    """
     return local_copy(path) or _prepared(path) or snapshot_of(path)
 
 
 def load(load_dataset: Callable[..., Any], path: str, name: str | None, options: Mapping[str, Any]) -> Any:
-    """Load a data set with `load_dataset` from the first place that has it, in the order of the module's docstring.
+    """Load a data set with `load_dataset` from the first place that has it.
 
-    Raises InvalidTask if no place has it; the message says why, and how to get the data. Raises the error of
-    `load_dataset` if a place has the data but they cannot be read.
+    The places are the user's own copies, the hub or its mirror, the cache of the package `datasets`, and the hub
+    client's cache, in this order. `path`, `name` and `options` are arguments of `load_dataset`. Raises InvalidTask if
+    no place has the data; the message says why, and how to get them. Raises the error of `load_dataset` if a place has
+    the data but they cannot be read.
     """
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 

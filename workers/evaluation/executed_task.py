@@ -27,10 +27,10 @@ __all__ = ["ExecutedTask"]
 
 
 class ExecutedTask:
-    """Inline task (JSONL file) that executes each completion as a program (implements `built_tasks.TaskCode`).
+    """Inline task (JSONL file) that judges each completion by executing it as a program, with tests.
 
-    `built` is the task, `task` its lm-eval object, and `rows` are its samples. Raises InvalidTask if this machine
-    cannot confine programs.
+    The class implements `built_tasks.TaskCode`. `task` is the task as lm-eval built it, and `rows` are its samples.
+    `built` is the same task with this object as its code. Raises InvalidTask if this machine cannot confine programs.
     """
 
     def __init__(self, task: BuiltTask, rows: Sequence[InlineRow]) -> None:
@@ -52,7 +52,7 @@ class ExecutedTask:
         return lack_here(self._here, num_documents)
 
     def begin(self, answers: Answers) -> None:
-        """Begin to execute the completions of one sample."""
+        """Begin to execute the completions of one sample, and return at once."""
         with contextlib.suppress(InvalidTask):  # `values` raises it
             self._begin(answers)
 
@@ -63,7 +63,7 @@ class ExecutedTask:
         self._judged.clear()
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
-        """The estimate of pass@k for each sample: the probability that one of k completions passes its tests.
+        """The metric pass@k of each sample: an estimate of the probability that one of k completions passes its tests.
 
         A completion passes if its program runs to its end. Raises EngineUnavailable if the process that executes
         programs ends twice.

@@ -33,13 +33,14 @@ PROGRAM = f"from {serve.__module__} import serve; serve()"
 
 
 class Executor:
-    """Client of a separate process that executes Python programs, several at a time, each confined.
+    """Client of a separate process that executes Python programs, several at a time, each in a sandbox.
 
-    A program can read the installed packages and the libraries of the system, and can write no file. `enforced` names
-    the mechanisms that confine it. A program has `cpu_s` seconds of processor time (default CPU_S). `confinement` is
-    for tests; by default it is the sandbox that this machine offers. Only one thread may use the object at a time;
-    Linux kills the process when the thread that started it ends. Raises InvalidTask if this machine cannot confine a
-    program.
+    A program can read the installed packages and the libraries of the system, and can write no file. A program has
+    `cpu_s` seconds of processor time (default CPU_S). `confinement` replaces this machine's sandbox in tests.
+    `enforced` names the mechanisms that confine programs.
+
+    Only one thread may use the object at a time. Linux kills the process when the thread that started it ends. Raises
+    InvalidTask if this machine cannot confine a program.
     """
 
     def __init__(self, *, cpu_s: int | None = None, confinement: Callable[..., Confinement] | None = None) -> None:
@@ -67,8 +68,8 @@ class Executor:
     def outcomes(self) -> list[str | None]:
         """Wait for all programs submitted since the last call, and return the outcome of each.
 
-        An outcome is None if the program ran to its end, else the reason why it did not. They are in the order of
-        submission. Raises EngineUnavailable if the process that starts them ends twice.
+        An outcome is None if the program ran to its end, else the reason why it did not. Outcomes are in the order of
+        submission. Raises EngineUnavailable if the separate process that starts programs ends twice.
         """
         programs, self._submitted = self._submitted, []
         limit_s = START_S + WALL_FACTOR * self._cpu_s * len(programs)
@@ -100,7 +101,10 @@ class Executor:
         return self.outcomes()
 
     def drop(self) -> None:
-        """Kill all submitted programs, and discard their outcomes."""
+        """Kill all submitted programs, and discard their outcomes.
+
+        Further programs may be submitted afterwards.
+        """
         self._submitted = []
         self.close()
         with contextlib.suppress(EngineUnavailable, InvalidTask):  # `outcomes` tries again
@@ -152,9 +156,8 @@ class Executor:
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Unbiased estimate of pass@k, the probability that at least one of `k` samples passes.
 
-    Of `num_samples` samples, `num_passed` passed; `k` is at most `num_samples`.
-
-    Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), equation 1.
+    The estimate is made from `num_samples` samples, of which `num_passed` passed; `k` is at most `num_samples`. This is
+    equation 1 of Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374).
     """
     if num_samples - num_passed < k:
         return 1.0

@@ -39,7 +39,10 @@ MAX_SAID = 4096  # bytes that a program's process may send; one that sends more 
 
 @dataclass(frozen=True)
 class ExecutionStart:
-    """First message to the process that executes programs: their confinement, and how many run at a time."""
+    """First message to the process that executes programs.
+
+    `confinement` is the sandbox of each program, and `num_parallel` the number of programs that run at a time.
+    """
 
     confinement: Confinement
     num_parallel: int
@@ -55,20 +58,23 @@ class _Running:
 
 
 class NotConfinedError(RuntimeError):
-    """Raised if a child process ended before it was confined and its program began; the message has the reason."""
+    """Raised if a program's process ended before the sandbox was complete, so that the program did not begin.
+
+    The message has the reason.
+    """
 
 
 def serve() -> None:
     """Execute programs on request until the other end of the connection closes.
 
-    The only command line argument is the connection's file descriptor. The first message is an ExecutionStart. Its
-    reply has the names of the mechanisms that confine programs ("enforced"), or the reason why none can be confined
-    ("error").
+    The only command line argument is the connection's file descriptor. The first message is an ExecutionStart. The
+    reply to it has the names of the mechanisms that confine programs ("enforced"), or the reason why none can be
+    confined ("error").
 
     Each further message is a list of programs (texts) or None. Programs are started as soon as a processor is free. The
     reply to None comes when all programs have ended. It has the key "reasons", with an entry for each program since the
-    last reply: null if it ran to its end, else the reason why it did not. If a program could not be confined, this
-    process replies with the reason ("failed"), and ends.
+    last reply: null if the program ran to its end, else the reason why it did not. If a program could not be confined,
+    this process replies with the reason ("failed"), and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -128,9 +134,9 @@ class _Programs:
         self._start_some()
 
     def reasons(self) -> list[str | None]:
-        """Reasons why the submitted programs did not run to their end; None for a program that did.
+        """The reason why each submitted program did not run to its end, in order; None for a program that did.
 
-        All programs must have ended. The record of the programs is emptied.
+        All programs must have ended. Then the record of the programs is emptied.
         """
         found, self._reasons = self._reasons, []
         return found
@@ -140,7 +146,11 @@ class _Programs:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def wait(self) -> bool:
-        """Wait until a program ends or a message arrives; return whether a message has arrived."""
+        """Wait until a program ends or a message arrives; return whether a message has arrived.
+
+        The method also returns when a program reaches its time limit. A waiting program is started for each one that
+        has ended.
+        """
         running = [key.data for key in self._selector.get_map().values() if key.data]
         limit = min((each.deadline for each in running), default=None)
         ready = {key.fd for key, _ in self._selector.select(limit and max(0.0, limit - time.monotonic()))}
@@ -169,9 +179,10 @@ class _Programs:
             self._num_running += 1
 
     def _outcome(self, running: _Running, *, is_late: bool) -> str | None:
-        """Kill a program's process, and return the reason why it did not run to its end; None if it did.
+        """Kill a program's process, and return the reason why the program did not run to its end; None if it did.
 
-        Raises NotConfinedError if the process ended before the program began.
+        `is_late` says whether the program has reached its time limit. Raises NotConfinedError if the process ended
+        before the program began.
         """
         with contextlib.suppress(ProcessLookupError):
             os.kill(running.pid, signal.SIGKILL)
@@ -194,9 +205,9 @@ class _Programs:
 
 
 def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
-    """Start a process that executes `program`; return a pipe with its output, its process id, and a secret token.
+    """Start a process that executes `program`; return (pipe with its output, process id, secret token).
 
-    The process writes the token if the program ran to its end.
+    The process writes the token to the pipe if the program ran to its end.
     """
     read, write = os.pipe()
     token = secrets.token_bytes(16)
@@ -209,7 +220,10 @@ def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
 
 
 def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> int:
-    """Start the process of a program under bwrap, with the output `pipe`, and return its process id."""
+    """Start the process of a program under bwrap, and return its process id.
+
+    The process writes its output to the file descriptor `pipe`, with `token` if the program ran to its end.
+    """
     command, environment = confinement.command(
         without_packages(f"from {run_confined.__module__} import run_confined; run_confined()"),
         os.environ,  # it has no secrets

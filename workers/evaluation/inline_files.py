@@ -23,7 +23,7 @@ INLINE_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class InlineRow:
-    """One sample of an inline task: the prompt, and the answer that the whole completion must equal.
+    """One sample of an inline task (JSONL file): the prompt, and the right answer.
 
     `fields` is the JSON object of the sample's line in the file.
     """
@@ -36,7 +36,8 @@ class InlineRow:
 def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
     """Read the samples of an inline task from its JSONL file, in the order of the file.
 
-    `task` has the `file` and the templates of the prompt and the answer. Raises InvalidTask with file, line and reason.
+    `task` is the task's description in the study file: the path `file`, the templates `prompt` and `answer`, and
+    further settings. Raises InvalidTask, whose message has the file, the line and the reason.
     """
     if unknown := sorted(set(task) - INLINE_KEYS):
         raise InvalidTask(f"inline task: unknown key {unknown[0]!r}; known are {', '.join(sorted(INLINE_KEYS))}")
@@ -65,9 +66,10 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
 
 
 def program_of(task: Mapping[str, Any], row: InlineRow, completion: str) -> str:
-    """The program that tests a completion of one sample, rendered from the template `program` of an inline task.
+    """The program that tests a completion of one sample.
 
-    Raises InvalidTask if it cannot be rendered.
+    The program is rendered from the template `program` of `task`, an inline task, with the sample's fields and the
+    completion. Raises InvalidTask if it cannot be rendered.
     """
     file = str(task["file"])
     return _rendered(_template(str(task["program"]), where=file), row, completion, where=file)
@@ -95,8 +97,9 @@ def _rendered(template: jinja2.Template, row: InlineRow, completion: str, *, whe
 class RowTemplates:
     """Jinja templates that render the prompt and the answer from the fields of a JSONL line.
 
-    A null field is written as None, or refused if `refuse_null` is true. Error messages begin with `where`, and name
-    the answer `answer_name`. Raises InvalidTask for an invalid template.
+    `templates` has the templates by the keys "prompt" and "answer". A null field is written as None, or refused if
+    `refuse_null` is true. Error messages begin with `where`, such as the file's name, and call the answer
+    `answer_name`. Raises InvalidTask for an invalid template.
     """
 
     def __init__(
@@ -117,8 +120,8 @@ class RowTemplates:
     def row(self, fields: Mapping[str, Any], *, where: str) -> InlineRow:
         """Render the prompt and the answer from `fields`, the JSON object of one line.
 
-        Raises InvalidTask, with a message that begins with `where`, if a template cannot be rendered or the prompt is
-        empty.
+        `where` names the file and line in messages. Raises InvalidTask if a template cannot be rendered or the prompt
+        is empty.
         """
         rendered = {}
         for key, template in self._compiled.items():
@@ -162,7 +165,7 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """Describe a name that `template` uses and that `fields`, the JSON object of a line, does not have.
+    """Describe, for a message, what `template` uses although `fields`, the JSON object of a line, does not have it.
 
     The text does not quote values of the line, because a template could show any value.
     """
@@ -174,7 +177,7 @@ def _undefined(template: str, fields: Mapping[str, Any]) -> str:
 def parse_line(line: bytes, *, where: str) -> dict[str, Any]:
     """Parse a line of a JSONL file as a JSON object.
 
-    Raises InvalidTask, with a message that begins with `where`, if it is something else.
+    `where` names the file and line in messages. Raises InvalidTask if the line is not a JSON object in UTF-8.
     """
     try:
         fields = json.loads(line.decode())

@@ -57,9 +57,10 @@ def _item(task: BuiltTask, document: Document, subtask: int, index: int) -> Judg
 
 
 def judge_prompt(template: str, item: JudgedItem, completion: str, *, is_swapped: bool) -> str:
-    """Prompt that asks a judge to compare a completion with the reference answer of an item.
+    """Prompt that asks a judge, a language model, to compare a completion with the reference answer of an item.
 
-    The completion is the first answer, or the second one if `is_swapped`.
+    `template` has placeholders for the question and the two answers. The completion is the first answer, or the second
+    one if `is_swapped`.
     """
     answers = (completion.strip(), item.reference)
     first, second = reversed(answers) if is_swapped else answers
@@ -75,8 +76,8 @@ def prompt_digest(prompt: str) -> str:
 def preference_of(answer: str, *, is_swapped: bool) -> float | None:
     """Read a judge's verdict: 1 if the completion is better than the reference answer, 0 if worse, 0.5 for a tie.
 
-    `is_swapped` says whether the completion was the second answer. The last verdict in the judge's answer counts. The
-    result is None for an answer without a verdict.
+    `answer` is the judge's text, in which the last verdict counts. `is_swapped` says whether the completion was the
+    second of the two answers that were compared. The result is None for a text without a verdict.
     """
     verdicts = VERDICT.findall(answer)
     if not verdicts:

@@ -46,7 +46,11 @@ class Landlock(Confinement):
 
 
 def _restrict_files(readable: Iterable[str], writable: Iterable[str], listable: Iterable[str]) -> int:
-    """Restrict the calling process to the given files, and return the version of Landlock's interface."""
+    """Restrict the calling process to the given files by Landlock, and return the version of Landlock's interface.
+
+    The arguments are the paths that the process may read, write (and read), and list, with everything below
+    directories. Paths that do not exist are ignored. Raises ConfinementUnavailable if the system has no Landlock.
+    """
     try:
         version = call("syscall", LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
     except OSError as error:

@@ -22,9 +22,10 @@ LOOKED_AT = 50  # the first documents of each subtask
 class Lengths:
     """Mean numbers of tokens that a model reads and generates for one sample of a task.
 
-    `read` is the mean number of tokens that a model reads: the prompt, or all options with their prompts. `answered` is
-    the mean length of completions that are as long as the reference answers. `limit` is the mean length of completions
-    that only end at the task's limit. Without reference answers, `answered` equals `limit`.
+    - `read`: the tokens that the model reads: the prompt, or all options with their prompts
+    - `answered`: the tokens that the model generates if completions are as long as the reference answers; equal to
+      `limit` without reference answers
+    - `limit`: the tokens that the model generates if completions end only at the task's limit
     """
 
     read: float
@@ -35,9 +36,9 @@ class Lengths:
 def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
     """Measure the mean numbers of tokens of a task's samples on the first documents of each subtask.
 
-    The results for inline tasks, whose content is known, are cached, because importing the tokenizer takes seconds;
-    `cache` is the directory of the cache, or None for the default one. Raises InvalidTask if the task cannot be built
-    or one of these documents cannot be tokenized.
+    Results are cached for inline tasks whose content is known, because importing the tokenizer takes seconds. `cache`
+    is the directory of the cache, or None for the default one. Raises InvalidTask if the task cannot be built or one of
+    these documents cannot be tokenized.
     """
     if spec.content is None or not isinstance(spec.task, Mapping):
         return _counted(spec, prompts)

@@ -37,7 +37,7 @@ KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored samples, and a hash of the prompts of each objective.
+    """Scored samples, and a hash of the prompts of each objective (a task that is scored, by its name in the study).
 
     `samples` are in the order of the requested spans. `prompts` maps an objective's name to the sha256 (hex) of the
     tokens of all prompts that were scored.
@@ -64,7 +64,8 @@ class _Request:
 class _Prepared:
     """A built task with its documents and the tokenized requests that each document needs.
 
-    `documents[subtask][document]` and `requests[subtask][document]` have indices from 0.
+    `documents[i][j]` is the document j of the subtask i, and `requests[i][j]` has its requests; both indices begin with
+    0.
     """
 
     task: BuiltTask
@@ -94,8 +95,9 @@ class _Prepared:
 class _Asked:
     """A sample with its requests to the backend and the answers received so far.
 
-    `answers[i]` is the answer to the i-th request, None until it arrives. The answer to a generation is a `Completion`,
-    the answer to a continuation is (log-likelihood, whether it is greedy).
+    `position` is the sample's place in the scoring order of `task`. `answers[i]` is the answer to the i-th request, or
+    None until it arrives. It is a `Completion` for a request to generate, and (log-likelihood, whether greedy decoding
+    gives the text) for a request to score.
     """
 
     def __init__(self, task: BuiltTask, position: int, requests: tuple[_Request, ...]) -> None:
@@ -106,7 +108,7 @@ class _Asked:
 
     @property
     def in_order(self) -> Answers:
-        """The backend's answers to this sample, one group for each lm-eval request.
+        """The backend's answers to this sample, grouped by lm-eval's requests.
 
         A group has several answers if lm-eval repeats the request.
         """
@@ -120,9 +122,9 @@ class _Asked:
 
 
 class BackendLM(TemplateLM):  # type: ignore[misc]
-    """Adapter that gives a backend the interface of an lm-eval model, so that lm-eval's own evaluator can also use it.
+    """Adapter that gives a backend the interface of an lm-eval model.
 
-    `backend` is None if requests are only tokenized.
+    With it, lm-eval's own evaluator can also use the backend. `backend` is None if requests are only tokenized.
     """
 
     def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
@@ -143,9 +145,9 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token that precedes an option of a task without a prompt.
+        """Id of the token that is put before an option if a task has no prompt.
 
-        It is the BOS token, or the end-of-text token if the tokenizer has no BOS.
+        The token is BOS, or the end-of-text token if the tokenizer has no BOS.
         """
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
@@ -164,7 +166,9 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render chat messages as text.
 
-        Raises InvalidTask if the chat template refuses the messages, for example a system prompt.
+        With `add_generation_prompt`, the text ends where the model's answer begins. Otherwise the last message is left
+        open, so that the model continues it. Raises InvalidTask if the chat template refuses the messages, for example
+        a system prompt.
         """
         import jinja2
 
@@ -192,7 +196,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return documents_of(task, PromptSettings(options.system_prompt, render, self.tokenizer_name, limit))
 
     def tokenize(self, instance: Any) -> tuple[Generation | Continuation, bool]:
-        """Tokenize an lm-eval request, cutting the beginning of a prompt that is too long.
+        """Tokenize an lm-eval request for the backend, cutting the beginning of a prompt that is too long.
 
         Returns the tokenized request, and whether its prompt was cut to fit the model's maximum length. Raises
         InvalidTask for requests that backends cannot answer.
@@ -277,9 +281,9 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 class TaskEvaluator:
     """Evaluator that scores samples of tasks on one backend, and keeps tokenized tasks for later calls.
 
-    `backend` may be None if nothing is scored. `metrics` computes the values. By default they are computed in this
-    process; then `score` must be called in the main thread. The values of a task with its own code always come from the
-    confined process that has the task.
+    `backend` may be None if nothing is scored. `metrics` computes the metrics of samples. By default they are computed
+    in this process; then `score` must be called in the main thread. The metric of a task with its own code is always
+    computed by the task's confined process.
 
     The most recently used tokenized tasks are kept, up to MAX_KEPT_TOKENS prompt tokens together. The tasks of one call
     of `score` are always kept.
@@ -311,7 +315,7 @@ class TaskEvaluator:
         return not (isinstance(first, Generation) and first.temperature > 0)
 
     def requests(self, spec: TaskSpec, position: int) -> tuple[Generation | Continuation, ...]:
-        """The tokenized requests of the sample at `position` of a task, in the order of lm-eval's requests."""
+        """The tokenized requests of the sample at `position` of a task's scoring order, in lm-eval's order."""
         return tuple(request.tokenized for request in self._prepare(spec).at(position))
 
     def task(self, spec: TaskSpec) -> BuiltTask:
@@ -319,14 +323,17 @@ class TaskEvaluator:
         return self._prepare(spec).task
 
     def confined_by(self, spans: Iterable[Span]) -> str:
-        """Names of the mechanisms that confine the code of the tasks in `spans`; "" if no task has its own code."""
+        """Names of the mechanisms that confine the code of the tasks in `spans`; "" if no task has its own code.
+
+        A span is a range of adjacent samples of one task.
+        """
         found = (self._prepare(span.task).task.info.confined_by for span in spans)
         return "; ".join(sorted({each for each in found if each}))
 
     def document(self, spec: TaskSpec, position: int) -> Document:
-        """The document of a task's sample at `position`, with the lm-eval requests for it.
+        """The document of a task's sample at `position` of the scoring order, with lm-eval's requests for it.
 
-        The requests are in the same order as those of `requests`, and must not be modified.
+        The requests are in the same order as the result of the method `requests`, and must not be modified.
         """
         prepared = self._prepare(spec)
         subtask, document = prepared.task.order[position]
@@ -335,8 +342,8 @@ class TaskEvaluator:
     def score(self, spans: Sequence[Span]) -> Scored:
         """Score all samples of `spans`; a span is a range of adjacent samples of one task.
 
-        The backend gets one batch of completions and one of options for all spans. Raises InvalidTask if a span exceeds
-        its task's data, MetricFailed if a metric fails, and the errors of the backend.
+        The backend gets all prompts to complete in one batch, and all options to score in another. Raises InvalidTask
+        if a span exceeds its task's data, MetricFailed if a metric fails, and the errors of the backend.
         """
         prepared = [self._requests_of(span) for span in spans]
         self._forget_all_but({span.task.digest for span in spans})
@@ -430,8 +437,8 @@ class TaskEvaluator:
     def _forget_all_but(self, in_use: Collection[str]) -> None:
         """Drop tokenized tasks, least recently used first, until the rest has at most MAX_KEPT_TOKENS prompt tokens.
 
-        Tasks whose digest is in `in_use` are kept. Tasks with an attacked template are dropped first, because each of
-        them is scored only once.
+        Tasks whose digest is in `in_use` are kept. Other tasks with an attacked template (a changed prompt template)
+        are always dropped, and dropped first, because each of them is scored only once.
         """
         kept = sum(prepared.num_tokens for prepared in self._prepared.values())
         unused = [digest for digest in self._prepared if digest not in in_use]
@@ -463,7 +470,8 @@ def tokenized_requests(lm: BackendLM, document: Document) -> tuple[_Request, ...
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:
     """Facts about tasks, such as their sizes and how many prompts are too long for the model in `directory`.
 
-    This needs the model's tokenizer, but no engine. Raises InvalidTask if a task cannot be built.
+    The function needs the model's tokenizer, but no engine. `options` are the engine's options, which also affect
+    prompts. Raises InvalidTask if a task cannot be built.
     """
     evaluator = TaskEvaluator(None, Prompts(directory, options))
     return tuple(map(evaluator.describe, specs))
@@ -472,7 +480,8 @@ def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOption
 def _temperature(arguments: Mapping[str, Any]) -> float:
     """The sampling temperature that a task's generation arguments ask for.
 
-    It is 0 (greedy) if they do not ask for sampling, and 1 if they ask for it (`do_sample`) without a temperature.
+    The temperature is 0 (greedy) if the arguments do not ask for sampling. It is 1 if they ask for sampling
+    (`do_sample`) without a temperature.
     """
     if arguments.get("do_sample") is False:
         return 0.0

@@ -68,9 +68,10 @@ Loading = Callable[[Path | None, FileAccess | None], AbstractContextManager[None
 class Prepared:
     """Files, data and task index that a confined process needs to build a task, in addition to its TaskSpec.
 
-    `directories` hold the task's files, and `files` are the files in them that its code may read. `datasets` has its
-    data, as `datasets.load_dataset` returned them, by `task_loading.data_key`. `index` has the tasks with a name
-    (`task_index`); None if the task needs none.
+    - `directories`: the directories of the task's files
+    - `files`: the files in these directories that the task's code may read
+    - `datasets`: the task's data, as `datasets.load_dataset` returned them, by `task_loading.data_key`
+    - `index`: the named tasks (`task_index`), which other tasks may refer to; None if the task needs none
     """
 
     directories: tuple[str, ...]
@@ -80,7 +81,10 @@ class Prepared:
 
 
 class LoadedTasks(dict[str, Any]):
-    """lm-eval's task objects by name. For a group of tasks, `categories` lists the tasks of each inner group."""
+    """lm-eval's task objects by name.
+
+    For a group of tasks, `categories` maps the name of each inner group to the names of its tasks.
+    """
 
     def __init__(self, tasks: Mapping[str, Any]) -> None:
         super().__init__(tasks)
@@ -90,9 +94,9 @@ class LoadedTasks(dict[str, Any]):
 def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
-    Python functions that the task's files name are run only if `prepared` is given, which is for confined processes.
-    Otherwise a task with Python functions raises OwnCode. Raises InvalidTask if the task is unknown or cannot be
-    scored.
+    `prepared` has files and data of the task, and is given only in confined processes. Then Python functions that the
+    task's files name are run. Without `prepared`, a task with Python functions raises OwnCode. Raises InvalidTask if
+    the task is unknown or cannot be scored.
     """
     _quieten()
     if isinstance(spec.task, Mapping):
@@ -123,7 +127,7 @@ def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
 def prepare(spec: TaskSpec) -> Prepared:
     """Load the data of a task without running its code, so that a confined process can `build` the task.
 
-    Raises InvalidTask if files or data cannot be read, or must not be.
+    Raises InvalidTask if files or data cannot be read, or if the study may not read them.
     """
     _quieten()
     recording = Recording()
@@ -141,8 +145,8 @@ def prepare(spec: TaskSpec) -> Prepared:
 def _files_of_task(directory: Path, access: FileAccess | None) -> Iterator[Path]:
     """Yield the files in a task's directory that code of the task may read.
 
-    They are the files of the directory itself, and Python and YAML files below it, without hidden files and without
-    those that `access` refuses, such as links to files elsewhere. Files of shipped tasks may always be read.
+    These are the files of the directory itself, and the Python and YAML files below it. Hidden files are left out.
+    Files that `access` refuses, such as links to files elsewhere, are left out too, except for files of shipped tasks.
     """
     access = None if is_shipped(directory) else access
     for place, folders, names in os.walk(directory):
@@ -246,9 +250,9 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
 def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], spec: TaskSpec) -> Any:
     """Make an lm-eval task from `rows`, the samples of a JSONL file.
 
-    A greedy completion is right if it equals the whole answer, apart from white space at its ends. `executed_task`
-    judges the completions of tasks with a program. `task` has the further settings of the inline task, such as
-    `max_tokens`.
+    `name` is the name of the lm-eval task, and `task` has the settings of the inline task, such as `max_tokens`. A
+    greedy completion is right if it equals the whole answer, apart from white space at its ends. The completions of
+    tasks with a program are judged elsewhere (`executed_task`).
     """
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
@@ -293,7 +297,11 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 
 
 def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
-    """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name."""
+    """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name.
+
+    `loading` is a function of `task_loading`. Its context manager decides what lm-eval may read while it loads. Returns
+    lm-eval's task objects by name.
+    """
     assert isinstance(spec.task, str)
     return _from_yaml(spec.task, spec, loading) if is_file(spec.task) else _from_name(spec.task, loading)
 
@@ -413,7 +421,8 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
 def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
     """Raise InvalidTask if the metric of `spec` is unknown to `task`, or is not a mean over samples.
 
-    If `spec` asks for the accuracy, it is added to a multiple choice that does not list it.
+    `where` begins the message. If `spec` asks for the accuracy, and `task` is a multiple choice that does not list it,
+    the accuracy is added to `task`.
     """
     from lm_eval.api.registry import AGGREGATION_REGISTRY
 
@@ -440,10 +449,10 @@ def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
 
 
 def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
-    """Raise InvalidTask if the metric of `spec` gives no number for a sample.
+    """Raise InvalidTask if the metric of `spec` gives something else than a number for a sample.
 
-    The metric is computed once, on a placeholder answer to the first document. Some metrics give values that only their
-    own aggregation can use, and that fail with `aggregation: mean`.
+    Some metrics give values that only their own aggregation can use, so that they have no mean. The metric is computed
+    once, on a placeholder answer to the first document. `where` begins the message.
     """
     task = subtask.task
     if task.config.process_results is not None or any(
@@ -467,9 +476,10 @@ def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
 
 
 def _made_up(task: Any, document: Any) -> tuple[tuple[Any, ...], ...]:
-    """Placeholder answers to the requests of a document.
+    """Placeholder answers to the requests of a document, with which a metric is tried.
 
-    The requests are not built, because that would draw few-shot examples.
+    The result has a tuple of answers for each request. The requests are not built, because that would draw few-shot
+    examples.
     """
     if task.OUTPUT_TYPE == "generate_until":
         return (("",),)
@@ -505,10 +515,14 @@ def _filter(task: Any, spec: TaskSpec, where: str) -> str:
 def _set_generation(
     task: Any, old: Sequence[str], name: str, value: int | list[str], *, field: str, where: str
 ) -> None:
-    """Set one of a task's generation arguments (`generation_kwargs`) to `value`, in place of the arguments `old`.
+    """Set one of a task's generation arguments (`generation_kwargs`), such as the limit of tokens.
 
-    `name` is the argument's name, and `field` the option that sets it. Raises InvalidTask if the task generates no
-    text.
+    - `old`: the names of arguments that are removed
+    - `name`, `value`: the argument that is set
+    - `field`: the option of the study file that sets it, for messages
+    - `where`: the beginning of messages
+
+    Raises InvalidTask if the task generates no text.
     """
     if task.OUTPUT_TYPE != "generate_until":
         message = f"{where}: {field} {value}: the task scores options and generates no text; leave it out"
@@ -524,7 +538,10 @@ def _template_of(task: Any) -> str:
 
 
 def _use_template(task: Any, template: str, where: str) -> None:
-    """Replace the template of a task's prompts, and that of its few-shot examples if it is the same."""
+    """Replace the template of a task's prompts, and that of its few-shot examples if the two are the same.
+
+    `where` begins the message. Raises InvalidTask if the task's prompts come from no template.
+    """
     if not _template_of(task):
         raise InvalidTask(f"{where}: its prompts come from no template, and none can be put in place of it")
     if task.fewshot_cfg.doc_to_text == task.config.doc_to_text:

@@ -43,10 +43,10 @@ PROGRAM = f"from {serve.__module__} import serve; serve()"
 class TaskProcess(ABC):
     """Client of a separate process that builds tasks and computes the metrics of answers.
 
-    `_start` starts the process, which is restarted after it has ended. `stop`, and the garbage collection of this
-    object, kill it. MetricFailed is raised for a sample whose metric twice takes longer than `sample_limit_s` seconds,
-    or twice ends the process. Building a task may take `task_limit_s` seconds. Only one thread may use the object at a
-    time. Linux kills the process when the thread that started it ends.
+    The process is restarted after it has ended. It is killed by `stop`, and when this object is garbage-collected.
+    MetricFailed is raised for a sample whose metric twice takes longer than `sample_limit_s` seconds, or twice ends the
+    process. Building a task may take `task_limit_s` seconds. Only one thread may use the object at a time. Linux kills
+    the process when the thread that started it ends.
     """
 
     def __init__(self, *, sample_limit_s: float, task_limit_s: float) -> None:
@@ -58,7 +58,10 @@ class TaskProcess(ABC):
         return self._process.pid
 
     def stop(self) -> str:
-        """Kill the process, and return how it ended: its exit code or signal. May be called twice."""
+        """Kill the process, and return how it ended, as text: its exit code or signal.
+
+        The method may be called twice.
+        """
         self._end()
         code = self._process.returncode
         return ending(code if self._confined_by is None else self._confined_by.exit_code(code))
@@ -134,7 +137,7 @@ class TaskProcess(ABC):
 
     @abstractmethod
     def _start_again(self) -> None:
-        """Start the process again, with the tasks that it had before."""
+        """Start the process again, and give it the tasks that the earlier process had."""
 
     def _last_words(self) -> str:
         """The end of the process's standard error, for messages."""
@@ -144,7 +147,10 @@ class TaskProcess(ABC):
         return f"\n{text}" if text else ""
 
     def _distrust(self) -> None:
-        """Kill the process, so that a new one is started before the next message."""
+        """Kill the process because it sent something wrong.
+
+        A new process is started before the next message.
+        """
         self._process.kill()
         self._is_distrusted = True
 
@@ -155,9 +161,10 @@ class TaskProcess(ABC):
             self._channel.send(pickle.dumps(message), limit_s=self._task_limit_s)
 
     def _receive(self, key: str, limit_s: float) -> Any:
-        """Wait for the process's reply, and return its field `key`; if the reply has an error instead, raise the error.
+        """Wait for the process's reply, and return the reply's field `key`.
 
-        Questions of the process that arrive before the reply are answered by `_answer`.
+        If the reply has an error instead, the error is raised. Questions of the process that arrive before the reply
+        are answered by `_answer`. Raises TimeoutError if a message does not arrive within `limit_s` seconds.
         """
         while True:
             try:
@@ -193,7 +200,10 @@ class TaskProcess(ABC):
 
     @abstractmethod
     def _check(self) -> None:
-        """Check the process about once a second while a reply is awaited; may raise a WorkerError."""
+        """Check the process for misuse, about once a second while a reply is awaited.
+
+        The method may raise a WorkerError.
+        """
 
     def _error(self, kind: str, message: str, field: str) -> WorkerError:
         return MetricFailed(message) if kind == "MetricFailed" else InvalidTask(message, field)
@@ -202,7 +212,8 @@ class TaskProcess(ABC):
 class MetricProcess(TaskProcess):
     """A separate process that computes the metrics of tasks that have no code (`metrics.Metrics`).
 
-    It is not confined, and has this process's environment. It is started at once.
+    The process is started at once. It is not confined, and has this process's environment. The metric of a sample may
+    take `sample_limit_s` seconds, and building a task `task_limit_s` seconds.
     """
 
     def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:

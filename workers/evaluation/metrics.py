@@ -45,7 +45,7 @@ class Metrics(Protocol):
 class LocalMetrics:
     """Computes the metrics of tasks in the calling process, which must have built the tasks itself.
 
-    Therefore a task with its own code is refused, except in a confined process. The methods must be called in the main
+    A task with its own code is refused, except in the task's confined process. The methods must be called in the main
     thread, because metrics may set timers.
     """
 
@@ -64,7 +64,7 @@ class LocalMetrics:
         return [self.value(digest, each) for each in answers]
 
     def value(self, digest: str, answers: Answers) -> float:
-        """A task's metric for one sample; `digest` names the task.
+        """A task's metric for one sample; `digest` names the task, and `answers` are the model's answers.
 
         Raises MetricFailed for an error of the metric or of a filter, and for a result that is not a finite number.
         """
@@ -88,7 +88,7 @@ class LocalMetrics:
 def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
     """Build the MetricFailed error for one sample, whose message names the task, the metric and the document.
 
-    `answers` are those of the sample; `what` describes the failure.
+    `answers` are the model's answers to the sample. `what` describes the failure.
     """
     name = task.subtasks[answers.subtask].name
     return MetricFailed(f"task {name}, document {answers.document}: metric {task.spec.metric!r} {what}")
@@ -97,8 +97,9 @@ def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
 def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str) -> Mapping[str, Any]:
     """Apply a filter and metrics to the answers to one document, and return the results by metric.
 
-    The result has each of the subtask's own metrics; if `metric` is not one of them, only the sample metric of that
-    name (`sample_metrics`).
+    The filter of `subtask` extracts the answer from a model's text. Usually the result has each of the subtask's own
+    metrics. If `metric` is a sample metric (`sample_metrics`) that the subtask does not have, the result has only
+    `metric`.
     """
     from lm_eval.api.instance import Instance
 

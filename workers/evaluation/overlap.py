@@ -51,13 +51,13 @@ class Item:
 
 @dataclass(frozen=True)
 class OverlappingItems:
-    """Counts of the items of one task that overlap with the items of other tasks.
+    """Counts of the items (samples as text) of one task that overlap with the items of other tasks.
 
     - `num_items`: the number of the task's items
     - `num_exact`: the number of items whose whole text is that of an item of another task
-    - `num_overlapping`: the number of items that are equal to an item of another task, or have an n-gram in common with
-      one
-    - `by_other`: the number of overlapping items by the name of the other task
+    - `num_overlapping`: the number of items that are equal to an item of another task, or have 13 consecutive words in
+      common with one
+    - `by_other`: for each other task, the number of items that overlap with its items
     - `examples`: names of the first overlapping items
     """
 
@@ -69,7 +69,10 @@ class OverlappingItems:
 
 
 class SearchItems:
-    """Searchable index of the items of several tasks, which finds overlapping items of another task."""
+    """Searchable index of the items of several tasks, which finds items of another task with the same text.
+
+    `items` has the items (samples as text) of each task, by the task's name.
+    """
 
     def __init__(self, items: Mapping[str, Iterable[Item]]) -> None:
         self._texts: dict[str, frozenset[bytes]] = {}
@@ -104,8 +107,8 @@ class SearchItems:
 def overlapping(search: Mapping[str, TaskSpec], tasks: Mapping[str, TaskSpec]) -> dict[str, OverlappingItems]:
     """Count, for each of `tasks`, the items that share text with items of any task in `search`.
 
-    Both arguments map names to tasks. Results are cached by the content of the tasks. Raises InvalidTask if a task
-    cannot be built.
+    An item is a sample's text. `search` has the tasks that a search uses. Both arguments map names to tasks. Results
+    are cached by the content of the tasks. Raises InvalidTask if a task cannot be built.
     """
     keys = {name: _key(search, task) for name, task in tasks.items()}
     stored = {name: cached(key) for name, key in keys.items()}
@@ -119,7 +122,10 @@ def overlapping(search: Mapping[str, TaskSpec], tasks: Mapping[str, TaskSpec]) -
 
 
 def items_of(spec: TaskSpec) -> Iterator[Item]:
-    """Yield the items of a task in document order. Raises InvalidTask if the task cannot be built."""
+    """Yield the items of a task (its samples as text), in document order.
+
+    Raises InvalidTask if the task cannot be built.
+    """
     if isinstance(spec.task, Mapping):
         for index, row in enumerate(inline_rows(spec)):
             yield Item(str(index), f"{row.prompt}\n{row.answer}")
@@ -147,8 +153,8 @@ def _text(document: Document) -> str:
 def _key(search: Mapping[str, TaskSpec], task: TaskSpec) -> str:
     """Cache key for the overlap of `task` with the tasks in `search`.
 
-    Settings that do not change the items of a task are left out. For a task of the hub or of lm-eval, the key has only
-    the name, so its data count as unchanged.
+    The key depends on the settings that determine the items of a task, and leaves out other settings. For a task of the
+    hub or of lm-eval it depends on the name only: its data are assumed not to change.
     """
 
     def of(spec: TaskSpec) -> Any:
@@ -168,7 +174,7 @@ def _whole(text: str) -> bytes:
 
 
 def _ngrams(text: str) -> NDArray[np.uint64]:
-    """Eight-byte digests of the distinct word n-grams of a text, in ascending order.
+    """Eight-byte digests of the distinct word n-grams of a text (13 consecutive words), in ascending order.
 
     An n-gram does not cross lines. Otherwise the end of a template and a short answer after it would form one.
     """

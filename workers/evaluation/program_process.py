@@ -31,14 +31,21 @@ REASON = 500  # most characters of the reason why a program failed
 def start_message(
     program: str, token: bytes, *, user: int | None, limits: Mapping[int, int], is_filtered: bool
 ) -> bytes:
-    """Serialise the message that a process running `run_confined` reads from its standard input."""
+    """Serialise the message that a process running `run_confined` reads from its standard input.
+
+    - `program`: the program to execute
+    - `token`: the bytes that the process writes if the program runs to its end
+    - `user`: the number of the user to switch to, or None
+    - `limits`: resource limits, by `resource.RLIMIT_*`
+    - `is_filtered`: whether system calls are filtered
+    """
     return marshal.dumps((program, token, user, dict(limits), is_filtered))
 
 
 def run_confined() -> None:
     """Confine this process, which bwrap has started, and execute the program given on its standard input.
 
-    The standard input has a `start_message`. The standard output gets the outcome, as from `run`.
+    The standard input has a `start_message`. The outcome is written to the standard output, as `run` describes.
     """
     program, token, user, limits, is_filtered = marshal.load(sys.stdin.buffer)
 
@@ -54,7 +61,10 @@ def run_confined() -> None:
 
 
 def become(user: int | None) -> None:
-    """Switch this root process to the user and group with the number `user`; None changes nothing."""
+    """Switch this process, which runs as root, to the user and group with the number `user`.
+
+    With None, nothing is changed.
+    """
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -64,8 +74,8 @@ def become(user: int | None) -> None:
 def run(program: str, confine: Callable[[], object], pipe: int, token: bytes) -> None:
     """Execute a program in this process, write its outcome to `pipe`, and exit.
 
-    `confine` confines the process. `pipe` gets BEGUN when the process is confined and the program begins, and then
-    `token` if the program runs to its end, or the reason why it does not.
+    `confine` confines the process. When the process is confined and the program begins, BEGUN is written to `pipe`. At
+    the end, `token` is written if the program ran to its end, else the reason why it did not.
     """
     outcome = token
     try:

@@ -28,7 +28,7 @@ class Generation:
     """A request to complete the prompt `tokens`.
 
     The completion ends after `max_tokens` tokens, at the end of text, or before one of the strings in `stop`. With
-    `temperature` 0 it is greedy; above 0, `seed` fixes the random draw.
+    `temperature` 0 the completion is greedy. With a higher temperature, `seed` fixes the random draw.
     """
 
     tokens: tuple[int, ...]
@@ -55,7 +55,8 @@ class Continuation:
 class Completion:
     """A backend's completion of a prompt, as text and as token ids.
 
-    `text` excludes the stop string or end-of-text token that ended the completion; `tokens` includes it.
+    A completion may be ended by a stop string or an end-of-text token. `text` excludes this ending, and `tokens`
+    includes it.
     """
 
     text: str
@@ -70,22 +71,23 @@ class Backend(Protocol):
     ) -> list[Completion]:
         """Complete prompts, and return the completions in the order of the requests.
 
-        `finished` is called with the index of a request and its completion, as soon as the completion is ready. It must
-        not raise.
+        `finished` is called with (index of a request, its completion) as soon as the completion is ready. `finished`
+        must not raise an error.
         """
         ...
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """The log-likelihood (natural) of each request's scored tokens, and whether greedy decoding gives these tokens.
+        """Score the ends of texts; return (log-likelihood, is greedy) for each request.
 
-        The scored tokens of a request are those after its first `num_context`. The log-likelihood is their sum.
+        The scored tokens of a request are those after its first `num_context`. The log-likelihood is the sum of their
+        natural log-probabilities. The second value says whether greedy decoding gives exactly these tokens.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tokenizer of the model in `directory`, with the study's options that affect prompts."""
+    """The tokenizer and the configuration of the model in `directory`, with the study's options that affect prompts."""
 
     directory: str
     options: EngineOptions
@@ -103,7 +105,7 @@ class Prompts:
     def max_length(self) -> int:
         """The largest number of tokens in a prompt and its completion together.
 
-        It is the option `max_model_len`, or the model's own maximum if that is less.
+        The result is the option `max_model_len`, or the model's own maximum if that is less.
         """
         return min(self.options.max_model_len, int(self.config.get("max_position_embeddings", 1 << 30)))
 
@@ -111,7 +113,7 @@ class Prompts:
     def stop_token_ids(self) -> tuple[int, ...]:
         """The ids of all tokens that end a generated text.
 
-        They come from the tokenizer, the configuration and the generation configuration.
+        The ids come from the tokenizer, the configuration and the generation configuration.
         """
         file = Path(self.directory) / "generation_config.json"
         declared = [
@@ -127,9 +129,9 @@ class Prompts:
     def encode(self, text: str, *, special_tokens: bool | None = None) -> list[int]:
         """Tokenize a text, with at most one BOS token in front.
 
-        With `special_tokens` False, no special tokens are added, as for text that continues a prompt. With None, the
-        option `add_bos_token` decides; its default is what the tokenizer does. A text that already begins with BOS, as
-        chat templates write it, does not get a second one.
+        If `special_tokens` is False, no special tokens are added, as for text that continues a prompt. If it is None,
+        the option `add_bos_token` decides whether BOS is added; without the option, the tokenizer's default applies. A
+        text that already begins with BOS, as chat templates write it, does not get a second one.
         """
         bos = self.tokenizer.bos_token_id
         add = self.options.add_bos_token if special_tokens is None else special_tokens

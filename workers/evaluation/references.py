@@ -27,8 +27,8 @@ CHECKED = 100  # documents of each subtask whose targets are checked
 class Reading:
     """A text on which a model's log-likelihood is computed: the tokens of a prompt followed by an answer.
 
-    Its log-likelihood is that of the tokens after the first `num_context`. If `ends` is not empty, the text is followed
-    by any one of these tokens, whose likelihood counts too.
+    The log-likelihood is that of the answer, the tokens after the first `num_context`. If `ends` is not empty, the
+    answer must be followed by any one of these tokens, and the probability of this is included.
     """
 
     tokens: tuple[int, ...]
@@ -45,9 +45,9 @@ class Target:
     """The texts whose log-likelihoods give the loss of one sample.
 
     If `scales` is None, `readings` are alternative right completions; the loss is the negative log-likelihood (natural
-    log) of the most likely one. Otherwise `readings` are the options of a multiple choice, and `right` has the indices
-    of the right ones. Then the loss is the cross-entropy, over all options, of the most likely right option; an
-    option's log-likelihood is multiplied by its scale.
+    log) of the most likely one. Otherwise `readings` are the options of a multiple choice, `right` has the indices of
+    the right options, and `scales` has a factor for each option's log-likelihood. Then the loss is the cross-entropy,
+    over all options, of the most likely right option.
     """
 
     readings: tuple[Reading, ...]
@@ -58,8 +58,8 @@ class Target:
     def size(self) -> float:
         """The divisor that makes the loss of this sample comparable with losses of other tasks.
 
-        For a completion it is the number of scored tokens (the mean over alternative right completions), for a multiple
-        choice the natural logarithm of the number of options.
+        For a completion it is the number of scored tokens, or the mean of this number over alternative right
+        completions. For a multiple choice it is the natural logarithm of the number of options.
         """
         if self.scales is not None:
             return math.log(len(self.readings))
@@ -91,8 +91,8 @@ class References:
     def unit(self, spec: TaskSpec) -> float:
         """The mean `Target.size` of a task's samples, by which the task's losses are divided.
 
-        The quotients are comparable between tasks: nats per token of an answer, or for a multiple choice 1 at chance
-        level.
+        The quotients are comparable between tasks. For completions they are nats per token of an answer. For a multiple
+        choice they are 1 at chance level.
         """
         known = self._units.get(spec.digest)
         if known is None:
@@ -103,7 +103,8 @@ class References:
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
         """The texts from which a sample's loss is computed if a model's completion counts as the right answer.
 
-        `tokens` is the completion, with the token that ended it. Raises InvalidTask if the sample is a multiple choice.
+        `position` is the sample's place in the task's scoring order. `tokens` is the completion, with the token that
+        ended it. Raises InvalidTask if the sample is a multiple choice.
         """
         (request, *_) = self._evaluator.requests(spec, position)
         if not isinstance(request, Generation):
@@ -144,9 +145,9 @@ class References:
         return Reading((*request.tokens, *tokens[: request.max_tokens]), len(request.tokens), ends)
 
     def _ends(self, stops: Sequence[str]) -> tuple[int, ...]:
-        """Sorted ids of all tokens that end a completion.
+        """Sorted ids of all tokens that end a completion of a task.
 
-        They are the end-of-text tokens, and the task's stop strings (`stops`) that are a single token.
+        These are the end-of-text tokens, and those of the task's stop strings (`stops`) that are a single token.
         """
         prompts = self._evaluator.lm.prompts
         encoded = [prompts.encode(stop, special_tokens=False) for stop in stops]
@@ -156,7 +157,8 @@ class References:
 def lack_of_references(spec: TaskSpec) -> str | None:
     """Reason why a task's samples have no right answers on which a loss can be computed; None if they have.
 
-    Only some samples are checked, without a tokenizer. Raises InvalidTask in the cases of `tasks.check_task`.
+    Only the first samples are checked, and no tokenizer is needed. Raises InvalidTask in the cases of
+    `tasks.check_task`.
     """
     with build_task(spec) as task:
         return built_tasks.lack_of_references(task, CHECKED)
@@ -165,8 +167,8 @@ def lack_of_references(spec: TaskSpec) -> str | None:
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
     """Factors on the log-likelihoods of a multiple choice's options, by which `metric` corrects for their lengths.
 
-    For a metric that divides by lengths (acc_norm, acc_bytes) it is the mean length of the options divided by the
-    option's length; for any other metric it is 1.
+    There is a factor for each of `options`. For a metric that divides by lengths (acc_norm, acc_bytes), the factor is
+    the mean length of the options divided by the option's length. For any other metric it is 1.
     """
     if metric == "acc_norm":
         lengths = [max(1, len(option)) for option in options]

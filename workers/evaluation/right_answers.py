@@ -12,9 +12,10 @@ __all__ = ["RightAnswer", "right_answer"]
 class RightAnswer:
     """The right answers of one document: texts, or options of a multiple choice.
 
-    `lack` is the reason why no loss can be computed on the document's right answers; None if it can. `texts` are the
-    right answers of a generating task, each of which is right. `options` are the options of a multiple choice, and
-    `right` has the indices of the right ones.
+    - `lack`: the reason why no loss can be computed on the right answers; None if it can be computed
+    - `texts`: for a generating task, the alternative right answers
+    - `options`: the options of a multiple choice
+    - `right`: the indices of the right options
     """
 
     lack: str | None
@@ -26,8 +27,9 @@ class RightAnswer:
 def right_answer(task: Any, document: Any) -> RightAnswer:
     """The right answers of a document of an lm-eval task.
 
-    A multiple choice needs a right one among several options. A generating task needs a target that is a text, or a
-    list of texts, none of them empty.
+    If they are not usable for computing losses, the result has the reason (`RightAnswer.lack`). A multiple choice needs
+    a right option among several options. A generating task needs a target that is a text, or a list of texts, none of
+    them empty.
     """
     try:
         if task.OUTPUT_TYPE == "multiple_choice":
@@ -66,7 +68,7 @@ def _texts(task: Any, document: Any) -> tuple[str, ...]:
 def _right_options(task: Any, document: Any) -> tuple[int, ...]:
     """The indices, from 0, of the options of a multiple choice that lm-eval counts as right.
 
-    Indices in the document that are no option's are left out.
+    Indices in the document that are not the index of an option are left out.
     """
     options = task.doc_to_choice(document)
     gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)

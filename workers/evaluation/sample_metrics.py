@@ -48,7 +48,10 @@ PER_SAMPLE_FORMS: Mapping[str, str] = MappingProxyType(
 
 
 def names_for(output_type: str) -> tuple[str, ...]:
-    """Names of the metrics that every task of lm-eval's `output_type` has, besides those that it lists itself."""
+    """Names of the metrics that every task of the type `output_type` has, besides those that the task lists itself.
+
+    `output_type` is lm-eval's name for the kind of requests, such as "generate_until".
+    """
     return {"generate_until": tuple(METRICS), "multiple_choice": (ACCURACY,)}.get(output_type, ())
 
 
@@ -70,12 +73,13 @@ def _rouge_scorer() -> Any:
 
 
 def sari(source: str, references: Sequence[str], answer: str) -> float:
-    """SARI of one simplified text, from 0 to 1; `source` is the text before simplification.
+    """SARI of one simplified text, from 0 to 1, a metric for simplifications.
 
-    SARI is the mean of three scores over n-grams of one to four tokens: the F-measure of kept n-grams, the F-measure of
-    added n-grams, and the precision of deleted n-grams. Each is computed by comparison with the references. Texts are
-    in lower case and tokenized as sacrebleu does ("13a"). A score without n-grams is 1, as in the metric of Hugging
-    Face.
+    `source` is the text before simplification, `answer` the simplified text, and `references` are right
+    simplifications. SARI is the mean of three scores over n-grams of one to four tokens: the F-measure of kept n-grams,
+    the F-measure of added n-grams, and the precision of deleted n-grams. Each is computed by comparison with the
+    references. Texts are in lower case and tokenized as sacrebleu does ("13a"). A score without n-grams is 1, as in the
+    metric of Hugging Face.
     """
     texts = [source, answer, *references]
     source_tokens, answer_tokens, *reference_tokens = ([*_tokenize(text.lower()).split()] for text in texts)
@@ -91,10 +95,10 @@ def sari(source: str, references: Sequence[str], answer: str) -> float:
 def _sari_of(
     source: Counter[str], answer: Counter[str], references: Sequence[Counter[str]]
 ) -> tuple[float, float, float]:
-    """The SARI scores of kept, deleted and added n-grams of one length.
+    """The three scores of SARI for n-grams of one length: (kept, deleted, added).
 
-    Counts of the source and of the answer are multiplied by the number of references, so that an n-gram which only some
-    references keep counts in part.
+    The arguments are the counts of n-grams in each text. Counts of the source and of the answer are multiplied by the
+    number of references. In this way an n-gram that only some references keep counts in part.
     """
     total = sum(references, Counter[str]())
     source_total = Counter({gram: count * len(references) for gram, count in source.items()})
@@ -114,9 +118,10 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """Mean precision over the distinct n-grams that a text kept or deleted, a part of SARI; 1 if there are none.
+    """Mean, over the distinct n-grams that a text kept or deleted, of the share in which this was right.
 
-    `made` has the count of each kept or deleted n-gram, `right` how many of them the references agree with.
+    `made` has the count of each kept or deleted n-gram, and `right` the count that the references agree with. The
+    result is 1 if there are no n-grams.
     """
     return _ratio(sum(right[gram] / count for gram, count in made.items()), len(made))
 
@@ -144,9 +149,10 @@ def _contains(_: str, references: Sequence[str], answer: str) -> float:
 
 
 def _edit_similarity(_: str, references: Sequence[str], answer: str) -> float:
-    """Similarity of two lines of code: the share of matching characters, rounded to 0.01, as CodeXGLUE judges py150.
+    """Similarity, from 0 to 1, of a line of code and the most similar reference, as CodeXGLUE judges py150.
 
-    py150's placeholders for literals are resolved first.
+    The similarity is that of `difflib.SequenceMatcher`, rounded to 0.01. The placeholders for literals in py150 are
+    replaced before.
     """
     text = _without_marks(answer)
     return max(round(100 * SequenceMatcher(None, text, _without_marks(each)).ratio()) for each in references) / 100

@@ -21,9 +21,11 @@ __all__ = ["FetchedData", "ShippedTask", "fetch", "shipped_tasks"]
 class ShippedTask:
     """Facts about a shipped evaluation task, from its YAML file.
 
-    `sizes` has the number of samples of each split, or a description. `metric` is the paper's metric. `data` are the
-    names of its data sets. `places` maps each of them to the directory of this machine that has at least a part of it,
-    or to None; only loading shows whether a data set is complete.
+    - `sizes`: the number of samples of each split, or a description
+    - `metric`: the paper's metric
+    - `data`: the names of the task's data sets
+    - `places`: for each data set, the directory of this machine that has at least a part of it, or None; only loading
+      shows whether a data set is complete
     """
 
     name: str
@@ -44,9 +46,10 @@ class ShippedTask:
 
 @dataclass(frozen=True)
 class FetchedData:
-    """A data set on this machine: its name, its configuration, and the number of samples of each split.
+    """A data set on this machine, with the number of samples of each split.
 
-    The configuration is None if the data set has only one.
+    `data` is the name of the data set, and `part` its configuration. `part` is None if the data set has only one
+    configuration.
     """
 
     data: str
@@ -62,8 +65,9 @@ def shipped_tasks() -> tuple[ShippedTask, ...]:
 def fetch(task: str) -> tuple[FetchedData, ...]:
     """Download the data of a task, given by its name or YAML file, and check that they load without the hub.
 
-    The task's code is not run. Data in the user's directory (`data_sets`) are not downloaded. Raises InvalidTask if the
-    task is unknown, or if its data cannot be downloaded, or cannot be loaded afterwards without the hub.
+    The result has an entry for each data set of the task. The task's code is not run. Data in the user's directory
+    (`data_sets`) are not downloaded. Raises InvalidTask if the task is unknown, if its data cannot be downloaded, or if
+    they cannot be loaded afterwards without the hub.
     """
     from workers.evaluation.lm_eval_tasks import prepare
 

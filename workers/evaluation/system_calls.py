@@ -187,9 +187,10 @@ class ConfinementUnavailable(RuntimeError):
 
 
 def refuse_threads() -> None:
-    """Raise RuntimeError if the calling process has several threads, since most restrictions apply to one thread only.
+    """Raise RuntimeError if the calling process has several threads.
 
-    A system without `/proc` is not checked.
+    Such a process cannot be confined, because most restrictions apply to one thread only. A system without `/proc` is
+    not checked.
     """
     try:
         count = len(os.listdir("/proc/self/task"))
@@ -218,10 +219,11 @@ def forbid_new_privileges() -> None:
 
 
 def filter_system_calls() -> None:
-    """Make the kernel refuse the system calls in FORBIDDEN to the calling process for the rest of its life.
+    """Make the kernel refuse forbidden system calls of the calling process for the rest of its life.
 
-    Raises ConfinementUnavailable if the kernel accepts no filter, if the operating system is not Linux, or if the
-    machine is not one of AUDIT_ARCHITECTURES.
+    The forbidden calls are those in FORBIDDEN, and some others depending on their arguments, such as signals to other
+    processes. Raises ConfinementUnavailable if the kernel accepts no filter, if the operating system is not Linux, or
+    if the machine is not one of AUDIT_ARCHITECTURES.
     """
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in AUDIT_ARCHITECTURES:
@@ -291,8 +293,10 @@ def _on_argument(
 ) -> Iterator[bytes]:
     """Yield filter instructions that allow or refuse the system call `number` according to one of its arguments.
 
-    Of the argument, 32 bits at `offset` are compared with `value` by `test`. If the comparison is true, the decision is
-    `if_true`, else `otherwise`. If a decision is None, the instructions that follow decide about the system call.
+    - `offset`: the position, in the kernel's description of the call, of the 32 bits of the argument that are compared
+    - `test`, `value`: the kind of comparison, and the number that the bits are compared with
+    - `if_true`, `otherwise`: what the filter returns if the comparison is true or false; with None, the instructions
+      that follow decide
     """
     decisions = [_instruction(RETURN, decision) for decision in (if_true, otherwise) if decision is not None]
     to_false = 0 if if_true is None else 1

@@ -49,18 +49,19 @@ _given: dict[str, Any] = {}
 
 
 class IndexNeeded(BaseException):
-    """A task refers to another task by name, so `task_index` must be called before the task can be loaded.
+    """Raised while a task is loaded that refers to another task by name, if the names are not known yet.
 
-    The class does not derive from Exception, because lm-eval skips files whose loading raises an Exception.
+    The caller must call `task_index`, and load the task again. The class does not derive from Exception, because
+    lm-eval skips files whose loading raises an Exception.
     """
 
 
 def task_index() -> Mapping[str, Any]:
-    """The index of all named tasks, groups and tags: an `Entry` of lm-eval for each name.
+    """The index of all named tasks, groups and tags: lm-eval's object `Entry` for each name.
 
-    The entries come from lm-eval and from the task pack. The first call in a process loads the index: the part for
-    lm-eval is read from the cache, or built if the cache does not have it. If another process has sent its index
-    (`use_index`), the result is that index.
+    The entries come from lm-eval and from this project's own tasks. The first call in a process loads the index. The
+    part for lm-eval is then read from the cache, or built if the cache does not have it. If another process has sent
+    its index (`use_index`), the result is that index.
     """
     return _given or _loaded_index()
 
@@ -73,7 +74,7 @@ def index_if_loaded() -> Mapping[str, Any] | None:
 def index_at_hand() -> Mapping[str, Any]:
     """Return the index of named tasks if it is loaded; raise IndexNeeded if it is not.
 
-    The callers have patched how lm-eval reads files, and so cannot load the index themselves.
+    This is for callers that cannot load the index themselves, because they have patched how lm-eval reads files.
     """
     found = index_if_loaded()
     if found is None:
@@ -84,8 +85,8 @@ def index_at_hand() -> Mapping[str, Any]:
 def index_to_send() -> PlainIndex | None:
     """The index of named tasks in plain types, to send to another process; None if it is not loaded.
 
-    A process that reads the plain types imports nothing. This is needed because a process is confined before it imports
-    modules that start threads.
+    The result maps each name to (kind, path of the YAML file or None, tags). A process that reads plain types imports
+    nothing. This is needed because a process is confined before it imports modules that start threads.
     """
     index = index_if_loaded()
     return None if index is None else {name: _plain(entry) for name, entry in index.items()}
@@ -128,7 +129,7 @@ def _loaded_index() -> Mapping[str, Any]:
 
 
 def _lm_eval_index(directory: Path) -> dict[str, Any]:
-    """The index of lm-eval's tasks in `directory`.
+    """The index of lm-eval's tasks in `directory`: lm-eval's object `Entry` for each name.
 
     The index is built once for each installed content of lm-eval, and then read from the cache. If the installation
     does not list its files, each call builds the index.
@@ -150,7 +151,7 @@ def _lm_eval_index(directory: Path) -> dict[str, Any]:
 
 
 def _content() -> str | None:
-    """A hash of all files of the installed lm-eval; None if the installation does not list its files.
+    """A hash that changes with any file of the installed lm-eval; None if the installation does not list its files.
 
     An editable installation, for example, does not list its files.
     """

@@ -57,8 +57,8 @@ class OwnCode(Exception):
 class Recording:
     """Directories and data of tasks, as `recorded_loading` found them.
 
-    `directories` are those of all YAML files that were read. `datasets` has the data of each task, as
-    `datasets.load_dataset` returned them, by `data_key`.
+    `directories` are the directories of all YAML files that were read. `datasets` has the data of each task, as
+    `datasets.load_dataset` returned them. Its keys are those of `data_key`.
     """
 
     directories: set[Path] = field(default_factory=set)
@@ -72,9 +72,9 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
     A task whose files name Python functions raises OwnCode inside the context, before any of them is imported. The
     following are refused, which raises InvalidTask inside the context:
 
-    - files outside `access`, also those that a data set itself names, and addresses of other hosts than the hub; if
-      `access` is None, there is no limit
-    - data sets without files, because `datasets` would search the disk for them
+    - files that `access` does not allow, even if a data set itself names them, and addresses of other hosts than the
+      hub; if `access` is None, there is no such limit
+    - data sets that name a file format but no files, because `datasets` would search the disk for files
     - metrics that are not lm-eval's own
 
     Relative paths of data files start at `directory`, or at the current directory if it is None. Loading does not wait
@@ -91,8 +91,8 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
 def recorded_loading(recording: Recording, directory: Path | None, access: FileAccess | None) -> Iterator[None]:
     """Context manager in which lm-eval only loads the data of tasks, and builds no real tasks.
 
-    The data are stored in `recording`; for each task lm-eval gets a placeholder. The limits are those of
-    `guarded_loading`. Python functions are not imported.
+    The data are stored in `recording`; for each task lm-eval gets a placeholder. Python functions are not imported.
+    `directory` and `access` limit what may be read, as in `guarded_loading`.
     """
     from lm_eval.tasks import _factory, _yaml_loader
 
@@ -129,8 +129,9 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
     """Context manager of a confined process that lets lm-eval build tasks that have their own Python functions.
 
-    The process cannot load data itself. `data` has the data sets that were loaded before (`Recording.datasets`). Inside
-    the context, a task that needs another data set raises InvalidTask.
+    `data` has the data sets that another process has loaded (`Recording.datasets`), because this process cannot load
+    data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is the current
+    directory inside the context; None does not change it.
     """
     import datasets
     import lm_eval.api.task
@@ -160,7 +161,7 @@ def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterato
 
 
 def data_key(path: str | None, name: str | None, options: Mapping[str, Any]) -> str:
-    """A key for the data that `datasets.load_dataset` loads with the given arguments."""
+    """A key for a data set: a text that is equal for equal arguments of `datasets.load_dataset`."""
     return json.dumps([path, name, dict(options)], sort_keys=True, default=str)
 
 
@@ -214,10 +215,11 @@ def _wrapped(module: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
 
 
 def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of lm-eval's `load_yaml(path)` in which `include: gsm8k` also includes the file of a registered task.
+    """Wrapper of lm-eval's `load_yaml(path)` in which `include` may also give the name of a registered task.
 
-    lm-eval calls `load_yaml` by this name for each `include`, with a path in the directory of the file that includes
-    it. If this path is a file, the file is included. Raises IndexNeeded if the index of names is not loaded yet.
+    For `include: gsm8k`, lm-eval calls `load_yaml` with the path `gsm8k` in the directory of the including file. If
+    there is no file at this path, the YAML file of the task of this name is loaded. Raises IndexNeeded if the index of
+    names is not loaded yet.
     """
 
     def loaded(path: str | Path, **options: Any) -> Any:
@@ -232,8 +234,8 @@ def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
 def _yaml_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of lm-eval's `_make_loader` that refuses YAML files which the study may not read.
 
-    `access` has the directories that it may read; a refusal is an InvalidTask. lm-eval calls `_make_loader(directory)`
-    for every YAML file, with the file's directory. The files of shipped tasks are allowed.
+    lm-eval calls `_make_loader(directory)` for every YAML file, with the file's directory. The wrapper raises
+    InvalidTask if `access` does not allow the directory. The files of shipped tasks are allowed.
     """
 
     def wrapper(make_loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,9 +253,10 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
     """Make a replacement of lm-eval's `_import_func_in_yml(name, directory)` that imports no code.
 
     lm-eval calls `_import_func_in_yml` for each Python function (`!function`) that a YAML file in `directory` names.
-    `access` says which directories are trusted; None trusts all. The directories of shipped tasks are always trusted.
-    For a function in another directory, InvalidTask is raised. For a trusted one, OwnCode is raised or, if `name` is
-    given, the result of `name` for the function's name is returned.
+    The replacement raises InvalidTask for a directory that is not trusted. `access` says which directories are trusted;
+    with None all are. The directories of shipped tasks are always trusted. For a trusted directory, the replacement
+    raises OwnCode. If the function `name` is given, the replacement returns the result of `name` for the Python
+    function's name instead.
     """
 
     def guarded(function: str, directory: Path) -> Any:
@@ -269,9 +272,9 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
 def _data_guard(access: FileAccess | None) -> Wrapper:
     """Make a wrapper of `datasets.load_dataset` that refuses data files which the study may not read.
 
-    `access` has the directories that it may read; if it is None, any file is allowed. A refusal is an InvalidTask. A
-    call with a file format such as "json" and without files is always refused, because `datasets` would search every
-    directory below the current one.
+    The wrapper raises InvalidTask if `access` does not allow a directory of the data; if `access` is None, any file is
+    allowed. A call that names a file format such as "json" but no files is always refused, because `datasets` would
+    search every directory below the current one.
     """
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,8 +307,8 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
     """The directories on this machine that a call of `datasets.load_dataset` would read or write.
 
-    `path` and `options` are the arguments of the call; `is_format` says that `path` names a file format such as "json".
-    Raises InvalidTask for a directory that is given by an address.
+    `path` and `options` are the arguments of the call. `is_format` says whether `path` names a file format such as
+    "json". Raises InvalidTask if a directory is given by an address, such as a URL.
     """
     for key in DIRECTORIES:
         if directory := options.get(key):
@@ -319,9 +322,9 @@ def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 def _pattern_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of `resolve_pattern` of `datasets` that refuses data files which the study may not read.
 
-    `access` has the files that the study may read; a refusal is an InvalidTask. `datasets` calls
-    `resolve_pattern(pattern, base_path)` for all data files: those of `dataset_kwargs`, and those that the README.md of
-    a data set names, on this machine or the hub.
+    `datasets` calls `resolve_pattern(pattern, base_path)` for all data files. Some are named in `dataset_kwargs`,
+    others in the README.md of a data set, on this machine or the hub. The wrapper raises InvalidTask for a file that
+    `access` does not allow.
     """
 
     def wrapper(resolve_pattern: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -358,9 +361,9 @@ def _address_problem(address: str) -> str | None:
 
 
 def _format_guard(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of `dataset_module_factory` of `datasets` that refuses file formats which may refer to other files.
+    """Wrapper of `dataset_module_factory` of `datasets` that raises InvalidTask for file formats outside FORMATS.
 
-    The refusal is an InvalidTask.
+    Files of other formats may refer to further files, which the study may not be allowed to read.
     """
 
     @functools.wraps(factory)
@@ -374,9 +377,9 @@ def _format_guard(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _metric_guard(get_metric: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of lm-eval's `get_metric(name)` that refuses metrics which are not lm-eval's own (InvalidTask).
+    """Wrapper of lm-eval's `get_metric(name)` that raises InvalidTask for metrics which are not lm-eval's own.
 
-    Others are Python files on this machine or the hub, which the package `evaluate` would run.
+    Other metrics are Python files on this machine or the hub, which the package `evaluate` would run.
     """
 
     def guarded(name: str, from_evaluate: bool = False) -> Any:
@@ -392,7 +395,10 @@ def _metric_guard(get_metric: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_media(data: Any) -> None:
-    """Raise InvalidTask if a column of the loaded `data` has media such as images, whose paths `datasets` opens."""
+    """Raise InvalidTask if the loaded `data` have columns with media such as images.
+
+    `datasets` would open the files whose paths are in these columns.
+    """
     from datasets import Dataset, DatasetDict
     from datasets.features.features import Json, _visit
 
@@ -407,9 +413,10 @@ def _refuse_media(data: Any) -> None:
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """Yield the directory above the first wildcard of the path `pattern`, then every file that the path matches.
+    """Yield the paths that a pattern of data files reaches, so that each can be checked.
 
-    Only the path itself is yielded if it has no wildcards.
+    For a path with wildcards, these are the directory above the first wildcard, then every file that the pattern
+    matches. Without wildcards, it is the path itself.
     """
     text = str(_place(str(pattern)))
     if not glob.has_magic(text):

@@ -49,10 +49,13 @@ SEND_EVERY_S = 0.1
 
 @dataclass(frozen=True)
 class ConfinedStart:
-    """First message to a process that will run code of a task: its confinement, and the task's data.
+    """First message to a process that will run code of a task.
 
-    `data` has the file descriptors of Arrow streams, by `task_loading.data_key` and split. The split of data without
-    splits is None.
+    - `confinement`: the sandbox to which the process confines itself
+    - `spec`: the task
+    - `data`: file descriptors of the task's data as Arrow streams, by `task_loading.data_key` and split; the split is
+      None for data without splits
+    - `index`: the named tasks that the task may refer to, or None
     """
 
     confinement: Confinement
@@ -65,8 +68,9 @@ def serve() -> None:
     """Answer the parent's requests until the other end of the connection closes.
 
     The only command line argument is the connection's file descriptor. The first message is a ConfinedStart, or None
-    for a process that runs no code of tasks. Then each request is a tuple of a method's name (`_Server`) and its
-    arguments. Every reply has one key: "error" if the request failed. An error that no method expects ends the process.
+    for a process that runs no code of tasks. Each further message is a request: a tuple of the name of a method of
+    `_Server` and its arguments. Every reply has one key. If the request failed, the key is "error". An error of an
+    unexpected kind ends the process.
     """
     _prepare_signals()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
@@ -117,7 +121,10 @@ class _Server:
             self.reply(built=[_facts(subtask) for subtask in self._task.subtasks])
 
     def open(self, spec: TaskSpec, documents: Documents) -> None:
-        """Build a task that has no code; an error is reported when its values are first requested."""
+        """Build a task that has no code of its own, whose values will be requested.
+
+        `documents` are the task's documents. An error is reported when values of the task are first requested.
+        """
         self._refused.pop(spec.digest, None)
         try:
             self._local.open(build(spec), documents)
@@ -132,7 +139,11 @@ class _Server:
         self._local.close(digest)
 
     def documents(self, system_prompt: str | None, has_template: bool, tokenizer: str, limit: int | None) -> None:
-        """Build the requests of the confined task's documents, and send them as the reply."""
+        """Build the requests of the confined task's documents, and send them as the reply.
+
+        The arguments are those of `PromptSettings`. `has_template` says whether prompts are rendered by a chat
+        template, which the parent does.
+        """
         task = self._built
         settings = PromptSettings(system_prompt, self._render if has_template else None, tokenizer, limit)
         try:
@@ -152,8 +163,8 @@ class _Server:
     def values(self, digest: str, answers: Sequence[Answers], one_by_one: bool) -> None:
         """Compute a task's metric for each of several samples, and send the values in one or more replies.
 
-        A first reply says that the task is built. With `one_by_one`, each value is a separate reply. `digest` names the
-        task; a process with only the confined task ignores it.
+        A first reply, {"ready": true}, says that the task is built. With `one_by_one`, each value is a separate reply.
+        `digest` names the task; it is ignored in a process that runs code of one task.
         """
         if self._task is not None:
             digest = self._task.spec.digest
@@ -182,9 +193,9 @@ class _Server:
         return self._task
 
     def _evaluate(self) -> ModuleType:
-        """Replacement of the package `evaluate` that has only the metric "code_eval".
+        """Make a module that replaces the package `evaluate` and has only the metric "code_eval".
 
-        The package downloads metrics as code from the hub, and this process does not run such code.
+        The package itself would download metrics as code from the hub, and this process does not run such code.
         """
 
         def load(name: str, *_: Any, **__: Any) -> Any:
@@ -209,8 +220,13 @@ class _Server:
     ) -> tuple[dict[str, float], dict[int, list[str | None]]]:
         """Compute the metric "code_eval" (pass@k) by executing each prediction with the tests of its reference.
 
-        `timeout` is the processor time of a program, in seconds (default `execution.CPU_S`). Returns the mean of pass@k
-        over the references, by name, and the outcome of each program.
+        - `predictions`: for each reference, the completions
+        - `references`: the tests, as Python code that is appended to a completion
+        - `k`: the values of k for which pass@k is computed
+        - `timeout`: the processor time of a program, in seconds (default `execution.CPU_S`)
+
+        Returns the mean of pass@k over the references, by name, and for each reference the outcomes of its programs. An
+        outcome is None for a program that ran to its end, else a reason.
         """
         programs = [f"{each}\n{test}" for tries, test in zip(predictions, references, strict=True) for each in tries]
         self.reply(execute=programs, cpu_s=timeout)

@@ -70,8 +70,8 @@ ORDER_SEED = -1
 class Bank:
     """Source weights of a family of models, by model alias and tensor name, in their stored dtype.
 
-    The tensors are read-only and safe to read from several threads. For an adapter, the bank holds the low-rank
-    matrices; the tensors computed from these and the base are float32.
+    A family is a base model and its experts. The tensors are read-only and safe to read from several threads. For an
+    adapter, the bank holds the low-rank matrices; the tensors computed from these and the base are float32.
 
     `placement` is "mapped" (memory-mapped files, whose pages all processes on the machine share), "host" (a copy in
     this process's memory, pinned for a GPU) or "gpu" (a copy in the memory of `device`). Merges are computed on
@@ -83,16 +83,16 @@ class Bank:
     saves memory for a single merge, which needs each statistic once.
 
     With `is_shared`, the processes of this node that open the same sources share statistics. With the placement "host"
-    they also share the memory of the sources, which one of them fills (`node`). They share nothing if the node's shared
-    memory has too little room; `private_because` then says so.
+    they also share the memory of the sources, which one of the processes fills (`node`). They share nothing if the
+    node's shared memory has too little room; then `private_because` is the reason, as text.
 
     `room_bytes` is the available memory of `device` for merging one tensor, or None for no limit. A tensor that needs
     more is merged on the CPU (`workers.merging.devices`).
 
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
     have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content.
-    The results are in the cache in the directory `cache`, or in the default one if `cache` is None. Raises InvalidModel
-    if models cannot be opened, have changed, or contain NaN or infinity.
+    The results are cached in the directory `cache`, or in the default one if `cache` is None. Raises InvalidModel if
+    models cannot be opened, have changed, or contain NaN or infinity.
     """
 
     def __init__(
@@ -171,22 +171,22 @@ class Bank:
     def base(self) -> Checkpoint:
         """The base model, with its embedding and output head converted to the family's vocabulary.
 
-        Every merge has the configuration, tensor shapes and layout of this model.
+        Merged models have the configuration, tensor shapes and layout of this model.
         """
         return self.sources.base
 
     def view(self, alias: str) -> Checkpoint:
         """The model `alias`, with its embedding and output head converted to the family's vocabulary.
 
-        The rows of embedding and head are in the order of this vocabulary, which merges require.
+        In this form, the rows of embedding and head stand for the same tokens in all models, which merges require.
         """
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """The recipe's models that the bank holds, by the recipe's aliases.
+        """Look up the models of a recipe, by the recipe's aliases; models that the bank does not have are left out.
 
-        Each model is a view: its embedding and output head are converted to the family's vocabulary. `models` maps the
-        recipe's aliases to content fingerprints. Models that the bank does not have are left out.
+        `models` maps the recipe's aliases to content fingerprints. In the result, each model has its embedding and
+        output head converted to the family's vocabulary.
         """
         return {name: self._checkpoints[held] for name, print_ in models.items() if (held := self.alias(print_))}
 
@@ -206,9 +206,9 @@ class Bank:
     def get(self, alias: str, name: str, shard: Shard | None = None) -> torch.Tensor:
         """Return the tensor `name` of the model `alias`, on the bank's device.
 
-        The whole tensor is returned. `shard` says that the caller reads only these elements; then only they are counted
-        in `elements_read`. The result may share memory with the bank and must not be written to. A tensor of an adapter
-        is computed at every call. Raises InvalidModel if the bank has no such tensor.
+        The whole tensor is returned, even with `shard`. `shard` has the elements that the caller reads; then only these
+        elements are counted in `elements_read`. The result may share memory with the bank and must not be written to. A
+        tensor of an adapter is computed at every call. Raises InvalidModel if the bank has no tensor of this name.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -220,9 +220,9 @@ class Bank:
         return found
 
     def cosine(self, first: Key, second: Key) -> float:
-        """The cosine of the angle between two tensors, for SLERP; computed once and then cached.
+        """The cosine of the angle between two tensors, for the merge method SLERP.
 
-        Each tensor is given as (alias, name).
+        Each tensor is given as (alias, name). The cosine is computed once and then cached.
         """
         return cosine_of(self.products((first, second), None), 0, 1)
 
@@ -249,10 +249,10 @@ class Bank:
         return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """Row factors and the threshold by which Arcee Fusion selects the elements to take from `second`.
+        """The rule by which Arcee Fusion selects the elements to take from `second`: row factors and a threshold.
 
-        The other elements of the merge are those of `first`. Returns None for empty tensors. The result is cached while
-        it is recently used. Tensors are given as (alias, name).
+        The other elements of the merge are those of `first`. Tensors are given as (alias, name). Returns None for empty
+        tensors. The result is cached while it is recently used.
         """
 
         def made() -> Importance:
@@ -266,12 +266,12 @@ class Bank:
         return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
-        """Return an object that finds the n-th largest of the elements' variances across task vectors.
+        """Return an object that finds the n-th largest of the elements' variances across task vectors (for SCE).
 
-        The variance of an element is that of its values in the task vectors of `sources`. Tensors are given as (alias,
-        name). With `keeps_statistics=True` in the bank, the object is a table of the variances, and the bank caches
-        recently used tables. Otherwise the object selects the n-th largest variance at each call. Returns None for
-        empty tensors.
+        The variance of an element is computed over its values in the task vectors, the differences of `sources` from
+        `base`. Tensors are given as (alias, name). With `keeps_statistics=True` in the bank, the object is a table of
+        the variances, and the bank caches recently used tables. Otherwise the object selects the n-th largest variance
+        at each call. Returns None for empty tensors.
         """
 
         def made() -> MagnitudeTable:
@@ -292,8 +292,8 @@ class Bank:
         """Return objects, one for each source, that find the n-th largest of the magnitudes |source - base|.
 
         Tensors are given as (alias, name). The objects are tables, each computed once and then cached. If the bank has
-        `keeps_statistics=False`, there are no tables, and the n-th largest is selected when it is needed. For empty
-        tensors the result has None for each source.
+        `keeps_statistics=False`, the objects have no tables and select the n-th largest magnitude at each call. For
+        empty tensors the result has None for each source.
         """
         if 0 in self._source(*base).shape:
             return (None,) * len(sources)
@@ -318,7 +318,8 @@ class Bank:
     def num_elements(self, *, stacks_experts: bool = False) -> int:
         """The number of elements of all merged tensors together.
 
-        With `stacks_experts` the experts of a mixture count as one tensor; the number of elements is the same.
+        `stacks_experts` says whether the experts of a layer's mixture count as one tensor. It does not change the
+        number.
         """
         return self._merged_names(stacks_experts)[1]
 
@@ -332,13 +333,18 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> tuple[ModelMagnitudes, ...]:
-        """Magnitude thresholds of each source tensor, at which its whole model keeps a given number of elements.
+        """Magnitude thresholds of each source tensor for merges that trim whole models (`trim: model`).
 
-        Tensors are given as (alias, name). `ranks` has these numbers for each source: the threshold of rank n is the
-        n-th largest magnitude in the difference between all tensors of the source's model and of the model of `base`.
-        `masks` has for each source the density and the seed of a random mask of the task vector, or None for no mask.
-        With `stacks_experts`, all experts of a layer of a mixture are one tensor. A threshold is found once, in a few
-        passes over both models, and then cached.
+        Such a merge keeps the largest elements of the task vector over all tensors of a model. Tensors are given as
+        (alias, name).
+
+        - `ranks`: for each source, the numbers of elements that the whole model keeps; there is a threshold for each
+          number
+        - `masks`: for each source, the (density, seed) of a random mask of the task vector, or None for no mask
+        - `stacks_experts`: whether all experts of a layer's mixture are one tensor
+        - `compiles`: whether compiled kernels may be used, which give the same result
+
+        A threshold is found once, in a few passes over the model and its base, and then cached.
         """
         found = []
         for source, of_source, mask in zip(sources, ranks, masks, strict=True):
@@ -358,10 +364,12 @@ class Bank:
     ) -> int:
         """Number of elements of the whole model with a positive elected sign, minus the number with a negative one.
 
-        The sign of the result is the majority sign, which some methods use at ties. The sign of an element is elected
-        among the task vectors of the models of `sources`. These are trimmed to `shares` of the whole model, as if all
-        tensors were merged in the same way. The other arguments are those of `whole_magnitudes`. The result is computed
-        by plain torch, tensor by tensor on `device`, once for each combination of arguments, and then cached.
+        The sign of the result is the majority sign, which some methods use for elements whose task vectors sum to zero.
+        `sources` names the models. First the task vector of each whole model is trimmed: its largest elements, the
+        share in `shares`, are kept. Then the sign of each element is elected among the trimmed task vectors. All
+        tensors of the models are counted as if they were merged in the same way. The other arguments are those of
+        `whole_magnitudes`. The result is computed by plain torch, tensor by tensor on `device`, once for each
+        combination of arguments, and then cached.
         """
         aliases = tuple(alias for alias, _ in sources)
         key = aliases, base[0], tuple(shares), tuple(masks), stacks_experts
@@ -401,7 +409,10 @@ class Bank:
         return known
 
     def _merged_names(self, stacks_experts: bool) -> tuple[list[str], int]:
-        """The sorted names of all merged tensors, and the number of their elements."""
+        """The sorted names of all merged tensors, and the number of all their elements together.
+
+        `stacks_experts` says whether the experts of a layer's mixture count as one tensor.
+        """
         if stacks_experts not in self._of_model:
             names = sorted((self.layout.stacked if stacks_experts else self.layout).places)
             alias = self.family.base.alias
@@ -414,9 +425,10 @@ class Bank:
         return None if mask is None else (mask[0], mask_key(mask[1], self.sources.fingerprints[key[0]], key[1]))
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
-        """The L1 norm of each task vector: the sum of |source - base| over the tensor; computed once and then cached.
+        """The L1 norm of each task vector: the sum of |source - base| over the tensor.
 
-        Tensors are given as (alias, name).
+        The result has a norm for each of `sources`. Tensors are given as (alias, name). Norms are computed once and
+        then cached.
         """
         norms = {source: self._norms[source, base] for source in sources if (source, base) in self._norms}
         for source in sources:
@@ -430,11 +442,11 @@ class Bank:
         return self.node.value(("norm", source, base), lambda: norm_of(self.get(*source), self.get(*base)))
 
     def order(self, key: Key) -> TieOrder:
-        """Rule that orders elements of equal magnitude in the task vector of a tensor.
+        """Rule that breaks ties between elements of equal magnitude in the task vector of a tensor.
 
-        `key` is the tensor's (alias, name). If the alias is that of the base, the rule orders elements whose variance
-        across the task vectors is equal, for the merge method SCE. It depends on the model's content and the tensor's
-        name.
+        `key` is the tensor's (alias, name). If the alias is that of the base, the rule breaks ties between elements
+        whose variance across the task vectors is equal, for the merge method SCE. The rule depends on the model's
+        content and the tensor's name.
         """
         order = self._orders.get(key)
         if order is None:
@@ -445,10 +457,10 @@ class Bank:
     def on(self, device: torch.device | str) -> Bank:
         """Return a bank with the same source weights in the same memory, whose merges are computed on `device`.
 
-        If `device` is this bank's device, the result is this bank. Otherwise it is the same object at every call. The
-        two banks share those cached statistics that are in host memory and have the same bits on every device. The
-        tensors of adapters are products of matrices, whose bits depend on the device, so statistics of a family with
-        adapters are not shared.
+        If `device` is this bank's device, the result is this bank. For another device, the result is one further bank,
+        the same object at every call. The two banks share those cached statistics that are in host memory and have the
+        same bits on every device. The tensors of adapters are products of matrices, whose bits depend on the device, so
+        statistics of a family with adapters are not shared.
         """
         target = torch.device(device)
         if target == self.device:
@@ -468,7 +480,7 @@ class Bank:
         """Placement and size of the source weights, as a JSON document for the statistics of engines.
 
         The keys are placement, bytes (size of the sources), statistics_bytes (size of cached statistics), models
-        (number of models), fingerprint (of the family) and shared (how processes of this node share them).
+        (number of models) and fingerprint (of the family).
         """
         return {
             "placement": self.placement.value,
@@ -479,10 +491,10 @@ class Bank:
         }
 
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
-        """The rank of each magnitude |source - base| within its row of the tensor, for each source.
+        """The rank of each magnitude |source - base| within its row of the tensor, as a tensor for each source.
 
-        Rank 0 is the rank of the smallest magnitude. Tensors are given as (alias, name). Ranks are computed at every
-        call unless `keep_ranks` was called before.
+        The smallest magnitude has rank 0. Tensors are given as (alias, name). Ranks are computed at every call unless
+        `keep_ranks` was called before.
         """
         known = []
         for source in sources:
@@ -539,9 +551,10 @@ class Bank:
 
 
 def content_name(family: Family, device_type: str) -> str:
-    """Name of a bank's content, by which processes of a node share it on devices of one type, such as "cuda".
+    """Name of a bank's content, by which the processes of a node find the memory that they share.
 
-    Aliases are a part of the content, because they name statistics.
+    `device_type` is the type of the device that computes merges, such as "cuda"; processes with other types have
+    another name. The name also depends on the models' aliases, because statistics are named by them.
     """
     models = sorted((model.alias, model.fingerprint) for model in family.models)
     content = repr((models, family.tokenizer, sorted(family.vocabulary.items()), device_type))
@@ -551,7 +564,8 @@ def content_name(family: Family, device_type: str) -> str:
 def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:
     """Problems with the content of the models, one line each: changed files, or values that are NaN or infinite.
 
-    A model has changed if its fingerprint in `sources` is not the one that `stated` has for it.
+    `stated` is the description of the models when they were chosen. A model has changed if its fingerprint in `sources`
+    is not the one in `stated`.
     """
     changed = {
         model.alias: (
@@ -568,8 +582,8 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make the function that copies a stored tensor to its placement (mapped file, host memory or GPU).
 
-    For mapped files the function returns the tensor itself. Otherwise the function copies the tensor to host memory,
-    pinned if `device` is a GPU, or to `device`. `num_bytes` is the size of all tensors together.
+    For mapped files the function returns the tensor itself. For host memory it copies the tensor there, pinned if
+    `device` is a GPU. For a GPU it copies the tensor to `device`. `num_bytes` is the size of all tensors together.
     """
     if placement is Placement.MAPPED:
         return lambda tensor: tensor
@@ -595,7 +609,9 @@ def _shared(
 ) -> dict[TensorInfo, torch.Tensor]:
     """Put the stored tensors into memory that processes of this node share; one of the processes reads the files.
 
-    Each process pins the memory for its GPU if `is_pinned`. Raises NoRoom if there is too little shared memory.
+    `infos` has each tensor with the checkpoint that contains it, and `shared` is the directory of the shared memory.
+    With `is_pinned`, each process pins the memory for its GPU. Returns the tensors in shared memory. Raises NoRoom if
+    there is too little shared memory.
     """
     assert shared is not None
     starts, end = [], 0
@@ -618,7 +634,10 @@ def _shared(
 
 
 class _HostMemory:
-    """Host memory for `num_bytes` of tensors, allocated in large chunks, into which `place` copies a tensor."""
+    """Host memory for tensors of `num_bytes` in total, allocated in large chunks.
+
+    The method `place` copies a tensor into this memory, and returns the copy.
+    """
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         self._missing = num_bytes

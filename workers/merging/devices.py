@@ -33,8 +33,8 @@ RANK_BYTES = 4
 def bank_for(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> Bank:
     """Choose the bank that computes one merged tensor: `bank`, or its copy that computes on the CPU.
 
-    The CPU is used if computing the tensor of `plan` in `dtype` takes more memory (`peak_bytes`) than the bank's device
-    has for merging (`Bank.room_bytes`).
+    `dtype` is the dtype of the result. The CPU is used if computing the tensor of `plan` takes more memory
+    (`peak_bytes`) than the bank's device has for merging (`Bank.room_bytes`).
     """
     if bank.room_bytes is None or bank.device.type == "cpu" or peak_bytes(tensor, plan, bank, dtype) <= bank.room_bytes:
         return bank
@@ -51,7 +51,7 @@ def devices_of(plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> dict[str, st
 def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> int:
     """Largest number of bytes that computing one merged tensor of `plan` allocates on the bank's device.
 
-    Sources that are on the device already are not counted. The result, in `dtype`, is counted.
+    The result of the merge, in `dtype`, is counted. Sources that are on the device already are not counted.
     """
     merge = tensor.merge
     operands = [*merge.sources, *([merge.base_in(plan.recipe.base)] if METHODS[merge.method].needs_base else [])]

@@ -43,9 +43,9 @@ GPU_CHUNK = 1 << 22
 
 
 def mask_key(seed: int, model: str, name: str) -> int:
-    """The 64-bit key of a random mask, computed from a seed, a model and a tensor name.
+    """The 64-bit key of a random mask, from a seed, a model and the name of a tensor.
 
-    `model` is a content fingerprint, so that masks do not depend on aliases.
+    `model` is the fingerprint of the model's content. Therefore the mask does not depend on the model's alias.
     """
     text = f"{seed}\x1f{model}\x1f{name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -59,17 +59,18 @@ def key_words(key: int) -> tuple[int, int]:
 def threshold(probability: float) -> int:
     """The bound on hashes with which a random mask keeps elements with `probability`: floor(probability * 2^32).
 
-    The mask keeps an element if the element's hash is below the bound. The product is exact for a probability rounded
-    to six decimals.
+    The mask keeps an element if the element's hash is below the bound. The result is exact for a probability with at
+    most six decimals.
     """
     scale: int = 10**COEFFICIENT_DECIMALS
     return min(scale, max(0, round(probability * scale))) * 2**32 // scale
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Hashes in [0, 2^32), as int64, of the elements with the indices `index` (int64), for a random mask's key.
+    """The hash of each element, by which a random mask with the key `key` decides whether to keep the element.
 
-    No two elements below index 2^32 have the same hash.
+    `index` (int64) has the indices of the elements. The hashes are int64 in [0, 2^32), in the shape of `index`. No two
+    elements below index 2^32 have the same hash.
     """
     k0, k1 = key_words(key)
     first, second = MULTIPLIERS
@@ -100,8 +101,8 @@ def keep(
 def keep_each(key: int, probabilities: torch.Tensor) -> torch.Tensor:
     """A random mask (bool) in which each element has its own probability of being True.
 
-    An element is True if its hash by `key` is less than floor(probability * 2^32). `probabilities` has the shape of the
-    mask; it is float64, so that the product is exact.
+    `probabilities` (float64) has the shape of the mask. `key` is the key of the mask, from which the hashes of elements
+    are computed. An element is True if its hash is less than floor(probability * 2^32).
     """
     kept = torch.empty(probabilities.shape, dtype=torch.bool, device=probabilities.device)
     flat, chances = kept.view(-1), probabilities.reshape(-1)

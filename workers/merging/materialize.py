@@ -43,9 +43,9 @@ READ_BY_RULE = frozenset({"ramplus_tl"})
 
 
 class Scratch:
-    """Memory that is reused for one merged tensor after another.
+    """Memory that is reused for one merged tensor after another, to save allocations.
 
-    The method `tensor` can be passed to `merged_tensors` as `into` if each tensor is copied before the next one is
+    Pass the method `tensor` to `merged_tensors` as `into`. Then each tensor must be copied before the next one is
     computed. The memory is on the device of `bank`.
     """
 
@@ -74,14 +74,16 @@ def merged_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Compute a recipe's merged model tensor by tensor; yield (name, tensor) for embedding, layers in order, and head.
 
-    `bank` has the source weights. A tied output head is left out. With `names`, only the tensors of these names are
-    computed.
+    `bank` has the source weights. An output head that is tied to the embedding is left out. With `names`, only the
+    tensors of these names are computed.
 
     Each tensor is computed in float32 and rounded once, to `dtype`. Recipes with equal digests give equal bits. A
     tensor may share memory with the bank and must not be written to. It is on the bank's device, or on the CPU if that
-    device has too little memory for it (`devices`). `into` may be a function that returns the memory for a tensor of a
-    name and shape: contiguous, of `dtype`, on the bank's device. This saves time, because allocating memory takes
-    longer than filling it. If the destinations exist already, `merge_into` is faster.
+    device has too little memory for it (`devices`).
+
+    `into` may be a function that returns the memory for a tensor of a given name and shape. The memory must be
+    contiguous, of `dtype`, and on the bank's device. This saves time, because allocating memory takes longer than
+    filling it. If the memory for all tensors exists already, `merge_into` is faster.
 
     With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
     but do not load Numba, which saves time for small merges (`is_small`). Raises the errors of `plan_tensors`, before
@@ -101,10 +103,11 @@ def merged_tensors(
 
 
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
-    """Whether a merge is so small that loading the compiled kernels takes longer than they save.
+    """Whether a merge is so small that a process should compute it with plain torch instead of compiled kernels.
 
-    This holds for a process that computes only this merge, on the CPU, if all operands together have few elements: at
-    most `SMALL`, or `SMALL_SUM` if the method is a weighted sum. Raises the errors of `plan_tensors`.
+    A process that computes only this merge needs more time to load the kernels than they save. A merge is small if it
+    is computed on the CPU, and all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the method
+    is a weighted sum. Raises the errors of `plan_tensors`.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
@@ -125,9 +128,10 @@ def merge_into(
     dtype, and on the device of `bank`. A tensor for which this device has too little memory is computed on the CPU and
     copied (`devices`). Raises the errors of `plan_tensors`.
 
-    For some tensors, `shards` says which of their elements are written. Then only these elements are computed, from the
-    same elements of the sources, with the bits that they have in the whole tensor. If this is not possible, the whole
-    tensor is computed. The result maps the names of these tensors to the reason, as text.
+    `shards` has, for some tensors, the part of the elements to write, for example the part that one rank of an engine
+    holds. Then only these elements are computed, with the bits that they have in the whole tensor. If this is not
+    possible for a tensor, the whole tensor is computed. The result maps the names of tensors that were computed whole
+    for this reason to the cause, as text.
     """
     plan, parts = plan_tensors(recipe, bank), shards or {}
     together: dict[Bank, list[tuple[int, _Computation | _ShardComputation]]] = {}
@@ -180,7 +184,7 @@ def _copy(merged: torch.Tensor, destination: torch.Tensor, shard: Shard | None) 
 
 
 def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> str:
-    """Reason why the elements of a shard of a planned tensor cannot be computed alone; "" if they can."""
+    """Reason why a shard of a planned tensor cannot be computed without the rest of the tensor; "" if it can."""
     method = tensor.merge.method
     if bank.device.type != "cpu":
         return "no kernel for shards on a GPU"
@@ -202,8 +206,8 @@ def sources_of(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """Stored tensors from which a merged tensor is computed: (tensors of the sources, tensor of the base).
 
-    The base's tensor is None if the method needs no base. The tensors are whole; the caller reads only the elements of
-    `shard`, or all if it is None.
+    The base's tensor is None if the method needs no base. The tensors are whole. `shard` has the elements that the
+    caller reads; None means that all are read.
     """
 
     def get(source: Source) -> torch.Tensor:
@@ -223,11 +227,11 @@ def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
 class _Computation:
     """A merged tensor to compute, with the bank keys and the statistics of its source tensors.
 
-    `sources` and `base` are (alias, name); `base` is None if the method needs no base. `keys` are the keys of random
-    masks, one per source; None if the method draws no masks. The fields from `cosine` to `variances` are statistics of
-    the sources, as in `Operands`; a statistic that the method does not use is None. If `keeps_equal` is True, elements
-    of equal magnitude have the same rank, as in recipes of format 1. `compiles` says whether a compiled kernel may
-    compute the tensor.
+    `sources` and `base` are bank keys (alias, name); `base` is None if the method needs no base. `keys` are the keys of
+    random masks, one per source; None if the method draws no masks. The fields from `cosine` to `variances` are
+    statistics of the sources, as in `Operands`; a statistic that the method does not use is None. If `keeps_equal` is
+    True, elements of equal magnitude have the same rank, as in recipes of format 1. `compiles` says whether a compiled
+    kernel may compute the tensor.
     """
 
     tensor: MergedTensor
@@ -248,8 +252,8 @@ class _Computation:
     def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank, *, compiles: bool = True) -> Self:
         """Prepare the computation of a planned tensor: look up its source tensors and their statistics in the bank.
 
-        With `compiles=False` no statistics of single tensors are taken from the bank: the plain torch function computes
-        them.
+        With `compiles=False` the plain torch function of the method computes the tensor. It also computes the
+        statistics of single tensors, so these are not taken from the bank.
         """
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
@@ -295,8 +299,8 @@ class _Computation:
         """Compute the merged tensor, rounded to `dtype`.
 
         `into` is a function that returns memory for a tensor of a name and shape, or None. If a kernel writes the
-        result directly, it is in this memory. Otherwise it is in newly allocated memory or, for a copy of a source, in
-        the bank's memory.
+        result directly, the result is in this memory. Otherwise the result is in newly allocated memory or, for a copy
+        of a source, in the bank's memory.
         """
         merge, shape = self.tensor.merge, self.tensor.shape
         if _is_copy(self.tensor):
@@ -318,7 +322,10 @@ class _Computation:
         return self.compiles and is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
     def operands(self, bank: Bank, shard: Shard | None = None) -> Operands:
-        """Whole operands in their stored dtypes; the caller reads only the elements of `shard`, or all without it."""
+        """Whole operands of the merge in their stored dtypes, with the statistics that the method uses.
+
+        `shard` has the elements that the caller reads; None means that all are read.
+        """
         # Ranks are half as large as a source, so they are read for one tensor at a time.
         uses_ranks = "ranks" in PLAIN[self.tensor.merge.method].uses
         has_ranks = self.base is not None and uses_ranks and math.prod(self.tensor.shape) > 0
@@ -362,7 +369,10 @@ class _ShardComputation:
     shard: Shard
 
     def write(self, bank: Bank, destination: torch.Tensor) -> None:
-        """Compute the elements, and write them to the contiguous memory `destination`, rounded once to its dtype."""
+        """Compute the shard's elements, and write them to the contiguous memory `destination`.
+
+        The elements are rounded once, to the dtype of `destination`.
+        """
         tensor, shard, merge = self.tensor, self.shard, self.tensor.merge
         if _is_copy(tensor):
             part = shard.view(sources_of(tensor, self.plan, bank, shard)[0][0])
@@ -382,7 +392,7 @@ class _ShardComputation:
             destination.copy_(merged * tensor.factor)
 
     def _rule_of_whole(self, bank: Bank) -> Rule:
-        """Rule (formula with its numbers) of a merge whose numbers depend on the elements of the whole tensors."""
+        """The merge's rule (a formula with its numbers), for a method whose numbers depend on whole tensors."""
 
         def made() -> Rule:
             return exact_rule(self.tensor.merge, _Computation.of(self.tensor, self.plan, bank).operands(bank))
@@ -397,8 +407,10 @@ def _of_whole_models(
 ) -> tuple[tuple[Ranked, ...], int | None]:
     """Statistics of whole models for one tensor of a merge with `trim: model`: thresholds and majority sign.
 
-    The first result has the magnitude thresholds of each source. The second is a number whose sign is the majority sign
-    (`Bank.majority`), or None if the method uses none. Tensors are given as (alias, name).
+    The merge trims the task vector of a whole model instead of each tensor. The first result has the magnitude
+    thresholds of each source. The second is a number whose sign is the majority sign (`Bank.majority`), or None if the
+    method uses no majority sign. Tensors are given as (alias, name). `compiles` says whether compiled kernels may be
+    used.
     """
     merge = tensor.merge
     masks: list[Mask | None] = [None] * len(sources)

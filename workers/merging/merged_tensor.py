@@ -33,10 +33,15 @@ class Piece:
 class MergedTensor:
     """Description of one tensor of the merged model before it is computed.
 
-    `merge` is the merge that computes it. `suffix` is its name within merged layer `layer`; outside layers, `layer` is
-    None and `suffix` is the whole name. The result is multiplied by `factor`, which folds scales of layers into weights
-    (`residual_scales`). The tensor may be a stack: the matrices of all experts of a layer's mixture of experts. The
-    merged model does not have the stack itself but its `pieces`.
+    - `merge`: the merge that computes the tensor
+    - `layer`, `suffix`: the index of the merged layer, and the tensor's name within the layer; outside layers, `layer`
+      is None and `suffix` is the whole name
+    - `factor`: a number that multiplies the result, because scales of layers are folded into weights
+      (`residual_scales`)
+    - `pieces`: the tensors of the merged model that the result is split into, if it is a stack
+
+    A stack is the matrices of all experts of a layer's mixture of experts, joined in one tensor. The merged model does
+    not have the stack itself.
     """
 
     name: str
@@ -60,7 +65,8 @@ class MergedTensor:
     def split(self, merged: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Split the computed tensor `merged` into tensors of the merged model.
 
-        Yields (name, tensor) in the order of the method `shapes`.
+        A stack (the matrices of all experts of a layer's mixture of experts) gives its pieces, and any other tensor
+        only itself. Yields (name, tensor) in the order of the method `shapes`.
         """
         if not self.pieces:
             yield self.name, merged
@@ -69,11 +75,10 @@ class MergedTensor:
 
 
 def pieces_of(model: Checkpoint, name: str, layout: Layout, index: int | None) -> tuple[Piece, ...]:
-    """List the merged model's tensors that are parts of a stack of `model`; empty if `name` is not a stack.
+    """List the merged model's tensors that are parts of the stack `name` of `model`; empty if `name` is not a stack.
 
-    `name` is the stack's name. A stack is the matrices of all experts of a layer's mixture of experts as one tensor.
-    The pieces are named as in layer `index` of the merged model, whose layout is `layout`; `index` is None outside
-    layers.
+    A stack is the matrices of all experts of a layer's mixture of experts, joined in one tensor. The pieces are named
+    as in layer `index` of the merged model, whose layout is `layout`; `index` is None outside layers.
     """
     if name in model.tensors:
         return ()

@@ -48,9 +48,9 @@ class NoRoom(Exception):
 class SharedDirectory:
     """Directory in the node's shared memory, which exists as long as a process has it open.
 
-    Processes that give the same `name`, which identifies the content, share it. If the last user was killed, the
-    directory is removed when a process opens another one. `root` is the node's shared memory, or None for
-    SHARED_MEMORY.
+    `name` identifies the content; processes that give the same name share one directory. The last process that closes
+    the directory removes it. If the last process was killed, the directory is removed when a process opens another one.
+    `root` is the node's shared memory, or None for SHARED_MEMORY.
     """
 
     def __init__(self, name: str, *, root: Path | None = None) -> None:
@@ -71,8 +71,9 @@ class SharedDirectory:
     def fill(self, num_bytes: int, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Return shared memory of `num_bytes`, as uint8, which one of the processes fills by calling `write`.
 
-        The other processes wait for it. If that process is killed, another one fills the memory from the beginning. The
-        memory must not be written to afterwards. Raises NoRoom if there is too little of it.
+        The other processes wait until the memory is full. If the process that fills the memory is killed, another one
+        fills it from the beginning. The memory must not be written to afterwards. Raises NoRoom if there is too little
+        shared memory.
         """
         while not (self.path / FILLED).exists():
             fcntl.flock(self._users, fcntl.LOCK_UN)
@@ -106,7 +107,10 @@ class SharedDirectory:
         return torch.frombuffer(found, dtype=torch.uint8)[:num_bytes]
 
     def close(self) -> None:
-        """End this process's use. The last user removes the directory; memory that is mapped stays valid."""
+        """End this process's use of the directory.
+
+        The last process to close the directory removes it. Memory that a process has mapped stays valid.
+        """
         if self._users < 0:
             return
         with suppress(BlockingIOError):
@@ -121,7 +125,7 @@ class SharedDirectory:
 
 
 def free_shared_bytes() -> int:
-    """Number of free bytes in the node's shared memory; 0 if it has none."""
+    """Number of free bytes in the node's shared memory; 0 if the node has none."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
@@ -129,7 +133,7 @@ def free_shared_bytes() -> int:
 
 
 def shared_bytes(name: str) -> int:
-    """Bytes of shared memory that the sources in the SharedDirectory `name` of this user take; 0 for none."""
+    """Bytes of shared memory that the sources in this user's SharedDirectory `name` take; 0 for none."""
     try:
         return (SHARED_MEMORY / f"{OWN}{os.getuid()}" / name / SOURCES).stat().st_blocks * 512
     except OSError:
@@ -137,9 +141,9 @@ def shared_bytes(name: str) -> int:
 
 
 def remove_unused(directory: Path, *, except_for: str = "") -> list[str]:
-    """Remove the directories of killed processes from `directory`, and return their names.
+    """Remove the directories that killed processes have left in `directory`, and return their names.
 
-    A directory that a process has open is never removed.
+    A directory that a process has open is never removed, nor is the directory with the name `except_for`.
     """
     removed = []
     for each in sorted(directory.iterdir()):
@@ -160,11 +164,11 @@ def remove_unused(directory: Path, *, except_for: str = "") -> list[str]:
 
 
 class Node:
-    """Cache of values that one process of a node computes and the others read.
+    """Cache of values that one process of a node computes and the other processes read.
 
-    Without a shared directory, this process computes every value. A value is named by a tuple of plain values, the same
-    in all processes. The first value of the tuple is the kind. Computing a value of the kind "rule" may need values of
-    other kinds.
+    The values are in the directory `shared`. With None, nothing is shared and every value is computed by this process.
+    A value is named by a tuple of plain values, which is the same in all processes. The first element of the tuple is
+    the kind of value, such as "norm" or "rule". Computing a value of the kind "rule" may need values of other kinds.
     """
 
     def __init__(self, shared: SharedDirectory | None = None) -> None:
@@ -172,7 +176,10 @@ class Node:
         self.num_made = 0  # values that this process computed
 
     def value(self, name: tuple[Any, ...], made: Callable[[], T]) -> T:
-        """Return the value `name`; if no process has computed it, compute it with `made`."""
+        """Return the value `name`; if no process has computed it, compute it with `made`.
+
+        Without a shared directory, `made` is called every time.
+        """
         if self.shared is None:
             return made()
         kind, digest = name[0], hashlib.sha256(repr(name).encode()).hexdigest()
@@ -194,7 +201,10 @@ class Node:
 
 
 def _own_directory(root: Path) -> Path:
-    """Directory of this user in shared memory. Raises NoRoom if another user has made a directory of that name."""
+    """Directory of this user in shared memory.
+
+    Raises NoRoom if the directory cannot be made, or if another user has made a directory of this name.
+    """
     own = root / f"{OWN}{os.getuid()}"
     try:
         own.mkdir(mode=0o700, exist_ok=True)
@@ -214,7 +224,11 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _lock(file: int, kind: int, waits_for: str) -> None:
-    """Take a lock; if another process holds it, wait, and log that this process waits for `waits_for`."""
+    """Take a lock (`flock`) on an open file; if another process holds it, wait until it is free.
+
+    `file` is the file descriptor, and `kind` is LOCK_SH or LOCK_EX of `fcntl`. A long wait is logged as waiting for
+    `waits_for`.
+    """
     started, pause, note = time.monotonic(), 0.001, FIRST_NOTE_S
     while True:
         try:
@@ -240,14 +254,17 @@ def _locked(path: Path, waits_for: str) -> Iterator[None]:
 
 
 def _read(file: Path) -> list[Any]:
-    """Read a stored value as a list with this value; the list is empty if there is none."""
+    """Read a stored value as a list with this one value; the list is empty if no value can be read."""
     with suppress(OSError, EOFError, pickle.UnpicklingError):
         return [pickle.loads(file.read_bytes())]
     return []
 
 
 def _write(file: Path, value: list[Any]) -> None:
-    """Store a value for the other processes; if there is no room, nothing is stored, and each of them computes it."""
+    """Store the one value in the list `value` for the other processes.
+
+    If there is no room, nothing is stored, and each of the other processes computes the value.
+    """
     new = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         new.write_bytes(pickle.dumps(value[0], protocol=pickle.HIGHEST_PROTOCOL))

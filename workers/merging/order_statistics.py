@@ -59,9 +59,10 @@ FEW = 1 << 20
 
 @dataclass(frozen=True, order=True)
 class Threshold:
-    """A magnitude threshold with tie-breaking: the magnitude and the tie-breaking hash ("mark") of one element.
+    """A magnitude threshold that cuts between elements of equal magnitude, too.
 
-    Marks order elements of equal magnitude.
+    The threshold consists of the magnitude and the tie-breaking hash ("mark") of one element. Elements are compared by
+    magnitude; marks decide between elements of equal magnitude.
     """
 
     magnitude: float
@@ -73,10 +74,10 @@ class Threshold:
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-        """The elements of a tensor that are at the threshold or above it, as bool in the shape of `magnitudes`.
+        """Mask (bool) of the elements that are at the threshold or above it, in the shape of `magnitudes`.
 
-        `magnitudes` are the magnitudes of all elements of the tensor. `order` gives the marks of elements with the
-        threshold's magnitude.
+        `magnitudes` are the magnitudes of all elements of a tensor. `order` decides, by tie-breaking marks, about
+        elements whose magnitude equals that of the threshold.
         """
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
@@ -88,9 +89,11 @@ class Threshold:
 
 @dataclass(frozen=True)
 class TieOrder:
-    """The order of elements of equal magnitude in a tensor, by hashes ("marks") of their indices and `key`.
+    """Rule that breaks ties between elements of equal magnitude in a tensor.
 
-    With `keeps_equal`, elements of equal magnitude are not ordered but have the same rank, as in recipes of format 1.
+    Elements of equal magnitude are ordered by hashes ("marks") of their indices. `key` selects the hash, so that
+    tensors with different keys have different orders. With `keeps_equal`, elements of equal magnitude are not ordered
+    but have the same rank, as in recipes of format 1.
     """
 
     key: int
@@ -98,7 +101,7 @@ class TieOrder:
 
     @property
     def factor(self) -> int:
-        """The odd factor that multiplies an element's hash to give its tie-breaking mark.
+        """The odd number by which an element's hash is multiplied to give its tie-breaking mark.
 
         The factor is the hash of index 0 with the key `key`, with the last bit set.
         """
@@ -109,18 +112,18 @@ class TieOrder:
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
     def lowest(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that keeps the same elements as `threshold`.
+        """The threshold as this rule applies it: the lowest threshold that keeps the same elements as `threshold`.
 
-        Usually the result is `threshold` itself. With `keeps_equal`, when all elements of equal magnitude have the same
-        rank, the result is the magnitude of `threshold` with the lowest tie-breaking mark, 0.
+        With `keeps_equal`, all elements of equal magnitude have the same rank. Then the result has the magnitude of
+        `threshold` and the lowest mark, 0. Otherwise the result is `threshold` itself.
         """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
         """The lowest threshold that excludes the element at `threshold` and all smaller elements.
 
-        Usually it has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, when elements of
-        equal magnitude have the same rank, it has the next larger magnitude.
+        Usually the result has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, when
+        elements of equal magnitude have the same rank, the result has the next larger magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
@@ -131,10 +134,11 @@ class TieOrder:
 class Trim:
     """Lower and upper bound (`low`, `high`) of the magnitude threshold that keeps a given number of elements.
 
-    The threshold of rank n is the magnitude and mark of the n-th largest element. If the bounds are equal, they are the
-    threshold. Otherwise the threshold is at an element strictly between the bounds. Fewer than `SPACING` elements are
-    between the bounds; `num_smaller` of them precede this element in ascending order. `is_tied` is true if more than
-    `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`.
+    To keep n elements, the threshold is the magnitude and tie-breaking mark of the n-th largest element. If the bounds
+    are equal, they are the threshold. Otherwise the threshold is at one of the elements strictly between the bounds.
+    There are fewer than `SPACING` of these elements, and `num_smaller` of them are smaller than the threshold's
+    element. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from that of `low` to that of
+    `high`.
     """
 
     low: Threshold
@@ -144,11 +148,12 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 magnitudes that decide for most elements whether they reach the threshold.
+        """Two float32 numbers with which most elements can be compared with the threshold.
 
-        Elements up to the first magnitude are below the threshold; elements from the second on are at the threshold or
-        above. Elements between the two have a magnitude from that of `low` to that of `high`, and can only be decided
-        by their tie-breaking marks. The second magnitude is NaN if no element reaches `high`.
+        An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
+        least the second number is at the threshold or above. The other elements have a magnitude from that of `low` to
+        that of `high`; they can only be decided by their tie-breaking marks. The second number is NaN if the bounds
+        keep no element.
         """
         if self == NOTHING:
             return float("inf"), float("nan")
@@ -181,16 +186,18 @@ class Ranked(Protocol):
     def num_not_zero(self) -> int: ...
 
     def trim(self, rank: int) -> Trim:
-        """Two bounds, which may be equal, of the threshold of the `rank`-th largest magnitude; `rank` begins with 1.
+        """Two bounds of the threshold that keeps the `rank` largest magnitudes; the bounds may be equal.
 
-        A threshold is a magnitude with a tie-breaking mark.
+        A threshold is a magnitude with a tie-breaking mark. `rank` is at least 1.
         """
         ...
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The exact threshold of the `rank`-th largest magnitude: its magnitude and tie-breaking hash ("mark").
+        """The exact threshold that keeps the `rank` largest magnitudes: the `rank`-th largest, and its mark.
 
-        `sizes` are the magnitudes (float32), and `order` orders equal magnitudes. Ranks begin with 1.
+        `rank` is at least 1. The mark is a hash that breaks ties between equal magnitudes. `sizes` are the magnitudes
+        of all elements (float32), among which the threshold is searched for. `order` is the rule that computes the
+        marks.
         """
         ...
 
@@ -199,8 +206,8 @@ class Ranked(Protocol):
 class Selection:
     """Magnitudes of a tensor from which the n-th largest is found by selection, without a table.
 
-    `select(n)` finds the element that follows n others in ascending order. `num_zeros` counts the elements that are
-    zero.
+    `select(n)` returns the element that n other elements precede in ascending order. `num_zeros()` counts the elements
+    that are zero.
     """
 
     num_elements: int
@@ -212,20 +219,26 @@ class Selection:
         return self.num_elements - self.num_zeros()
 
     def trim(self, rank: int) -> Trim:
-        """The exact threshold of the `rank`-th largest magnitude as both bounds; ranks begin with 1."""
+        """The exact threshold that keeps the `rank` largest magnitudes, as both the lower and the upper bound.
+
+        `rank` is at least 1.
+        """
         found = self.select(self.num_elements - rank)
         return Trim.at(found.threshold, is_tied=found.num_equal > MOST_LEFT)
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold of the `rank`-th largest magnitude; ignores the arguments `sizes` and `order`."""
+        """The threshold that keeps the `rank` largest magnitudes.
+
+        `sizes` and `order` are not used.
+        """
         return self.trim(rank).high
 
 
 class MagnitudeTable:
     """Table of a tensor's magnitudes that limits the search for the n-th largest to a few elements.
 
-    It has the `magnitudes` and the tie-breaking `marks` of every 128th element in ascending order, and of the largest
-    element. The tensor has `num_elements` elements, of which `num_zeros` are zero.
+    `magnitudes` and `marks` have the magnitude and the tie-breaking mark of every 128th element in ascending order, and
+    of the largest element. The tensor has `num_elements` elements, of which `num_zeros` are zero.
     """
 
     def __init__(
@@ -265,9 +278,10 @@ class MagnitudeTable:
         return self._magnitudes.nbytes + self._marks.nbytes
 
     def trim(self, rank: int) -> Trim:
-        """Two bounds of the threshold of the `rank`-th largest magnitude; ranks begin with 1.
+        """Two bounds of the threshold that keeps the `rank` largest magnitudes.
 
-        The bounds are adjacent entries of the table, or equal if the element itself is an entry.
+        `rank` is at least 1. The bounds are adjacent entries of the table. They are equal if the element of this rank
+        is itself an entry.
         """
         cut, after = divmod(self.num_elements - rank, SPACING)
         low = self._threshold(cut)
@@ -279,10 +293,10 @@ class MagnitudeTable:
         return Trim(low, high, after - 1, is_tied=self._is_tied(cut, cut + 1))
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The exact threshold of the `rank`-th largest magnitude: its magnitude and tie-breaking hash ("mark").
+        """The exact threshold that keeps the `rank` largest magnitudes: the `rank`-th largest, and its mark.
 
-        `sizes` are the magnitudes (float32) from which the table was made, and `order` orders equal magnitudes. Ranks
-        begin with 1.
+        `rank` is at least 1. The mark is a hash that breaks ties between equal magnitudes. `sizes` are the magnitudes
+        (float32) from which the table was made. `order` is the rule that computes the marks.
         """
         trim = self.trim(rank)
         if trim.low == trim.high:
@@ -293,10 +307,10 @@ class MagnitudeTable:
         return _threshold(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
 
     def _is_tied(self, first: int, last: int) -> bool:
-        """Whether many elements may have the magnitude of the table's entry with index `first` or `last`.
+        """Whether many elements may have the magnitude of one of two entries of the table.
 
-        The result is True if the entry before `first` has the same magnitude as `first`, or the entry after `last` the
-        same magnitude as `last`.
+        `first` and `last` are the entries' indices. The result is True if the entry before `first` has the same
+        magnitude as `first`, or the entry after `last` the same magnitude as `last`.
         """
         sizes = self._magnitudes
         return bool(
@@ -309,30 +323,33 @@ class MagnitudeTable:
 
 
 class Words(Protocol):
-    """Interface of a tensor's elements as 64-bit sort keys ("words"): magnitude bits, then tie-breaking bits.
+    """Interface of a tensor's elements as 64-bit sort keys ("words"), which can be counted and read by prefix.
 
-    The magnitude is a float32; the lower bits are the element's mark, which orders equal magnitudes. A prefix is the
-    bits of a word above the last `shift` bits.
+    The upper 32 bits of a word are the element's magnitude as a float32. The lower 32 bits are the element's mark,
+    which orders equal magnitudes. A prefix is the number that remains of a word without its last `shift` bits.
     """
 
     def counts(self, prefix: int, shift: int) -> np.ndarray:
-        """Count the words with each value of one of their 16-bit digits; int64 [65536].
+        """Count the words that begin with `prefix` by the value of their next 16 bits; int64 [65536].
 
-        The digit consists of the 16 bits above the last `shift` bits. Only words whose bits above these 16 bits are
-        `prefix` are counted.
+        The last `shift` bits of a word come after these 16 bits.
         """
         ...
 
     def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
-        """The words (uint64) whose bits above the last `shift` bits are `prefix`; there are at most `most`."""
+        """The words (uint64) that begin with `prefix`, which is followed by `shift` further bits.
+
+        At most `most` words may begin with `prefix`.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Selected:
-    """The element that `selected` found: its magnitude and mark, and the index of its tensor.
+    """The element that `selected` found.
 
-    `num_equal` is the number of elements of all tensors that have the same magnitude.
+    `threshold` has its magnitude and tie-breaking mark, and `tensor` is the index of its tensor. `num_equal` is the
+    number of elements of all tensors that have the same magnitude.
     """
 
     threshold: Threshold
@@ -341,11 +358,11 @@ class Selected:
 
 
 def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | None = None) -> Selected:
-    """Find the element at the index `num_smaller` (from 0) when the elements of all tensors are sorted together.
+    """Find the element that `num_smaller` others precede when the elements of all tensors are sorted together.
 
     Elements are sorted in ascending order by magnitude, then by tie-breaking mark, then by the index of their tensor.
-    Each step is a pass over all tensors, and needs the memory of one tensor. `first` are the counts of the first pass
-    (prefix 0, shift 48), summed over the tensors, if known.
+    Each step is a pass over all tensors, and needs the memory of one tensor. `first` are the counts of the first pass,
+    summed over the tensors (`Words.counts` with prefix 0 and shift 48); if it is None, they are counted here.
     """
     prefix, shift, count, num_equal = 0, 64, 0, 0
     while shift == 64 or (count > FEW and shift > 0):
@@ -371,10 +388,11 @@ def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | 
 
 
 def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Threshold:
-    """The threshold of the `rank`-th largest of the magnitudes `sizes`: its magnitude and tie-breaking hash ("mark").
+    """The threshold that keeps the `rank` largest of the magnitudes `sizes`: the `rank`-th largest, with its mark.
 
-    Ranks begin with 1. `sizes` are in float32, and `order` orders equal magnitudes. `table` is an object that returns
-    the n-th largest magnitude; if it is None, the element is searched for among `sizes`.
+    `rank` is at least 1. `sizes` are in float32. `order` breaks ties between equal magnitudes by numbers called marks.
+    `table` is an object that knows the order of the magnitudes; if it is None, the threshold is searched for in
+    `sizes`.
     """
     if table is not None:
         return table.threshold(rank, sizes, order)
@@ -390,10 +408,10 @@ def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ra
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """Integers (int64) that order a tensor's elements by magnitude, in the shape of `sizes`, the magnitudes.
+    """Integers (int64) by which a tensor's elements can be sorted by magnitude, in the shape of `sizes`.
 
-    Elements are ordered by magnitude in float32, and equal magnitudes by their tie-breaking marks in `order`. With
-    `order.keeps_equal`, equal magnitudes have equal integers.
+    `sizes` are the elements' magnitudes, which are compared in float32. `order` breaks ties between equal magnitudes by
+    tie-breaking marks. With `order.keeps_equal`, equal magnitudes have equal integers.
     """
     keys = sizes.float().contiguous().view(torch.int32).long() << 32
     if not order.keeps_equal:

@@ -34,8 +34,9 @@ __all__ = [
 class TensorPlan:
     """A recipe that was checked against the source models, with the ordered list of all tensors to compute.
 
-    Functions that accept a recipe also accept its plan for the same bank of source weights, so that a swap of several
-    steps makes the plan only once. `aliases` maps the recipe's aliases to those of the bank.
+    Functions that accept a recipe also accept its plan for the same bank of source weights. So a swap, which writes a
+    merge into an engine in several steps, makes the plan only once. `aliases` maps the recipe's aliases to those of the
+    bank.
     """
 
     recipe: Recipe
@@ -52,9 +53,10 @@ def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
-    """Hashable descriptions of how the merged tensors are computed from the sources, by tensor name.
+    """Descriptions of how the merged tensors are computed from the sources, by tensor name.
 
-    Values of several recipes can be compared: tensors with equal values are equal bit for bit.
+    A description is a hashable value. Descriptions of several recipes can be compared: tensors with equal descriptions
+    are equal bit for bit.
     """
     plan = plan_tensors(recipe, bank)
     return {
@@ -65,7 +67,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
     """Check that a recipe can be merged from the source models in `bank`.
 
-    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot, as described at `plan_tensors`.
+    Raises the errors of `plan_tensors` if it cannot: InvalidRecipe, InvalidModel or EvidenceMismatch.
     """
     plan_tensors(recipe, bank)
 
@@ -77,18 +79,18 @@ def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
 
     Raises:
         InvalidRecipe: The recipe does not fit the models.
-        InvalidModel: The bank does not have its models or their vocabulary.
+        InvalidModel: The bank does not have the recipe's models, or was opened for another vocabulary.
         EvidenceMismatch: Files of the sources have changed since they were opened.
     """
     return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, recipe.canonical(), bank)
 
 
 def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
-    """Plan a recipe as stated, including sources without influence, such as those with weight 0.
+    """Plan a recipe without leaving out sources that have no influence, such as those with weight 0.
 
     Gradients need this plan, because they also have derivatives with respect to the coefficients of these sources. The
-    merged model is the same as with `plan_tensors`, up to rounding, because sums may have another order. Raises the
-    errors of `plan_tensors`.
+    merged model is the same as with `plan_tensors`, except for rounding, because sums may be computed in another order.
+    Raises the errors of `plan_tensors`.
     """
     recipe.check()
     return _plan(recipe, recipe, bank)
@@ -119,9 +121,10 @@ def _part(
 ) -> list[MergedTensor]:
     """Plan the tensors of one component of a merged layer, or of the embedding or head.
 
-    `index` is the index of the merged layer, or None outside layers. `merge` is the component's merge in `recipe`;
-    single tensors may have other merges. `aliases` maps the recipe's aliases to those of the bank. Raises InvalidRecipe
-    if the models do not have the tensors, or have them in different shapes.
+    `component` is the name of the component, such as "embedding". `index` is the index of the merged layer, or None
+    outside layers. `merge` is the component's merge in `recipe`; the recipe may have other merges for single tensors.
+    `aliases` maps the recipe's aliases to those of the bank. Raises InvalidRecipe if the models do not have the
+    tensors, or have them in different shapes.
     """
     where = component if index is None else f"layer {index}, {component}"
     _check_merge(merge, recipe, where, index, bank, aliases)
@@ -220,7 +223,10 @@ def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
 
 
 def computation(tensor: MergedTensor, plan: TensorPlan) -> tuple[Hashable, ...]:
-    """Description of how a planned tensor is computed from the bank's sources; equal descriptions mean equal bits."""
+    """Description of how a planned tensor is computed from the bank's sources, as a hashable value.
+
+    Tensors with equal descriptions are equal bit for bit.
+    """
     merge, recipe, aliases = tensor.merge, plan.recipe, plan.aliases
     sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
     base = merge.base_in(recipe.base)

@@ -43,7 +43,8 @@ SHAPE = (64, 512)
 class Usual:
     """A common merge whose kernel is compiled in advance, with operands and result in `dtype`.
 
-    If `is_tied` is True, many elements have the magnitude of a threshold; another kernel handles this case.
+    If `is_tied` is True, many elements have the magnitude of a threshold. Another kernel, which also compares
+    tie-breaking marks, handles this case.
     """
 
     merge: Merge
@@ -92,7 +93,7 @@ def operands(case: Usual) -> Operands:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels of the merges in `usual`, and the kernels that compute their statistics.
+    """Compile the kernels of the merges in `usual`, and the kernels that compute the statistics of these merges.
 
     Code that is on disk already is not compiled again.
     """

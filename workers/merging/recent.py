@@ -37,7 +37,7 @@ class Recent:
     def value(self, key: Hashable, make: Callable[[], T], num_bytes: Callable[[T], int]) -> T:
         """The cached value of `key`, or the result of `make`, which is then cached.
 
-        `num_bytes` gives the size of a value. The values that were used least recently are dropped until all values
+        `num_bytes` returns the size of a value. Values that were used least recently are dropped until all values
         together have at most `max_bytes`.
         """
         with self._lock:
@@ -64,7 +64,7 @@ class Recent:
 def recent_bytes(sources: ResolvedFamily) -> int:
     """Bytes of host memory for cached statistics of several sources: an eighth of the size of the family's models.
 
-    The size of each model is that of a whole model in the base's dtypes.
+    Each model is counted as a whole model in the base's dtypes, even if it is an adapter.
     """
     base = sources.base.tensors.values()
     stored = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in base)
@@ -72,10 +72,10 @@ def recent_bytes(sources: ResolvedFamily) -> int:
 
 
 def statistics_bytes(sources: ResolvedFamily) -> int:
-    """Upper limit, in bytes of host memory, for cached statistics of a family's sources, without rank tables.
+    """Upper limit, in bytes of host memory, for cached statistics of a family's sources.
 
     The result is the size of the tables of each expert's magnitudes, which are always cached, plus `recent_bytes` for
-    statistics of several sources.
+    statistics of several sources. Ranks of magnitudes within rows are not counted.
     """
     experts = len(sources.checkpoints) - 1
     return int(TABLE_BYTES * sources.num_parameters * experts) + recent_bytes(sources)

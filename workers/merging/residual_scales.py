@@ -59,9 +59,9 @@ MLP_END = re.compile(
 
 @dataclass(frozen=True)
 class BranchFactors:
-    """Factors on the attention and MLP outputs of one layer, which replace the layers' scales.
+    """Factors on the attention and MLP outputs of one layer, which replace the scales of a recipe's layers.
 
-    `stream` is one over the product of the scales of all earlier layers: it multiplies the residual stream before the
+    `stream` is one over the product of the scales of all earlier layers. It multiplies the residual stream before the
     layer, and the output of the layer's attention. `mlp` multiplies the output of the layer's MLP.
     """
 
@@ -81,14 +81,15 @@ UNSCALED = BranchFactors()
 def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[BranchFactors, ...]:
     """Convert the scales of layers to factors on the attention and MLP outputs of each layer.
 
-    The factors are folded into weights. A layer's scale multiplies the residual stream after the layer, and therefore
-    divides the last weights of the branches of all later layers. A layer's MLP scale multiplies the last weights of its
-    MLP.
+    The factors are multiplied into weights, so that the merged model needs no scales. A layer's scale multiplies the
+    residual stream after the layer. Dividing the last weights of the branches (attention and MLP) of all later layers
+    by the scale has the same effect. A layer's MLP scale multiplies the last weights of its MLP.
 
     Raises:
-        InvalidRecipe: A layer has an alignment or a scale that cannot be folded; the message names the layer. A scale
-            must be above 0, and 1 in models of a type that is not in `SCALABLE`. float64 must be able to represent the
-            product of the scales. An MLP scale must be finite, and 1 in models of a type that is not in `MLP_SCALABLE`.
+        InvalidRecipe: A layer has an alignment (a map of the residual stream before the layer), or a scale that cannot
+            be multiplied into weights; the message names the layer. A scale must be above 0, and 1 in models of a type
+            that is not in `SCALABLE`. float64 must be able to represent the product of the scales. An MLP scale must be
+            finite, and 1 in models of a type that is not in `MLP_SCALABLE`.
     """
     factors = []
     cumulative = 1.0

@@ -20,8 +20,8 @@ __all__ = ["Shard"]
 class Shard:
     """Some elements of a contiguous tensor: runs of `run` consecutive elements, one run every `stride` elements.
 
-    The first run begins at element `first`, counted in C order. `shape` is the shape of the elements as a tensor; its
-    number of elements is a multiple of `run`.
+    The first run begins at element `first` of the tensor in C order. `shape` is the shape of the shard's elements as a
+    tensor; its number of elements is a multiple of `run`.
     """
 
     first: int
@@ -31,7 +31,7 @@ class Shard:
 
     @classmethod
     def of(cls, view: torch.Tensor, whole: torch.Tensor) -> Self | None:
-        """Describe which elements of the contiguous tensor `whole` its view `view` has.
+        """Describe which elements of the contiguous tensor `whole` are in its view `view`.
 
         Returns None if `view` is not in the memory of `whole`, or if its elements are not runs at equal distances in
         ascending order.
@@ -71,10 +71,17 @@ class Shard:
         return self.num_elements == math.prod(shape)
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
-        """The elements of the shard in `whole`, a contiguous tensor, as a view [runs, run] of its memory."""
+        """The elements of the shard in the contiguous tensor `whole`, as a view of its memory.
+
+        The view has the shape [number of runs, length of a run].
+        """
         count = self.num_elements // self.run if self.run else 0
         return whole.as_strided((count, self.run), (self.stride, 1), whole.storage_offset() + self.first)
 
     def indices(self, positions: torch.Tensor) -> torch.Tensor:
-        """The index in the whole tensor of each element of the shard that `positions` (int64) names, from 0."""
+        """Convert positions within the shard to positions within the whole tensor.
+
+        `positions` (int64) are indices, from 0, in the flattened shard. The result has the index of each of these
+        elements in the flattened whole tensor.
+        """
         return self.first + positions // self.run * self.stride + positions % self.run

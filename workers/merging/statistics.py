@@ -52,7 +52,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """Row factors and the threshold by which Arcee Fusion, a merge method, selects the elements to take from `second`.
+    """The rule by which the merge method Arcee Fusion selects elements of `second`: row factors and a threshold.
 
     The result is that of `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU
     and have at least one element.
@@ -63,7 +63,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
 def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
     """Make the table from which the n-th largest of the magnitudes |source - base| (float32) is found.
 
-    `order` orders equal magnitudes. The tensors have at least one element.
+    `order` is the rule that breaks ties between equal magnitudes. The tensors have at least one element.
     """
     if source.is_cuda or source.numel() >= 2**32:
         return MagnitudeTable.of_ascending([_sorted((source.float() - base.float()).abs_(), order)])
@@ -75,8 +75,8 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
     """Make an object that finds the n-th largest of the magnitudes |source - base| (float32) without sorting them.
 
-    The object selects the n-th largest at each call. On a GPU, and for 2^32 elements or more, it is a table instead.
-    `order` orders equal magnitudes. The tensors have at least one element.
+    The object selects the n-th largest at each call. On a GPU, and for 2^32 elements or more, the object is a table
+    instead. `order` is the rule that breaks ties between equal magnitudes. The tensors have at least one element.
     """
     if source.is_cuda or source.numel() >= 2**32:
         return magnitude_table(source, base, order)
@@ -88,10 +88,10 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
 def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
     """Make an object that finds the n-th largest of the elements' variances across task vectors, without sorting them.
 
-    The variance of an element is that of its values in the task vectors, the differences of `sources` from `base`. Its
-    n-th largest value is the threshold by which the merge method SCE selects elements. The object selects the n-th
-    largest at each call. On a GPU, and for 2^32 elements or more, it is a table instead. `order` orders equal
-    variances. The tensors have at least one element.
+    The variance of an element is computed over its values in the task vectors, the differences of `sources` from
+    `base`. The n-th largest variance is the threshold by which the merge method SCE selects elements. The object
+    selects it at each call. On a GPU, and for 2^32 elements or more, the object is a table instead. `order` is the rule
+    that breaks ties between equal variances. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)
@@ -103,8 +103,10 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
 def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
     """Make the table from which the n-th largest of the elements' variances across task vectors is found.
 
-    The variance of an element is that of its values in the task vectors, the differences of `sources` from `base`, as
-    computed by `methods.competition.variance`. `order` orders equal variances. The tensors have at least one element.
+    The n-th largest variance is the threshold by which the merge method SCE selects elements. The variance of an
+    element is computed over its values in the task vectors, the differences of `sources` from `base`
+    (`methods.competition.variance`). `order` is the rule that breaks ties between equal variances. The tensors have at
+    least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return MagnitudeTable.of_ascending([_sorted(variance(sources, base), order)])
@@ -125,8 +127,8 @@ def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
 def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torch.Tensor:
     """Rank of each magnitude |source - base| within its row of the tensor, from 0 for the smallest.
 
-    `order` orders equal magnitudes. The tensors are on CPU. The ranks have the tensors' shape; they are uint16 in rows
-    of up to 65536 elements, else int32.
+    `order` is the rule that breaks ties between equal magnitudes. The tensors are on CPU. The ranks have the tensors'
+    shape; they are uint16 in rows of up to 65536 elements, else int32.
     """
     from workers.merging.kernels.sorting import ranks_in_rows
 
@@ -138,10 +140,11 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 def _importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Importances of elements in Arcee Fusion at the given indices of their ascending order; index 0 is the smallest.
+    """Importances of elements in Arcee Fusion at given indices, if all importances are sorted in ascending order.
 
-    The importance of an element is the absolute difference of `first` and `second`, times the factor of its row in
-    `rows`. The importances are sorted in pieces, which needs little memory.
+    The result has a tensor with one number for each of `indices`; index 0 is the smallest importance. The importance of
+    an element is the absolute difference of `first` and `second`, times the factor of its row in `rows`. The
+    importances are sorted in pieces, which needs little memory.
     """
     from workers.merging.kernels.sorting import ascending_importances
 

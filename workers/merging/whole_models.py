@@ -39,10 +39,11 @@ COMPILED = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class ModelTensor(NamedTuple):
-    """One tensor of an expert and the same tensor of its base; `order` orders elements of equal magnitude.
+    """One tensor of an expert, and the same tensor of its base.
 
-    `mask` is the density and the key of a random mask (DARE); None is no mask. With a mask, the task vector is divided
-    by the density where the mask keeps an element, and zero elsewhere.
+    `order` is the rule that breaks ties between elements of equal magnitude. `mask` is the (density, key) of a random
+    mask (DARE); None is no mask. With a mask, the task vector is divided by the density where the mask keeps an
+    element, and is zero elsewhere.
     """
 
     source: torch.Tensor
@@ -61,10 +62,12 @@ class ModelTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelMagnitudes:
-    """One tensor's magnitude thresholds at which its whole model keeps a given number of elements.
+    """Magnitude thresholds of one tensor for merges that trim whole models.
 
-    It implements `Ranked`; its ranks count the elements of the model, not of the tensor. `num_elements` is the number
-    of elements of the model. `trims` has the threshold of each rank that a merge uses.
+    A whole model keeps its largest elements over all tensors, so the thresholds depend on all tensors. The class
+    implements `Ranked`, but ranks count the elements of the model, not of the tensor. `num_elements` is the number of
+    elements of the model. `trims` maps each rank that a merge uses (the number of elements that the model keeps) to the
+    threshold of this tensor.
     """
 
     num_elements: int
@@ -75,7 +78,10 @@ class ModelMagnitudes:
         raise NotImplementedError("zeros of whole models are not counted")
 
     def trim(self, rank: int) -> Trim:
-        """Threshold of this tensor if the whole model keeps its `rank` largest elements, as lower and upper bound."""
+        """Threshold of this tensor if the whole model keeps its `rank` largest elements.
+
+        Both bounds of the result are this threshold.
+        """
         return self.trims[rank]
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
@@ -89,9 +95,10 @@ class ModelMagnitudes:
 class WholeTaskVector:
     """Task vector of an expert over all tensors, whose n-th largest magnitude is found by selection.
 
-    `names` are the names of its tensors and `num_elements` their number of elements; `read` returns a tensor by its
-    name. The result for each rank is kept, and so are the counts of the first pass, which take 512 KiB. Therefore the
-    first rank takes two to five passes over the expert and the base, and each further rank one pass less.
+    `names` are the names of the tensors, and `num_elements` is their number of elements. `read` returns a tensor by its
+    name. `compiles` says whether compiled kernels may be used. The result for each rank is kept, and so are the counts
+    of the first pass, which take 512 KiB. Therefore the first rank takes two to five passes over the expert and the
+    base, and each further rank one pass less.
     """
 
     def __init__(
@@ -111,8 +118,9 @@ class WholeTaskVector:
     def of_tensor(self, name: str, order: TieOrder, ranks: Iterable[int]) -> ModelMagnitudes:
         """Thresholds of the tensor `name` at which the whole model keeps given numbers of its largest elements.
 
-        There is one threshold for each number in `ranks`: the number of elements, at least 1, that all tensors together
-        keep. `order` orders the tensor's elements of equal magnitude.
+        `ranks` has these numbers; each is at least 1 and counts elements of all tensors together. The result has a
+        threshold for each of them. `order` is the rule that breaks ties between the tensor's elements of equal
+        magnitude.
         """
         return ModelMagnitudes(self.num_elements, {rank: self._trim(name, order, rank) for rank in ranks})
 
@@ -138,15 +146,19 @@ class WholeTaskVector:
 def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: Sequence[ModelMagnitudes]) -> int:
     """Number of elements of one tensor with a positive elected sign, minus the number with a negative one.
 
-    The signs are elected among the task vectors of `tensors`, one for each expert, which are trimmed to `shares` of
-    whole models. `known` has the thresholds of the trimming.
+    `tensors` has this tensor of each expert. The signs are elected among the experts' task vectors, after trimming. Of
+    each expert's whole model, trimming keeps the share in `shares` of its elements. `known` has the thresholds of the
+    trimming.
     """
     each = zip(tensors, shares, known, strict=True)
     return elected_balance([trimmed(of.task_vector(), share, of.order, table) for of, share, table in each])
 
 
 class _Words:
-    """The 64-bit sort keys (`order_statistics.Words`) of a tensor's elements; each pass reads the tensor again."""
+    """The 64-bit sort keys (`order_statistics.Words`) of a tensor's elements, for a tensor that is not kept in memory.
+
+    `read` returns the tensor of the name `name`; it is called at each pass.
+    """
 
     def __init__(self, name: str, read: Callable[[str], ModelTensor], *, compiles: bool) -> None:
         self._name = name
@@ -194,8 +206,8 @@ class _PlainWords:
     def _found(self, prefix: int, shift: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the elements whose sort keys have the bits `prefix` above the last `shift` bits, as (bits, indices).
 
-        The bits are the bits of the elements' magnitudes, as int32 without the sign. Marks are computed only if
-        `prefix` contains bits of marks.
+        The bits are those of the elements' magnitudes, as int32 without the sign. Tie-breaking marks, the lower half of
+        a sort key, are computed only if `prefix` contains bits of marks.
         """
         for start in range(0, self._sizes.numel(), CHUNK):
             bits = self._sizes[start : start + CHUNK].view(torch.int32)

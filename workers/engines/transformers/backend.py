@@ -27,9 +27,10 @@ ATTENTION = "eager"
 class Reference:
     """Transformers model in float32 that completes prompts greedily and records the margin of each chosen token.
 
-    The margin of a token, called gap, is the difference between the two largest log-probabilities at its position.
-    `gaps` maps the token ids of a prompt to one (text so far, gap) for each generated token. If `model` is given, it is
-    used instead of the model in `directory`, which then needs only the tokenizer and the configuration.
+    The margin, called gap, is the difference between the log-probabilities of the chosen and the second likeliest
+    token. `gaps` maps the token ids of a prompt to a list with (text so far, gap) for each generated token. If `model`
+    is given, it is used instead of the model in `directory`; then `directory` needs only the tokenizer and the
+    configuration.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
@@ -49,7 +50,7 @@ class Reference:
     ) -> list[Completion]:
         """Generate greedy completions in batches, and return them in the order of `requests`.
 
-        After each batch, `finished` is called with the index and the completion of each of its requests. Raises
+        After each batch, `finished` is called with (index, completion) for each request of the batch. Raises
         InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be repeated.
         """
         if any(request.temperature > 0 for request in requests):
@@ -104,11 +105,11 @@ class Reference:
     def _step(
         self, request: Generation, chosen: list[int], steps: list[tuple[str, float]], token: int, gap: float
     ) -> str | None:
-        """Append one generated token to a completion, and return the final text if the completion ends with it.
+        """Append one generated token to a completion; return the final text if the completion ends, else None.
 
-        The token is appended to `chosen`, the tokens so far, and the pair (text so far, `gap`) to `steps`. `gap` is the
-        difference between the log-probabilities of the token and of the second likeliest token. A completion ends with
-        an end-of-text token, a stop string, or the last of `max_tokens`. If it does not end yet, the result is None.
+        `chosen` has the tokens so far, to which `token` is appended. `steps` gets the pair (text so far, `gap`). `gap`
+        is the difference between the log-probabilities of the token and of the second likeliest token. A completion
+        ends with an end-of-text token, a stop string, or the last of `max_tokens`.
         """
         chosen.append(token)
         is_end = token in self.prompts.stop_token_ids
@@ -130,10 +131,10 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """Difference between the log-probabilities of the likeliest token and of the chosen token, for each chosen token.
+    """For each token of `completion`, how much less likely it is than the likeliest token in its place.
 
-    The chosen tokens are those of `completion`. The likeliest token is that at the same position, given `prompt` and
-    the preceding tokens of `completion`.
+    The result has differences of log-probabilities, 0 for a token that is the likeliest. The log-probabilities are
+    those after `prompt` and the preceding tokens of `completion`.
     """
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
@@ -152,9 +153,10 @@ def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype:
 
 
 def whole_characters(text: str) -> str:
-    """Remove replacement characters (U+FFFD), which stand for an incomplete character, from the end of `text`.
+    """Remove replacement characters (U+FFFD) from the end of `text`.
 
-    Engines hold back the bytes of a character until it is complete.
+    They stand for a character whose bytes are not complete yet. An engine writes nothing for such a character, so its
+    text ends before it.
     """
     return text.rstrip("\ufffd")
 
@@ -169,8 +171,8 @@ def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
     """Return `logits` unchanged; raise EvidenceMismatch if they contain NaN or are infinite.
 
-    An engine scores nothing with logits that are not finite. If transformers computes such logits for a merge that the
-    engine has scored, engine and transformers contradict each other. `num_prompts` is for the message.
+    The logits are of a merge that an engine has scored. An engine scores nothing with logits that are not finite. So
+    these logits would mean that the engine had another model. `num_prompts` is for the message.
     """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(

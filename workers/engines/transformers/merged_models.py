@@ -28,8 +28,8 @@ def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
     """Compute the merge of `recipe`, and return it as a transformers model on CPU.
 
     The number of layers may differ from the base's. The weights are rounded to `dtype`; the model computes in float32.
-    The recipe's alignments are applied to the inputs of their layers. Memory is needed for one copy of the weights.
-    Raises the errors of `plan_tensors`, `alignments_before` and `read_alignments`.
+    If the recipe has alignments (maps of the residual stream before layers), the model applies them. Memory is needed
+    for one copy of the weights. Raises the errors of `plan_tensors`, `alignments_before` and `read_alignments`.
     """
     import transformers
 

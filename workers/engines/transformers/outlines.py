@@ -33,11 +33,11 @@ DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF1
 def outline(model: str) -> str:
     """Make a directory that describes a model without its weights: small files, and names and shapes of tensors.
 
-    The names and shapes follow from the model's configuration, and are stored as the header of a safetensors file.
-    `model` is a directory or a hub id. Of a hub model only small files are downloaded, or taken from the hub client's
-    cache. For models whose weights are on this machine, adapters and models in object stores, `model` itself is
-    returned. Raises InvalidModel if the configuration is missing, or is not one of a causal language model that
-    transformers knows.
+    `model` is a directory or a hub id. The names and shapes follow from the model's configuration, and are stored as
+    the header of a safetensors file. Of a hub model only small files are downloaded, or taken from the hub client's
+    cache. For adapters, models in object stores, and models whose weights are on this machine, no directory is made and
+    `model` itself is returned. Raises InvalidModel if the configuration is missing, or is not one of a causal language
+    model that transformers knows.
     """
     if is_object_url(model):
         return model

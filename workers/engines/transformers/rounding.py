@@ -33,10 +33,11 @@ MOST_SHARE = 0.02
 
 
 def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
-    """Largest change of each token's log-probability that float32 rounding explains, for all tokens except the first.
+    """Estimate, for each token except the first, by how much float32 rounding may change its log-probability.
 
-    No bound is larger than `MOST`. `model` is a transformers model in float32. The random errors from which the bounds
-    are estimated are the same at every call.
+    `model` is a transformers model in float32. The log-probabilities are computed again with random errors in the
+    model, and the bounds are a multiple of the changes. The random errors are the same at every call. No bound is
+    larger than `MOST`.
     """
     plain = torch.tensor(logprobs(model, tokens))
     squares = torch.zeros_like(plain)
@@ -52,10 +53,10 @@ def explained(
 ) -> tuple[float, int]:
     """Separate differences of log-probabilities that rounding explains from those that it does not.
 
-    Returns the largest unexplained difference, and the number of explained differences above `tolerance`. `ours` and
-    `theirs` are the log-probabilities of the same tokens by the engine and by transformers, and `bounds` the result of
-    `rounding_bounds` for these tokens. Only differences above `tolerance` need an explanation. If more than a few of
-    them do, none is explained.
+    `ours` are the engine's log-probabilities, and `theirs` those of transformers for the same tokens. `bounds` are the
+    results of `rounding_bounds` for these tokens. A difference above `tolerance` is explained if it is at most the
+    token's bound. If more than a few differences are above `tolerance`, none of them is explained. Returns the largest
+    difference that is not explained, and the number of explained differences.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     beyond = [not each <= tolerance for each in apart]
@@ -69,7 +70,7 @@ def explained(
 def _with_errors(model: Any, seed: int) -> Iterator[None]:
     """Context manager that adds random errors to the outputs of a model's modules, as large as float32 rounding errors.
 
-    Only modules without submodules are changed.
+    `seed` fixes the errors. Only modules without submodules are changed.
     """
     draw = torch.Generator().manual_seed(seed)
 

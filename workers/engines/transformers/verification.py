@@ -52,12 +52,18 @@ def verify(
 ) -> VerificationReport:
     """Score samples of an exported merge with transformers, and compare them with the engine's stored `samples`.
 
-    The samples are those of `spans`; the exported checkpoint is in `directory`. A merge that cannot be stored as a
-    checkpoint is given as `model`; then `directory` contains its tokenizer and configuration. `evaluator` provides the
-    tokenized requests; without it, they are built with the exported tokenizer. `engine_logprobs` maps texts
-    (`texts_to_read`) to the engine's log-probabilities of the text's tokens except the first. Spans of tasks that
-    sample at a temperature above 0 are left out. Raises InvalidTask if `samples` lacks a sample of a span, or a text
-    does not begin with the request of any sample.
+    - `recipe_digest`: the digest of the merge's recipe, for the report
+    - `directory`: the exported checkpoint
+    - `options`: the engine's options, which also apply to prompts
+    - `spans`: the ranges of samples to compare, each of one task; spans of tasks that sample at a temperature above 0
+      are left out
+    - `dtype`: the engine's dtype
+    - `engine_logprobs`: the engine's log-probabilities of the tokens, except the first, of each of `texts_to_read`
+    - `evaluator`: provides the tokenized requests; without it, they are built with the exported tokenizer
+    - `model`: the merge as a transformers model, if it cannot be stored as a checkpoint; then `directory` contains only
+      its tokenizer and configuration
+
+    Raises InvalidTask if `samples` lacks a sample of a span, or a text does not begin with the request of any sample.
     """
     reference = Reference(directory, options, model=model)
     if evaluator is None:
@@ -98,10 +104,11 @@ def verify(
 def nothing_to_compare(
     directory: str | Path, evaluator: TaskEvaluator, spans: Sequence[Span], *, depth: float = 1.0
 ) -> str | None:
-    """Reason why a merge cannot be verified, such as its tasks or too little memory; None if it can be.
+    """Reason why a merge cannot be verified with transformers, as text; None if it can be verified.
 
-    Only samples of tasks with greedy completions or with options can be compared. `depth` is the merge's number of
-    layers divided by that of the checkpoint in `directory`; the required memory grows with it.
+    A reason is that no task can be compared, or that there is too little memory. Only tasks with greedy completions or
+    with options can be compared. `spans` has the samples to verify. `depth` is the merge's number of layers divided by
+    that of the checkpoint in `directory`; the required memory grows with it.
     """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
@@ -120,8 +127,9 @@ def texts_to_read(
 ) -> tuple[Tokens, ...]:
     """The texts, as token ids, whose log-probabilities are compared token by token between engine and transformers.
 
-    Each text is a prompt followed by the first option or by the completion in `samples`, cut to the length that the
-    engine reads. The texts are from the first TEXTS_READ samples of each span whose task is greedy.
+    A text is a prompt followed by the first option or by the completion in `samples`. It is cut to the length that the
+    engine reads. The texts are from the first TEXTS_READ samples of each of `spans` (ranges of samples of one task)
+    whose task is not sampled at random.
     """
     known = {(sample.objective, sample.position): sample for sample in samples}
     room = evaluator.lm.max_length - 1  # the engine always generates one token
@@ -140,8 +148,8 @@ def texts_to_read(
 class _Pair:
     """One sample as the engine scored it (`stored`) and as transformers scores it (`expected`).
 
-    `requests` are the sample's tokenized requests: one or several prompts to complete, or the options of a multiple
-    choice.
+    `requests` are the sample's tokenized requests. They are one or several prompts to complete, or the options of a
+    multiple choice.
     """
 
     stored: SampleResult
@@ -160,10 +168,13 @@ class _Pair:
 class _Comparison:
     """Comparison of the engine's samples of one merge with those of transformers.
 
-    `apart` maps a sample (objective, position) to the largest `typical_difference` between the engine's and
-    transformers' log-probabilities. `num_logprobs` is the number of log-probabilities compared. `tolerance` is the
-    largest difference that rounding explains; `dtype` is the engine's dtype. In float32, log-probabilities of single
-    unstable tokens may differ by more (`rounding`); `num_unstable` is their number, and `apart` is without them.
+    - `apart`: for each compared sample (objective, position), the largest `typical_difference` between the
+      log-probabilities of engine and transformers
+    - `num_logprobs`: the number of log-probabilities compared
+    - `num_unstable`: the number of tokens whose larger differences float32 rounding explains (`rounding`); they are
+      left out of `apart`
+    - `tolerance`: the largest difference that rounding explains for other tokens
+    - `dtype`: the engine's dtype
     """
 
     def __init__(self, reference: Reference, tolerance: float, dtype: str) -> None:
@@ -178,7 +189,8 @@ class _Comparison:
         """Compare log-probabilities by the engine and by transformers, and record the difference for each sample.
 
         The method compares the tokens of all texts in `engine_logprobs`, and the options of those samples in `pairs`
-        that are multiple choices.
+        that are multiple choices. `engine_logprobs` has the engine's log-probabilities of the tokens, except the first,
+        of each text.
         """
         for text, values in engine_logprobs.items():
             self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text), text)
@@ -196,9 +208,9 @@ class _Comparison:
     def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
         """Compare two lists of log-probabilities for one sample, and record how much they differ.
 
-        `ours` has the engine's log-probabilities, and `theirs` those of transformers. Both are for the options of a
-        multiple choice, or for the tokens of `text`. For tokens in float32, differences that rounding explains are left
-        out.
+        `ours` has the engine's log-probabilities, and `theirs` those of transformers. With `text`, both lists are for
+        the tokens of this text; without it, they are for the options of a multiple choice. For tokens in float32,
+        differences that rounding explains are left out.
         """
         apart = _finite(typical_difference(ours, theirs, dtype=self._dtype))
         if self._dtype == "float32" and self.tolerance < apart < FAR and text:
@@ -211,8 +223,14 @@ class _Comparison:
     def difference(self, pair: _Pair) -> SampleDifference | None:
         """Difference between the engine's and transformers' answers to one sample; None if the answers are equal.
 
-        The difference counts as larger than rounding explains if the log-probabilities differ by more than the
-        tolerance, or if answers differ although no token is unclear. The method `read` must have been called before.
+        `is_beyond` of the result says whether the difference is larger than rounding explains. There are three cases of
+        such a difference:
+
+        - the log-probabilities differ by more than the tolerance
+        - completions differ at a place where transformers' choice was clear by more than the tolerance
+        - equal tokens have another text or metric
+
+        The method `read` must have been called before.
         """
         apart = self.apart.get(pair.key, 0.0)
         is_apart = apart > self.tolerance
@@ -241,9 +259,10 @@ class _Comparison:
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
         """Find the first difference between the engine's completions of a sample and transformers'; None if equal.
 
-        The result is "tokens" or "text", with a gap: a difference of log-probabilities by transformers. For "tokens" it
-        is the largest amount by which a token of the engine's completion is less likely than the likeliest token in its
-        place. For "text" it is the gap between the two likeliest tokens where the texts begin to differ.
+        The result is (what differs, gap). The gap is a difference of log-probabilities by transformers, and shows how
+        clear transformers' choice was. For "tokens" it is the largest amount by which a token of the engine's
+        completion is less likely than the likeliest token in its place. For "text" it is the gap between the two
+        likeliest tokens where the texts begin to differ.
         """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:
@@ -256,18 +275,17 @@ class _Comparison:
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
         """Largest amount by which a token of `completion` is less likely than the likeliest token in its place.
 
-        The amount is a difference of log-probabilities by transformers, at most FAR. It is FAR if the completion has a
-        token that the exported model lacks.
+        The amount is a difference of log-probabilities by transformers, at most FAR. The result is FAR if the
+        completion has a token that the exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR
         return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
 
     def _gap_of_text(self, pair: _Pair) -> float:
-        """Margin of transformers' token at the position where its completion and the engine's begin to differ.
+        """How clear transformers' choice was where its completion and the engine's begin to differ, compared as texts.
 
-        The margin is the log-probability of the likeliest token minus that of the second likeliest. The completions are
-        compared as texts.
+        The result is the log-probability of the likeliest token minus that of the second likeliest.
         """
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))

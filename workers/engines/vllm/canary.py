@@ -49,12 +49,14 @@ MAX_STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements on the base model, from which a canary computes its tolerances.
+    """Measurements on the base model, from which the tolerances of a canary are computed.
 
-    A canary is a comparison of an engine's log-probabilities with those of transformers. `base` has the
-    log-probabilities that transformers computes for the base model in float32. `dtype` is the engine's dtype.
-    `rounding` is the root mean square by which these log-probabilities change when the weights are rounded to `dtype`.
-    It is None for "float32", and if transformers cannot compute in `dtype`.
+    A canary is a comparison of an engine's log-probabilities with those of transformers.
+
+    - `dtype`: the engine's dtype
+    - `base`: the log-probabilities that transformers computes for the base model in float32
+    - `rounding`: the root mean square by which these log-probabilities change when the weights are rounded to `dtype`;
+      None for "float32", and if transformers cannot compute in `dtype`
     """
 
     dtype: str
@@ -65,23 +67,24 @@ class Calibration:
     def tolerance(self) -> float:
         """Largest difference between the log-probabilities of the engine and of transformers that rounding explains.
 
-        `typical_difference` computes the difference that is compared with it. The tolerance is a multiple of
-        `rounding`, with a lower bound for each dtype. If `rounding` is None, it is a constant for each dtype.
+        The difference is the one that `typical_difference` computes. The tolerance is a multiple of `rounding`, but not
+        below a minimum for each dtype. If `rounding` is None, the tolerance is a constant for each dtype.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """Estimate the base model's share in an engine's log-probabilities, to detect weights that were not written.
+        """Estimate how far an engine's log-probabilities are on the way from the merge's to the base model's.
 
-        `ours` are the engine's log-probabilities, and `theirs` those that transformers computes for the merge. The
-        share is 0 if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. It is a
-        least squares estimate over all tokens, which averages their rounding errors. Therefore it detects unwritten
-        weights much earlier than `typical_difference` does.
+        A share that is far from 0 suggests that some weights of the merge were not written. `ours` are the engine's
+        log-probabilities, and `theirs` those that transformers computes for the merge. The share is 0 if `ours` equals
+        `theirs`, and 1 if `ours` equals the log-probabilities of the base model. The estimate is by least squares over
+        all tokens, so that rounding errors average out. Therefore it detects unwritten weights much earlier than
+        `typical_difference` does.
 
-        Returns the share, and the largest magnitude of it that rounding explains. Returns (0, infinity) if `rounding`
-        was not measured, or if the merge has the log-probabilities of the base model.
+        Returns the share, and the largest magnitude of the share that rounding explains. Returns (0, infinity) if
+        `rounding` was not measured, or if the merge has the log-probabilities of the base model.
         """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))
@@ -101,13 +104,15 @@ class Calibration:
     ) -> float:
         """Compare an engine's log-probabilities with those of transformers, and return how much they differ.
 
-        Raises EvidenceMismatch if they differ by more than rounding explains, or if the magnitude of the base model's
-        share in the engine's log-probabilities (`base_share`) is larger than rounding explains.
+        Raises EvidenceMismatch if the log-probabilities differ by more than rounding explains. It is also raised if the
+        magnitude of the base model's share in the engine's log-probabilities (`base_share`) is larger than rounding
+        explains.
 
         `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens. `of` names the
-        compared texts in the message. `bounds` is called for the bounds of single tokens (`rounding_bounds`) if a
-        difference in float32 is larger than the tolerance. The returned difference (`typical_difference`) is the
-        largest one in float32, and a root mean square in other dtypes.
+        compared texts in the message. `bounds` returns the largest change of each token's log-probability that rounding
+        explains (`rounding_bounds`). It is called only for "float32", if a difference is larger than the tolerance. The
+        returned difference (`typical_difference`) is the largest one in float32, and a root mean square in other
+        dtypes.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:
@@ -132,9 +137,11 @@ class Canary:
     A comparison is skipped if there is too little memory for it, or if logits are not finite. The reason of the last
     skipped comparison is kept.
 
+    - `family`: the base model and its experts
     - `base`: the recipe whose merge is the base model
     - `replica`: the name of the engine's replica
-    - `vocabulary`: the number of tokens that prompts are made of
+    - `dtype`: the engine's dtype
+    - `vocabulary`: the number of token ids from which prompts are made
     - `max_length`: the largest number of tokens in a text
     """
 
@@ -154,9 +161,9 @@ class Canary:
 
     @property
     def report(self) -> CanaryReport:
-        """The number of canaries (comparisons with transformers) that the engine has passed so far.
+        """The number of canaries (comparisons with transformers) that the engine has passed so far, for users.
 
-        If the last one was skipped, the report has the reason.
+        If the last canary was skipped, the report has the reason.
         """
         return CanaryReport(self._replica, self.num_passed, self._skipped)
 
@@ -173,9 +180,12 @@ class Canary:
     ) -> CanaryReport:
         """Compare the engine with transformers (see `compare`), and count the canary as passed or skipped.
 
-        `recipe` is the recipe that the engine should hold. `engine_logprobs` returns the engine's log-probabilities of
-        the tokens of each prompt except the first. `free_bytes` is the memory that a second model may take, and
-        `swap_count` the number of swaps of the engine so far. Raises EvidenceMismatch if the engine fails the canary.
+        - `recipe`: the recipe that the engine should hold
+        - `engine_logprobs`: returns the engine's log-probabilities of the tokens of each prompt except the first
+        - `free_bytes`: the host memory that a second model, in transformers, may take
+        - `swap_count`: the number of swaps of the engine so far
+
+        Raises EvidenceMismatch if the engine fails the canary.
         """
         if self.compare(recipe, engine_logprobs, free_bytes=free_bytes) is None:
             self.num_skipped += 1
@@ -193,10 +203,13 @@ class Canary:
     ) -> float | None:
         """Return how much the log-probabilities of fixed prompts differ between the engine and transformers.
 
-        `recipe` is the recipe that the engine should hold. `engine_logprobs` returns the engine's log-probabilities of
-        the tokens of each prompt except the first. Returns None if a second model does not fit into `free_bytes` of
-        memory, or the merge's logits are not finite. Raises EvidenceMismatch if the difference, or the share of the
-        base model in the engine's log-probabilities, is larger than rounding explains.
+        - `recipe`: the recipe that the engine should hold
+        - `engine_logprobs`: returns the engine's log-probabilities of the tokens of each prompt except the first
+        - `free_bytes`: the host memory that a second model, in transformers, may take
+
+        Returns None, for a skipped comparison, if a second model does not fit into this memory, or the merge's logits
+        are not finite. Raises EvidenceMismatch if the difference, or the share of the base model in the engine's
+        log-probabilities, is larger than rounding explains.
         """
         size = sum(file.stat().st_size for file in Path(self._family.base.directory).glob("*.safetensors"))
         needed = 2 * size * max(1.0, len(recipe.layers) / len(self._base.layers))
@@ -228,9 +241,10 @@ class Canary:
 
 
 def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
-    """Make prompts of token ids spread over the vocabulary; they are the same for every engine of a model.
+    """Make the prompts of token ids with which engines are compared with transformers.
 
-    `vocabulary` is the number of token ids. Each prompt has fewer than `max_length` tokens.
+    The tokens are spread over the vocabulary, and the prompts are the same for every engine of a model. `vocabulary` is
+    the number of token ids. Each prompt has fewer than `max_length` tokens.
     """
     length = min(CANARY_TOKENS, max_length - 1)
     return [[(7919 * (i + length * prompt) + 11) % vocabulary for i in range(length)] for prompt in range(NUM_PROMPTS)]
@@ -239,7 +253,7 @@ def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
 def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Calibration:
     """Measure the base model's log-probabilities in float32, and their changes by rounding to `dtype`.
 
-    The parameters of `model` must be in float32; they are rounded to `dtype` in place.
+    `model` is the base model in transformers. Its parameters must be in float32; they are rounded to `dtype` in place.
     """
     base = read(model, prompts)
     if dtype == "float32":

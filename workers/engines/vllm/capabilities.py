@@ -28,8 +28,9 @@ SENTENCE_END = re.compile(r"\.(?:\s|$)")
 def main(questions: str, answers: str) -> None:
     """Write to the file `answers` how vLLM would run each of the models in the file `questions`.
 
-    The command line has the two paths. `questions` is a list of models' configurations (as in config.json). For each
-    configuration, the answers have the results of `describe` by dtype, for all dtypes that engines can have.
+    Both are paths of JSON files, given on the command line. `questions` has a list of models' configurations (as in
+    config.json). For each configuration, `answers` gets a dict of the results of `describe` by dtype, for all dtypes
+    that engines can have.
     """
     # vLLM imports a model's code in a subprocess, which takes as long as importing vLLM; this process is one already.
     registry._run_in_subprocess = lambda function: function()
@@ -80,7 +81,10 @@ def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
 
 def model_config(directory: str, *, dtype: str) -> Any:
-    """The configuration object that vLLM makes for the model in `directory`. Raises any error of vLLM."""
+    """The configuration object (`ModelConfig`) that vLLM makes for the model in `directory`.
+
+    Every error of vLLM is raised unchanged.
+    """
     return ModelConfig(
         model=directory, dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", trust_remote_code=False
     )
@@ -89,8 +93,8 @@ def model_config(directory: str, *, dtype: str) -> Any:
 def _reason(error: Exception, asked: list[str]) -> str:
     """The reason why vLLM refuses a model, in one sentence.
 
-    It is the first sentence of vLLM's message, or the cause if the message only refers to the log. `asked` are the
-    architectures in the model's configuration, which are inspected again to find the cause.
+    The result is the first sentence of vLLM's message. If the message only refers to the log, the cause is found by
+    inspecting `asked`, the architectures in the model's configuration, again.
     """
     details = error.errors() if hasattr(error, "errors") else []  # pydantic's
     text = str(details[0].get("ctx", {}).get("error", details[0]["msg"]) if details else error)

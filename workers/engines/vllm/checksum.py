@@ -18,17 +18,17 @@ WEIGHT = 0x9E3779B97F4A7C15
 def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
     """Checksum of a model's parameters: sha256 (hex) over each parameter's name, dtype, shape and 64-bit sum.
 
-    In each sum, every 64-bit word is multiplied by an odd number that depends on the word's position, modulo 2^64. Odd
-    numbers are invertible modulo 2^64, so a change of a single word always changes the sum; exchanging words changes it
-    too.
+    The sum is over the parameter's 64-bit words, each multiplied by an odd number that depends on the word's position,
+    modulo 2^64. Odd numbers are invertible modulo 2^64, so a change of a single word always changes the sum. Exchanging
+    words changes the sum too.
     """
     return combined(parameters, {name: word_sum(parameter) for name, parameter in parameters.items()})
 
 
 def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> str:
-    """Compute the checksum that `checksum` returns from 64-bit sums of the parameters that are already known.
+    """Compute the checksum of parameters, as `checksum` does, from their 64-bit sums.
 
-    `sums` has the `word_sum` of each parameter by name.
+    `sums` has the `word_sum` of each of `parameters`, by name, so that the parameters' elements are not read.
     """
     total = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
@@ -58,7 +58,7 @@ def word_sum(parameter: torch.Tensor) -> int:
 def _words(parameter: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor as a flat tensor of int64 words.
 
-    If the number of bytes is not a multiple of 8, or their address is not, words of fewer bytes are converted to int64.
+    If the number of bytes or their address is not a multiple of 8, shorter words are used, and converted to int64.
     """
     flat = parameter.detach().contiguous().view(-1)
     num_bytes = flat.numel() * flat.element_size()

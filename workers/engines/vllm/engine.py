@@ -58,6 +58,8 @@ class SwapReport:
     """Evidence and duration of a swap, which writes a merge into a running engine.
 
     - `digest`: the recipe's digest
+    - `swap_count`: the number of swaps of the engine so far
+    - `weights_checksum`: the checksum of the engine's parameters after the swap
     - `materialise_s`: the seconds for computing the merge
     - `swap_s`: the seconds for writing it, including `repack_s`
     - `repack_s`: the seconds for packing weights, that is, copying them to the layout of vLLM's CPU kernels
@@ -65,7 +67,8 @@ class SwapReport:
     - `canary`: the report of the comparison with transformers after the swap; None if no comparison was due
     - `off_device`: text that says which part of the merge was computed on another device than the engine's; "" if none
       was
-    - `whole`: text that says of how many tensors, and why, each rank computed more than the elements that it holds
+    - `whole`: text that says of how many tensors, and why, each rank computed more than the elements that it holds; ""
+      if there are none
     - `elements_read`: the number of elements of the sources that all ranks together read
     """
 
@@ -92,9 +95,10 @@ class _SourcesChanged(EvidenceMismatch):
 class Engine:
     """vLLM engine for merges of a base model and its experts; it holds the weights of one merge at a time.
 
-    The engine implements `workers.evaluation.prompts.Backend` for the recipe that it holds, which is at first the
-    recipe of the base model. `name` is the name of the engine's replica. Raises EngineUnavailable, with the reason, if
-    the models cannot be opened or vLLM cannot start or compute. Raises InvalidModel if contents of source models have
+    The engine implements `workers.evaluation.prompts.Backend`: it generates and scores with the merge that it holds, at
+    first the base model. `family` are the base and the experts. `name` is the name of the engine's replica, and
+    `log_file` the file that messages about a failed start refer to. Raises EngineUnavailable, with the reason, if the
+    models cannot be opened or vLLM cannot start or compute. Raises InvalidModel if contents of source models have
     changed or cannot be used. Raises EngineFault if the engine's log-probabilities differ from those of transformers.
     """
 
@@ -182,10 +186,10 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
-        """Directory from which vLLM loads the same tokenizer as the one for this engine's prompts.
+        """Directory of the tokenizer for vLLM, which must be the same as the tokenizer for this engine's prompts.
 
-        It is the model's directory, if vLLM loads the same tokenizer from there. Otherwise it is a temporary directory
-        with a copy of the tokenizer, whose files name the tokenizer's class.
+        The result is the model's directory, if vLLM loads the right tokenizer from there. Otherwise it is a temporary
+        directory with a copy of the tokenizer, whose files name the tokenizer's class.
         """
         self._new_tokenizer = stated_directory(self.prompts.directory, self.prompts.tokenizer)
         return self._new_tokenizer.name if self._new_tokenizer else self.prompts.directory
@@ -194,7 +198,7 @@ class Engine:
     def held_digest(self) -> str | None:
         """The digest of the recipe whose merge the engine reports to hold.
 
-        It is None after a failed swap, and after the engine failed a check.
+        The result is None after a failed swap, and after the engine failed a check.
         """
         if self._fault is not None:
             return None
@@ -221,9 +225,9 @@ class Engine:
         return str(self._call("mergesearch_checksum"))
 
     def fault(self, reason: str) -> EngineFault:
-        """Make the engine refuse all further calls, and return the EngineFault to raise.
+        """Declare the engine faulty, so that it refuses all further calls, and return the EngineFault to raise.
 
-        `reason` says how the engine's weights or results differ from what was expected; it is part of the error's
+        `reason` says how the engine's weights or results differ from what was expected. It becomes part of the error's
         message.
         """
         self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
@@ -236,10 +240,12 @@ class Engine:
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Context manager that converts an EvidenceMismatch to an EngineFault; the engine then refuses all calls.
+        """Context manager around calls of the engine that declares the engine faulty if a check fails.
 
-        If files of the sources have changed, the EvidenceMismatch is raised unchanged, because the engine is not at
-        fault. Raises EngineFault at once if the engine has failed a check before.
+        A failed check is an EvidenceMismatch: the engine's weights or results are not those of the requested recipe. It
+        is raised as an EngineFault, and the engine refuses all later calls. There is one exception: if files of the
+        source models have changed, the engine is not at fault, and the error is raised as an EvidenceMismatch. If the
+        engine has failed a check before, EngineFault is raised before the context is entered.
         """
         self._refuse_after_a_fault()
         try:
@@ -252,12 +258,13 @@ class Engine:
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
         """Write the merge of `recipe` over the engine's weights, unless the engine already holds the recipe.
 
-        With `check` the engine is compared with transformers afterwards.
+        With `check`, the engine is compared with transformers afterwards. Without `check`, it is compared only if a
+        regular comparison is due.
 
         Raises:
             TrialFailed: The merge cannot be computed.
             EvidenceMismatch: Files of the sources have changed.
-            EngineFault: The engine does not hold the merge afterwards, or has failed a check before.
+            EngineFault: The engine does not hold the merge afterwards, or has failed a check, now or before.
         """
         with self._failing_for_good():
             return self._swap(recipe, check=check)
@@ -308,11 +315,12 @@ class Engine:
         )
 
     def check(self) -> CanaryReport:
-        """Compare the engine with transformers now, and return the report of its comparisons.
+        """Compare the engine with transformers now, and return how many comparisons it has passed so far.
 
-        Nothing is compared if the engine has scored nothing since it last passed a comparison. The comparison uses the
-        recipe that the engine holds, or the base model if the engine holds none or the recipe's logits are not finite.
-        Raises EngineFault if the engine's log-probabilities differ from those of transformers.
+        Nothing is compared if the engine has scored nothing since the last comparison that it passed. The comparison
+        uses the recipe that the engine holds. It uses the base model if the engine holds no recipe, or if a comparison
+        with the recipe is not possible, for example because its logits are not finite; afterwards the engine holds the
+        base model. Raises EngineFault if the engine's log-probabilities differ from those of transformers.
         """
         with self._failing_for_good():
             if not self._is_checked:
@@ -329,8 +337,8 @@ class Engine:
     def check_against_transformers(self, recipe: Recipe) -> float | None:
         """Compare the engine with transformers on the merge of `recipe`, whatever recipe the engine reports to hold.
 
-        Returns the typical difference of log-probabilities, or None if the comparison was skipped
-        (`canary.Canary.compare`).
+        Returns how much the log-probabilities differ (`backend.typical_difference`), or None if the comparison was
+        skipped. Raises EvidenceMismatch if they differ by more than rounding explains (`canary.Canary.compare`).
         """
         return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
 
@@ -383,9 +391,10 @@ class Engine:
         return [completions[request] for request in requests]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """Score one batch of continuations: the log-likelihood of each, and whether greedy decoding gives it.
+        """Score one batch of continuations, and return (log-likelihood, is greedy) for each.
 
-        Raises TrialFailed if the model's logits were NaN or infinite at any step.
+        The second value says whether greedy decoding gives the continuation. Raises TrialFailed if the model's logits
+        were NaN or infinite at any step.
         """
         return [
             (sum(logprob for logprob, _ in tokens), all(is_likeliest for _, is_likeliest in tokens))
@@ -393,14 +402,15 @@ class Engine:
         ]
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The log-probabilities of each prompt's tokens except the first, given the preceding tokens."""
+        """For each prompt, the log-probabilities of its tokens except the first, given the preceding tokens."""
         scored = self._scored([Continuation(tuple(prompt), 1) for prompt in prompts])
         return [[logprob for logprob, _ in tokens] for tokens in scored]
 
     def _scored(self, continuations: Sequence[Continuation]) -> list[list[Scored]]:
-        """Log-probability of each scored token of each continuation, and whether the token is the likeliest.
+        """For each continuation, the pairs (log-probability, is likeliest) of its scored tokens.
 
-        Raises TrialFailed if the model's logits were NaN or infinite.
+        The second value says whether the token is the likeliest in its place. Raises TrialFailed if the model's logits
+        were NaN or infinite.
         """
         plan = ReadingPlan(continuations, block=self._cache_block)
         outputs = self._read(plan.readings)
@@ -423,10 +433,11 @@ class Engine:
         return int(cache.block_size) if cache.enable_prefix_caching else 0
 
     def _read(self, readings: Sequence[Reading], *, uses_cache: bool = True) -> list[Any]:
-        """Compute with vLLM the log-probabilities that each of `readings` asks for, and return vLLM's outputs.
+        """Compute the log-probabilities that `readings` ask for, and return vLLM's output for each of them.
 
-        A reading is one prompt. A reading that asks for no log-probabilities of its own tokens always uses the prefix
-        cache.
+        A reading is one prompt, with the tokens whose log-probabilities are needed. `uses_cache` says whether the
+        prefix cache may be used. A reading that needs no log-probabilities of its prompt's own tokens always uses the
+        prefix cache.
         """
         from vllm import SamplingParams
 
@@ -483,9 +494,9 @@ class Engine:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker extension (`MergeExtension`) in every process of the engine; combine the results.
 
-        With tensor parallelism there are several processes (ranks). The combined result has the maximum of counts of
-        rows, the sum of elements read, and different texts joined by "+". Raises EvidenceMismatch if the ranks differ
-        in the recipe digest or the number of swaps.
+        With tensor parallelism there are several processes (ranks). The results are combined by their kind: counts of
+        rows give their maximum, counts of elements read give their sum, and different texts are joined by "+". Raises
+        EvidenceMismatch if the ranks differ in the recipe digest or the number of swaps.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
@@ -530,9 +541,10 @@ class Engine:
 
 
 def _result(reading: Reading, output: Any) -> Read:
-    """Extract the log-probabilities that `reading`, a prompt, asks for from vLLM's `output` for it.
+    """Extract the log-probabilities that `reading`, a prompt, asks for from vLLM's `output` for the prompt.
 
-    A token is the likeliest if no other is as likely (rank 1).
+    With each log-probability, the result says whether the token is the likeliest in its place. This is so if vLLM gives
+    it rank 1.
     """
     rows: tuple[Scored, ...] = ()
     if reading.num_rows:  # the last ones: vLLM may also give those of other tokens of the prompt

@@ -16,8 +16,9 @@ __all__ = ["engine_errors", "not_started"]
 def engine_errors() -> Iterator[None]:
     """Context manager around calls of vLLM that raises EngineCrashed if vLLM fails.
 
-    An error of reading or writing a file does not end the engine: after a failed swap the engine holds no recipe, and
-    the next swap writes all weights. A lost connection ends the engine, because a process of the engine has ended.
+    Errors of reading or writing a file are raised unchanged, because the engine can go on: after a failed swap it holds
+    no recipe, and the next swap writes all weights. A lost connection is a crash, because it shows that a process of
+    the engine has ended.
     """
     try:
         yield
@@ -32,7 +33,7 @@ def engine_errors() -> Iterator[None]:
 def not_started(family: Family, error: BaseException, log_file: str | None) -> EngineUnavailable:
     """Build the EngineUnavailable error for an engine of `family` whose start failed with `error`.
 
-    Its message names `log_file`, unless `log_file` is None.
+    The message names `log_file`, unless `log_file` is None.
     """
     return EngineUnavailable(
         f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
@@ -43,8 +44,8 @@ def not_started(family: Family, error: BaseException, log_file: str | None) -> E
 def _reason(error: BaseException) -> str:
     """First line of an error's message, for users.
 
-    If vLLM rejects an option, it is the first problem that pydantic reports, because vLLM checks its options with
-    pydantic.
+    vLLM checks its options with pydantic. If vLLM rejects an option, the result is the first problem that pydantic
+    reports.
     """
     details = error.errors() if hasattr(error, "errors") else ()
     text = str(details[0]["msg"] if details else error).strip()

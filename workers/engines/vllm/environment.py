@@ -22,10 +22,10 @@ PATH_ARCHITECTURE = "MergesearchPathForCausalLM"
 
 
 def engine_environment(options: EngineOptions, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment variables of an engine's process, to be set before torch is imported.
+    """Environment variables to set for an engine's process, before torch is imported.
 
-    Variables that are already in `environment` keep their values, except variables that must have a certain value for
-    the engine to work.
+    `environment` has the variables that are set already. The result leaves them out, except for variables that must
+    have a certain value for the engine to work.
     """
     threads = options.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // options.tensor_parallel_size)
     defaults = {

@@ -39,16 +39,16 @@ class NotPacked(Exception):
     """Raised if packed weights differ from the plain weights after they were packed again.
 
     Packed weights are the copies of weights in the layout that vLLM's CPU kernels compute with. The message names the
-    modules.
+    modules whose weights differ.
     """
 
 
 @dataclass(frozen=True)
 class Writing:
-    """Number of tensors that were written for one merge, and the seconds for computing and for packing them.
+    """What was written for one merge, and how long it took.
 
-    `materialise_s` is the time for computing the merge. `repack_s` is the time for packing weights, that is, copying
-    them to the layout of vLLM's CPU kernels.
+    `tensors_written` is the number of tensors that were written. `materialise_s` is the time for computing the merge,
+    in seconds. `repack_s` is the time for packing weights, that is, copying them to the layout of vLLM's CPU kernels.
     """
 
     tensors_written: int = 0
@@ -59,8 +59,8 @@ class Writing:
 class HeldWeights:
     """Parameters of the model in vLLM's worker, over which merges are written in place.
 
-    A tensor is not written again if the previous merge computed it in the same way. After a failed write, the next
-    write covers every tensor.
+    A write leaves out tensors that the previous merge computed in the same way. After a failed write, the next write
+    covers every tensor. `model` is vLLM's model, and `dtype` the dtype of its weights.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -82,9 +82,9 @@ class HeldWeights:
 
     @property
     def is_as_written(self) -> bool:
-        """Whether a cheap check finds that the model still computes with the weights written last.
+        """Whether the model still computes with the weights that were written last, by a cheap check.
 
-        In this class the result is always True.
+        This class has no such check, and the result is always True.
         """
         return True
 
@@ -96,8 +96,9 @@ class HeldWeights:
     def mark_unwritten(self) -> None:
         """Fill all weights with NaN, so that `_check_written` finds weights that no merge has written.
 
-        An engine starts with random weights. vLLM gives random values to buffers too, but computes some buffers
-        afterwards. Buffers that still have values in vLLM's range of random numbers are filled with NaN as well.
+        An engine starts with random weights. vLLM also gives random values to buffers, and computes some of the buffers
+        afterwards. Buffers that have not been computed are filled with NaN as well: their values are in vLLM's range of
+        random numbers.
         """
         parameters = self._parameters()
         buffers = {name: each for name, each in self.model.state_dict().items() if name not in parameters}
@@ -109,7 +110,10 @@ class HeldWeights:
         self._random_buffers = frozenset(random)
 
     def _check_written(self, parameters: Collection[str]) -> None:
-        """Raise RuntimeError if `parameters` or buffers still have NaN elements that `mark_unwritten` set."""
+        """Raise RuntimeError if `parameters`, or buffers, have elements that no merge has written.
+
+        Such elements are the NaN that `mark_unwritten` has set.
+        """
         for name in self._unwritten.keys() & (set(parameters) | self._random_buffers):
             flat = self._unwritten[name].view(-1)
             missing = sum(int(part.isnan().sum()) for part in torch.split(flat, CHECKED))
@@ -124,10 +128,10 @@ class HeldWeights:
         self._devices = {}
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write weights in advance, before the first merge is known; does nothing in this class.
+        """Write weights in advance, before the first merge is known.
 
-        An engine of layer paths (`HeldPath`) writes layers of the sources. `into(name, shape)` returns memory for
-        computing a tensor.
+        This class writes nothing. An engine of layer paths (merges whose layers come in any order) writes layers of the
+        sources (`HeldPath`). `into(name, shape)` returns memory for computing a tensor.
         """
 
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
@@ -157,9 +161,9 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """Select the names of parameters without which the model is incomplete; in this class, all names.
+        """Select the names of parameters without which the model is incomplete; in this class, all of `parameters`.
 
-        Writing a merge fails if one of these parameters has never been written, by this swap or an earlier one.
+        Writing a merge fails if one of these has never been written, neither by this swap nor by an earlier one.
         """
         return set(parameters)
 
@@ -204,6 +208,11 @@ class HeldWeights:
         into: Into,
     ) -> tuple[set[str], float]:
         """Compute the merged tensors with the names `changed`, and write them into the model's parameters.
+
+        - `parameters`: the model's parameters by name
+        - `plan`: the merge, with all its tensors
+        - `bank`: the source weights
+        - `into`: a function (name, shape) that returns memory for computing a tensor
 
         If vLLM's weight loader only copies a tensor's elements, the tensor is written to the same place without the
         loader. Of such a tensor, only the shard that this rank holds is computed. The loader writes the other tensors.
@@ -278,8 +287,9 @@ def _repack(
     """Pack weights again: replace the packed copies in modules whose parameters have changed.
 
     Packed copies are the weights in the layout that vLLM's CPU kernels compute with. `packed` has the modules with
-    packed copies, by name, and `changed` the changed parameters. Returns the names of the modules in `comparable` whose
-    packed copy differs from the weights afterwards.
+    packed copies, by name, and `changed` the changed parameters. `comparable` has the names of the modules whose packed
+    copy can be compared with the weights. Returns the names of those whose packed copy differs from the weights
+    afterwards.
     """
     ids = set(map(id, changed))
     stale = []
@@ -313,6 +323,6 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 def _derive_of(module: torch.nn.Module) -> Any:
     """Get the function by which an attention module updates copies of its weights in another dtype, in place.
 
-    Some attention kernels keep copies of this kind. Returns None for modules without such a function.
+    Some attention kernels compute with copies of this kind. Returns None for modules without this function.
     """
     return getattr(getattr(module, "impl", None), "process_weights_after_loading", None)

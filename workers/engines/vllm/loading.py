@@ -23,8 +23,8 @@ __all__ = ["Destination", "LoadObserver"]
 class Destination:
     """Part of a parameter's memory that holds one tensor of the merged model, or a shard of the tensor.
 
-    `parameter` is the name of the parameter, `memory` a view of this part. `shard` says which elements of the tensor it
-    holds; it is None if it holds all.
+    `parameter` is the name of the parameter, and `memory` is a view of this part. `shard` says which elements of the
+    tensor are there; None means all of them.
     """
 
     parameter: str
@@ -38,9 +38,10 @@ class Destination:
         return first < end and begin < last
 
     def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the destination's memory still belongs to its parameter; `parameters` has all parameters by name.
+        """Whether the destination's memory still belongs to its parameter.
 
-        vLLM may have given the parameter other memory since it was loaded.
+        vLLM may have given the parameter other memory since the weights were loaded. `parameters` has all parameters of
+        the model by name.
         """
         return _storage(parameters[self.parameter]) == _storage(self.memory)
 
@@ -48,9 +49,13 @@ class Destination:
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
 
-    `source` yields the pairs. `parameters` holds the model's parameters by name. `wait` is called after each pair, and
-    returns once the tensor is computed. `seconds` is the time spent computing the tensors. With `copies=False` nothing
-    is copied to the model, so that tensors without contents show where the loader would write.
+    - `source`: yields the pairs
+    - `parameters`: the model's parameters by name
+    - `wait`: called after each pair, and returns once the tensor is computed
+    - `copies`: if False, nothing is copied to the model; then tensors without contents are enough to record where the
+      loader would write
+
+    `seconds` is the time spent computing the tensors.
 
     If the loader only copies a tensor, as a whole or a shard of it, to a part of a parameter, this part is the tensor's
     destination. The tensor can later be written there without the loader. A tensor has no destination if the loader

@@ -56,7 +56,8 @@ class MemoryRequirements:
     - `weights`: the size of the merged model; with several GPUs (`ranks`), the part of one GPU
     - `kv_token`: the size of one token's keys and values; with several GPUs, the part of one GPU
     - `scratch`: the memory for merging the largest tensor; every GPU merges whole tensors
-    - `max_length`: the number of tokens of the longest text
+    - `max_length`: the number of tokens of the longest text (not bytes)
+    - `ranks`: the number of GPUs
     - `statistics`: the size of the statistics of source weights that merging caches, always in host memory
     """
 
@@ -76,10 +77,10 @@ class MemoryRequirements:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The places where source weights may be kept, and the engine's share of a GPU's memory (`gpu_share`).
+    """The division of memory between an engine and its source weights.
 
-    The sources go to the first of `placements` that has enough free memory once the engine runs. `reason` explains the
-    choice for users.
+    The sources go to the first of `placements` that has enough free memory once the engine runs. `gpu_share` is the
+    engine's share of a GPU's memory. `reason` explains the choice for users.
     """
 
     placements: tuple[Placement, ...]
@@ -92,10 +93,14 @@ def divide_memory(
 ) -> EngineMemory:
     """Divide the memory of GPUs and host between engine and source weights.
 
-    Each GPU has `gpu_total` bytes, of which `gpu_free` are free. The host has `host_free` bytes free. `processes` is
-    the number of processes on the host that may merge at once. Each of them keeps statistics of the sources, and a copy
-    of the sources unless the processes share one copy (`is_shared`). The sources are kept in the first of these places
-    that is possible:
+    - `needs`: the memory that engine and source weights need
+    - `gpu_free`, `gpu_total`: the free bytes and all bytes of each GPU
+    - `host_free`: the free bytes of the host
+    - `processes`: the number of processes on the host that may merge at once, each of which keeps statistics of the
+      sources
+    - `is_shared`: whether these processes share one copy of the sources; otherwise each has a copy
+
+    The sources are kept in the first of these places that is possible:
 
     - on the GPU, if that leaves memory for an engine that serves many texts at once, or a few texts if the host has too
       little memory
@@ -180,8 +185,9 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
     """Bytes that an engine on CPU reserves for its KV cache.
 
-    The result is enough for a full batch of texts of TEXT_TOKENS tokens, but at most 1 GiB. If one text of `max_length`
-    tokens needs more than that, the result is enough for this text.
+    `config` is the model's configuration, `max_length` the number of tokens of the longest text, and `dtype` the
+    engine's dtype. The result is enough for a full batch of texts of TEXT_TOKENS tokens, but at most 1 GiB. If one text
+    of `max_length` tokens needs more than that, the result is enough for this text.
     """
     per_token = kv_token_bytes(config, dtype)
     block = 128  # tokens, vLLM's default on CPU

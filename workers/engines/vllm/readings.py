@@ -37,10 +37,12 @@ Tail: TypeAlias = tuple[int, Tokens]
 
 @dataclass(frozen=True)
 class Reading:
-    """A prompt for the engine, and the tokens whose log-probabilities it returns.
+    """A prompt for the engine, and the tokens whose log-probabilities are needed.
 
-    `tokens` is the prompt. The engine returns the log-probabilities of its tokens from index `start` on, given the
-    tokens before each. It also returns those of `choices`, given the whole prompt.
+    - `tokens`: the prompt
+    - `start`: the index from which on the log-probabilities of the prompt's own tokens are needed, each given the
+      tokens before it
+    - `choices`: tokens that may follow the prompt, whose log-probabilities after the whole prompt are needed
     """
 
     tokens: Tokens
@@ -49,7 +51,10 @@ class Reading:
 
     @property
     def num_rows(self) -> int:
-        """Number of the prompt's last tokens that get a log-probability, each from one row of logits."""
+        """Number of the prompt's own tokens whose log-probabilities are needed.
+
+        Each of them takes one row of logits.
+        """
         return len(self.tokens) - self.start
 
 
@@ -57,8 +62,8 @@ class Reading:
 class Read:
     """Log-probabilities that the engine returned for one prompt (`Reading`).
 
-    `rows` has those of the prompt's tokens from `start` on. `choices` has those of tokens that may follow the prompt,
-    by token.
+    A value is (log-probability, whether the token is the likeliest in its place). `rows` has the values of the prompt's
+    tokens from `start` on. `choices` has the values of tokens that may follow the prompt, by token.
     """
 
     rows: tuple[Scored, ...]
@@ -66,15 +71,16 @@ class Read:
 
 
 class ReadingPlan:
-    """Prompts that together give the log-probability of every scored token of `continuations`.
+    """Prompts ("readings") that together give the log-probability of every scored token of `continuations`.
 
     `readings` are in the order in which an engine should read them. `block` is the number of tokens in a block of the
     engine's prefix cache, which keeps whole blocks only; 0 means that there is no prefix cache.
 
-    With a prefix cache, a reading has at most MAX_ROWS rows, and the cache has none of its tokens from `start` - 1 on,
-    so that vLLM computes all its rows. Exceptions are texts that the cache has from earlier requests, and contexts that
-    begin with another context and tokens of its continuation. Without a prefix cache, every continuation is read with
-    its whole prompt. Continuations that differ only in their last token share a prompt.
+    Without a prefix cache, every continuation is read with its whole prompt; continuations that differ only in their
+    last token share a prompt. With a prefix cache, continuations of one context share the prompt's beginning. Then a
+    reading has at most MAX_ROWS rows of logits. vLLM computes no rows for tokens that are in the cache, so the prompts
+    are planned such that the tokens from `start` - 1 on are not in the cache. This can fail for texts that the cache
+    has from earlier requests, and for contexts that begin with another context and tokens of its continuation.
     """
 
     def __init__(self, continuations: Sequence[Continuation], *, block: int) -> None:
@@ -97,7 +103,8 @@ class ReadingPlan:
     def scores(self, results: Sequence[Read]) -> list[list[Scored]]:
         """Collect the log-probabilities of each continuation's scored tokens from the engine's `results`.
 
-        `results` are in the order of `readings`.
+        `results` are in the order of `readings`. For each continuation, the result has the pairs (log-probability,
+        whether the token is the likeliest in its place).
         """
         found = dict(zip(self._order, results, strict=True))
 
@@ -108,9 +115,10 @@ class ReadingPlan:
         return [list(tokens(parts)) for parts in self._parts]
 
     def _read_whole(self, context: Tokens, tails: Sequence[Tail]) -> None:
-        """Plan a whole prompt for each continuation of `context`, up to the continuation's last token.
+        """Plan a whole prompt for each continuation of `context`, without use of the prefix cache.
 
-        Continuations that differ only in this token share a prompt.
+        `tails` are the scored tokens of the continuations of `context`, each with the continuation's index. A prompt
+        ends before the continuation's last token. Continuations that differ only in this token share a prompt.
         """
         by_stem: dict[Tokens, list[Tail]] = {}
         for index, tail in tails:
@@ -121,9 +129,10 @@ class ReadingPlan:
     def _branch(self, prompt: Tokens, start: int, tails: Sequence[Tail]) -> None:
         """Plan prompts for the log-probabilities of the tokens in `tails`, all of which follow `prompt`.
 
-        A tail is what remains of one continuation. `prompt` is read from `start` on, with the first token of each tail
-        as a choice. Prompts for the other tokens of the tails begin with `prompt`. Each ends where tails differ, before
-        their last token, or after MAX_ROWS tokens.
+        A tail is (index of a continuation, its tokens that are not planned yet). The first prompt is `prompt`: it gives
+        the log-probabilities of its own tokens from `start` on, and of the first token of each tail. The prompts for
+        the other tokens begin with `prompt`. Each ends where tails differ, before their last token, or after MAX_ROWS
+        tokens.
         """
         rests: dict[int, list[Tail]] = {}
         for index, tail in tails:
@@ -150,5 +159,8 @@ def _num_shared(tails: Sequence[Tokens]) -> int:
 
 
 def neighbours(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Order prompts so that those with a common prefix are neighbours, a shorter one first; return their indices."""
+    """Order prompts so that those with a common prefix are neighbours, and return their indices in this order.
+
+    A prompt that is a prefix of another one comes first.
+    """
     return sorted(range(len(prompts)), key=lambda index: array("I", prompts[index]).tobytes())

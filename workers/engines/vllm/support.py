@@ -56,16 +56,16 @@ class Capability:
 
 
 class CapabilityProbe:
-    """A query about which models vLLM can run, answered in a separate process that the constructor starts.
+    """A query about which models vLLM can run, answered by a separate process.
 
-    Models whose answer is in the cache are left out of the query.
+    The constructor starts the process. Models whose answer is in the cache are left out of the query.
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
         """Start the query in a separate process.
 
-        `configs` are the contents of the models' config.json, `cache` is the directory of the cache, or None for the
-        default directory.
+        `configs` are the contents of the models' config.json. `cache` is the directory of the cache of answers, or None
+        for the default directory.
         """
         self._vllm = _vllm_version()
         self._cache = cache
@@ -117,7 +117,7 @@ class CapabilityProbe:
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
         """Wait for vLLM's answers, and store them in the cache.
 
-        Returns "", or the reason, as a text for users, if there are no answers.
+        Returns "" on success. If there are no answers, the result is the reason, as a text for users.
         """
         self._process = None
         root = Path(self._directory.name)

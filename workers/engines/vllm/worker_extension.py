@@ -62,11 +62,16 @@ class MergeExtension:
     ) -> str:
         """Open the source weights (the bank), and start to count logit rows that contain NaN or infinite values.
 
-        `family` is JSON in the form of `family_to_json`. The bank is kept in the first of `placements` that has enough
-        memory for it; a GPU must also have `scratch_bytes` for merging a tensor. `reason` says in words why the first
-        placement was chosen. With `keeps_ranks` the bank keeps the ranks of elements by magnitude that the method DELLA
-        needs (`bank.Bank.keep_ranks`). The engine has `ranks` processes. With `is_shared` the processes of this node
-        share statistics and host memory of the sources (`bank.Bank`). Returns the bank's fingerprint.
+        - `family`: the base and the experts, as JSON in the form of `family_to_json`
+        - `placements`: the places for the weights, of which the first with enough memory is used
+        - `scratch_bytes`: the memory for merging a tensor, which a GPU must have in addition
+        - `reason`: a text that says why the first placement was chosen
+        - `keeps_ranks`: whether the bank caches the ranks of magnitudes that the method DELLA needs
+          (`bank.Bank.keep_ranks`)
+        - `ranks`: the number of processes of the engine
+        - `is_shared`: whether the processes of this node share statistics and host memory of the sources (`bank.Bank`)
+
+        Returns the bank's fingerprint.
         """
         device = next(self.model_runner.get_model().parameters()).device
         self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes, is_shared=is_shared).on(device)
@@ -102,11 +107,11 @@ class MergeExtension:
         return str(self._mergesearch_bank.fingerprint)
 
     def _mergesearch_merged(self, write: Callable[[Bank, Into], T]) -> T:
-        """Call `write(bank, into)` for a device that has enough memory for merging, and return its result.
+        """Call `write(bank, into)`, on the CPU if the GPU has too little memory for merging, and return its result.
 
-        `bank` has the source weights, and `into` returns memory for computing a tensor. The device is the engine's
-        device, or the CPU if a GPU has too little memory for merging. After that, merges are computed on the GPU again
-        once as much of its memory is free as was planned for merging.
+        `bank` has the source weights on the chosen device, and `into` returns memory for computing a tensor. After a
+        lack of memory, merges are computed on the CPU. They are computed on the GPU again once as much of its memory is
+        free as was planned for merging.
         """
         bank = self._mergesearch_bank
         if self._mergesearch_lack and _room(bank.device) >= self._mergesearch_scratch_bytes:
@@ -142,18 +147,23 @@ class MergeExtension:
         merging, the merge is computed on the CPU. While weights are written, and if this fails, the engine holds no
         digest.
 
-        Returns {digest, swaps, checksum, tensors_written, materialise_s, repack_s, swap_s (packing included),
-        off_device, whole, elements_read, bank (its summary)}. Of these, `elements_read` is the number of elements of
-        the sources that this rank read. Two values are texts for people, "" if there is nothing to report:
+        Returns a dict with the keys of `mergesearch_held` and these:
 
-        - off_device: the part of the held merge that was not computed on the engine's device
-        - whole: the number of tensors of which this rank computed more than the elements that it holds, and the reason
+        - tensors_written: the number of tensors that were written
+        - materialise_s, swap_s: the seconds for computing the merge, and for everything else
+        - repack_s: the seconds of `swap_s` for packing weights (copying them to the layout of vLLM's CPU kernels)
+        - off_device: text that says which part of the held merge was not computed on the engine's device, or ""
+        - whole: text that says of how many tensors, and why, this rank computed more than the elements that it holds,
+          or ""
+        - elements_read: the number of elements of the sources that this rank read
+        - bank: the summary of the source weights (`bank.Bank.summary`), with the reason for their placement
 
-        Expected failures are returned, because with several ranks an exception would lose its class:
+        If the merge could not be written, the dict has the keys of `mergesearch_held` and one of the following, with
+        the reason. No exception is raised, because with several ranks it would lose its class.
 
-        - {refused}: the recipe cannot be merged
-        - {changed}: files of the sources have changed
-        - {mismatch}: copies of weights for vLLM's CPU kernels differ from the merge
+        - refused: the recipe cannot be merged
+        - changed: files of the sources have changed
+        - mismatch: copies of weights for vLLM's CPU kernels differ from the merge
         """
         try:
             return self._mergesearch_write(Recipe.from_json(json.loads(recipe_json)))
@@ -206,10 +216,11 @@ class MergeExtension:
         self._mergesearch_weights.forget()
 
     def mergesearch_held(self) -> dict[str, Any]:
-        """Report the merge that the engine holds: {digest, swaps, checksum}.
+        """Report the merge that the engine holds, as a dict with three keys.
 
-        `digest` is the digest of the recipe, or None if unknown. `swaps` is the number of swaps so far, `checksum` the
-        parameters' checksum at the last swap.
+        - digest: the digest of the recipe, or None if unknown
+        - swaps: the number of swaps so far
+        - checksum: the parameters' checksum at the last swap
         """
         is_held = self._mergesearch_weights.is_as_written
         return {
@@ -223,7 +234,7 @@ class MergeExtension:
         return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
-        """Numbers of logit rows that contained NaN, and of rows that contained infinite values, since the last call.
+        """Numbers of logit rows since the last call: (rows with NaN, infinite rows), as a list.
 
         If the numbers are not both 0, all cached keys and values are set to zero. Otherwise NaN in a block of the cache
         would spread to other texts that reuse the block, even where the block is masked.

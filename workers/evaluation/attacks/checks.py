@@ -13,9 +13,9 @@ __all__ = ["prepared_attack"]
 
 
 def prepared_attack(option: AttackSpec, info: TaskInfo) -> PromptAttack:
-    """Build the prompt attack of one task from its description in the study file, `option`.
+    """Build the prompt attack of one task, a search for a changed prompt template that worsens a model's metric.
 
-    A prompt attack searches for a changed prompt template with which a model's metric is worse.
+    `option` is the description of the attack in the study file, and `info` has facts about the task.
 
     Raises:
         InvalidTask: The task has no template that can be changed, no label would be protected from changes, or the

@@ -33,8 +33,9 @@ __all__ = ["MaskedModel", "check_masked_model"]
 def check_masked_model(model: str, *, is_encoder: bool = False) -> Path:
     """Check the files of a fill-mask model or an encoder without loading weights, and return its directory.
 
-    `model` is a directory, a hub id or a URL. Raises InvalidModel if the model does not exist or is of another kind. If
-    it does not exist, the message names the places where it was looked for.
+    `model` is a directory, a hub id or a URL. With `is_encoder` the model need not be a fill-mask model. Raises
+    InvalidModel if the model does not exist or is of another kind. If it does not exist, the message names the places
+    where it was looked for.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -60,9 +61,10 @@ def check_masked_model(model: str, *, is_encoder: bool = False) -> Path:
 
 
 class MaskedModel:
-    """A fill-mask model and an encoder that are loaded at first use, in float32 on the CPU.
+    """A fill-mask model and a sentence encoder, loaded at first use, in float32 on the CPU.
 
-    Texts longer than the model's maximum length are cut at their end.
+    `model` names the fill-mask model, and `encoder` the encoder; by default the encoder is the fill-mask model without
+    its head. Texts longer than a model's maximum length are cut at their end.
     """
 
     def __init__(self, model: str, *, encoder: str | None = None) -> None:
@@ -73,8 +75,8 @@ class MaskedModel:
         """Words that may replace one word of the prompt template `current`, the most probable first.
 
         The word is the template's piece `index`. `current` was made from `original` by earlier changes. The result has
-        at most `option.candidates` words. A word is left out if with it the template's similarity to the original one
-        is less than `option.min_similarity`.
+        at most `option.candidates` words. With each of them, the template's similarity to `original` is at least
+        `option.min_similarity`.
         """
         words = self.proposals(current.read(), current.span(index), limit=option.candidates)
         if not words:
@@ -85,9 +87,9 @@ class MaskedModel:
     def proposals(self, text: str, span: tuple[int, int], *, limit: int) -> tuple[str, ...]:
         """Words that the fill-mask model finds likely in place of a part of `text`, the most probable first.
 
-        `span` has the part's first character and the character after its last one, as indices. The words come from the
+        `span` is the part: (index of its first character, index after its last character). The words come from the
         `limit` most probable token sequences. Only whole words that differ from the word in the text are proposed. The
-        result is empty if the word is beyond the end at which a long text is cut off.
+        result is empty if the part is in the end of a long text that is cut off.
         """
         import torch
 
@@ -166,9 +168,10 @@ def _encoded(tokenizer: Any, model: Any, texts: Sequence[str], **options: Any) -
 
 
 def _loaded(kind: Any, directory: Path) -> Any:
-    """Load a model from a directory without running code from it and without unpickling.
+    """Load a model from a directory, with the class `kind` of transformers.
 
-    Raises InvalidModel if its files cannot be read.
+    No code from the directory is run, and nothing is unpickled. Raises InvalidModel if the model's files cannot be
+    read.
     """
     import torch
 
@@ -180,10 +183,11 @@ def _loaded(kind: Any, directory: Path) -> Any:
 
 
 def _most_probable(log_probabilities: torch.Tensor, *, limit: int) -> list[tuple[int, ...]]:
-    """Most probable token sequences with one token for each place, at most `limit`, by the sum of log-probabilities.
+    """The most probable token sequences with one token for each place, the most probable first.
 
-    `log_probabilities` are [num_places, vocabulary]; the most probable sequence is the first. The search goes from
-    place to place: the best sequences for all places begin with the best sequences for the first places.
+    `log_probabilities` has the shape [num_places, vocabulary]. The probability of a sequence is given by the sum of its
+    log-probabilities. At most `limit` sequences are returned. The search goes from place to place: the best sequences
+    for all places begin with the best sequences for the first places.
     """
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for row in log_probabilities:

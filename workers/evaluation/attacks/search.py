@@ -31,8 +31,8 @@ UNKNOWN = "[UNK]"
 class PromptAttack:
     """A search for changed prompt templates of one task with which a model's metric is worse.
 
-    `option` has the attack's options from the study file. `original` is the task's prompt template; the label words in
-    it are protected, so no attack changes them.
+    `option` has the attack's options from the study file. `original` is the task's prompt template. No attack changes
+    the label words in it.
     """
 
     option: AttackSpec
@@ -53,10 +53,11 @@ class PromptAttack:
 class Attacked:
     """The result of an attack on one model: the template that it found, and the model's metric with it.
 
-    `template` is the original template if no changed template has a worse metric. The result of an attack that appends
-    sentences is an exception: its `template` is the worst changed template, even if the original template is worse.
-    `num_queries` is the number of changed templates that were scored. `is_cut` tells whether the limit `max_queries`
-    ended the attack.
+    - `template`: the changed template that the attack chose, with a lower metric than the original one; the original
+      template if there is none. An attack that appends sentences always gives the worst changed template.
+    - `value`: the metric with `template`
+    - `num_queries`: the number of changed templates that were scored
+    - `is_cut`: whether the limit `max_queries` ended the attack
     """
 
     template: str
@@ -71,7 +72,8 @@ class Replacements(Protocol):
     def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> Sequence[str]:
         """Words that may replace one word of the prompt template `current`.
 
-        The word is the template's piece `index`. `current` was made from `original` by earlier changes.
+        The word is the template's piece `index`. `current` was made from `original` by earlier changes. `option` has
+        limits, such as the number of words.
         """
         ...
 
@@ -87,10 +89,11 @@ def search(
 ) -> Search:
     """Search for the template with the lowest metric; larger values of the metric are better for the model.
 
-    The search ends when no template can be worse, or `attack.option.max_queries` templates were scored.
+    The result is a generator. It yields templates, and must be sent the model's metric with each; it returns what was
+    found. The search ends when no template can be worse, or `attack.option.max_queries` templates were scored.
 
     Args:
-        attack: The attack.
+        attack: The task's template, and the options of the attack.
         clean: The metric with the original template.
         seed: Fixes random changes.
         lowest: The lowest possible value of the metric.
@@ -120,7 +123,10 @@ def search(
 
 
 def run(steps: Search, score: Callable[[str], float]) -> Attacked:
-    """Run an attack's search to its end; a given function computes the metric for each template."""
+    """Run an attack's search to its end, and return its result.
+
+    `steps` is the result of the function `search`. `score` returns the model's metric with a template.
+    """
     try:
         templates = next(steps)
         while True:
@@ -147,8 +153,8 @@ class _Queries:
     ) -> Generator[tuple[str, ...], Sequence[float], list[tuple[Template, float]]]:
         """Ask for the metric of each candidate, up to the limit of scored templates.
 
-        The generator yields the texts of these candidates, and receives their metrics. Returns the pairs (candidate,
-        metric).
+        This is a generator. It yields the texts of the candidates within the limit, and is sent their metrics. Returns
+        the pairs (candidate, metric).
         """
         allowed = candidates if self.most is None else candidates[: self.most - self.count]
         self.is_cut |= len(allowed) < len(candidates)
@@ -164,9 +170,11 @@ def _worst(found: Sequence[tuple[Template, float]]) -> tuple[Template, float]:
 def _changes(
     original: Template, option: DeepWordBugAttack | BertAttack, seed: int, replacements: Replacements | None
 ) -> _Changes:
-    """Make a function that proposes replacements for one word, by the kind of the attack.
+    """Make the function that proposes replacements for one word, by the kind of the attack.
 
-    The function takes a template and the index of the word's piece.
+    The function takes a template and the index of the word's piece, and returns words. `original` is the template
+    before any change, from which changed templates must not be too far. `seed` fixes random edits. `replacements` is
+    the model that proposes words, for attacks of the kind "bert".
     """
     if isinstance(option, BertAttack):
         assert replacements is not None

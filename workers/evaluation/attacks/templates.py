@@ -30,7 +30,10 @@ _READ_AS = "{content}"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a template; `is_fixed` marks a word that no attack may change."""
+    """A part of a prompt template: a word, a Jinja placeholder, or another text between them.
+
+    `text` is the part's text. `is_fixed` marks a word that no attack may change.
+    """
 
     text: str
     kind: Literal["word", "placeholder", "other"]
@@ -45,10 +48,10 @@ class Template:
 
     @classmethod
     def of(cls, text: str, *, labels: Sequence[str] = ()) -> Template:
-        """Divide a Jinja template into pieces.
+        """Divide a Jinja template into pieces: words, placeholders and the texts between them.
 
-        Words of `labels` are fixed wherever a label occurs as whole words, in upper or lower case. Stop words, such as
-        "the", are fixed too.
+        `labels` are the names of answers, such as "positive". Their words are fixed, so that no attack changes them,
+        wherever a label occurs as whole words, in upper or lower case. Stop words, such as "the", are fixed too.
         """
         pieces: list[Piece] = []
         start = 0
@@ -75,8 +78,8 @@ class Template:
     def with_sentence(self, sentence: str) -> Template:
         """The template with a sentence inserted after its last word or placeholder.
 
-        Punctuation that ends the template, such as the colon of "Answer:", stays at the end. A space is added on either
-        side of the sentence that is not an end of the template.
+        Punctuation that ends the template, such as the colon of "Answer:", stays at the end. A space is added before
+        the sentence unless it begins the template, and after the sentence unless it ends the template.
         """
         last = max((i for i, piece in enumerate(self.pieces) if piece.kind != "other"), default=-1)
         before, after = self.pieces[: last + 1], self.pieces[last + 1 :]
@@ -84,17 +87,23 @@ class Template:
         return Template((*before, Piece(text, "other"), *after))
 
     def read(self) -> str:
-        """The template's text for a fill-mask model, with "{content}" in place of each Jinja expression."""
+        """The template's text for a fill-mask model, which cannot read Jinja.
+
+        Each Jinja expression is replaced by "{content}". Statements and comments of Jinja are left out.
+        """
         return "".join(map(_read, self.pieces))
 
     def span(self, index: int) -> tuple[int, int]:
-        """Position of piece `index` in the text that `read` returns, as (first character, one after the last)."""
+        """Position of piece `index` in the text that the method `read` returns.
+
+        The result is (index of the first character, index after the last character).
+        """
         start = sum(len(_read(piece)) for piece in self.pieces[:index])
         return start, start + len(_read(self.pieces[index]))
 
 
 def is_word(text: str) -> bool:
-    """Whether `text` is exactly one word by the rule that divides templates into words."""
+    """Whether `text` is exactly one word, as templates are divided into words."""
     return _WORD.fullmatch(text) is not None
 
 
@@ -105,7 +114,11 @@ def _read(piece: Piece) -> str:
 
 
 def _words(text: str, labels: Sequence[str]) -> Iterator[Piece]:
-    """Divide a text without placeholders into words and the texts between them."""
+    """Divide a text without placeholders into words and the texts between them.
+
+    A word is fixed, so that no attack changes it, if it belongs to an occurrence of one of `labels` in the text, or is
+    a stop word.
+    """
     fixed = [found.span() for label in labels for found in _whole(label).finditer(text)]
     start = 0
     for found in _WORD.finditer(text):
@@ -120,5 +133,8 @@ def _words(text: str, labels: Sequence[str]) -> Iterator[Piece]:
 
 
 def _whole(label: str) -> re.Pattern[str]:
-    """A regular expression that finds a label only where it is not part of a longer run of letters and digits."""
+    """A regular expression that finds whole words only: `label` with no letter or digit directly before or after it.
+
+    Upper and lower case are not distinguished.
+    """
     return re.compile(rf"(?<![^\W_]){re.escape(label.strip())}(?![^\W_])", re.IGNORECASE)

@@ -60,7 +60,7 @@ def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
 
 
 def can_fuse(dtypes: Iterable[torch.dtype], num_elements: int) -> bool:
-    """Whether kernels read and write the dtypes, and tensors of this number of elements."""
+    """Whether kernels can read and write tensors of all of `dtypes` with `num_elements` elements."""
     return 0 < num_elements <= MAX_ELEMENTS and all(dtype in DTYPES for dtype in dtypes)
 
 
@@ -79,10 +79,10 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
 
 
 def exact_rule(merge: Merge, stored: Operands) -> Rule:
-    """The rule of a merge with exact thresholds, by which each of its elements can be computed without the others.
+    """The rule (formula as plain data) of a merge on CPU, from which its elements can be computed one by one.
 
-    `stored` are the whole operands on CPU, with the statistics that the method needs. This part of a merge reads whole
-    tensors; the rule is the same for all shards of the tensor.
+    `stored` are the whole operands, with the statistics that the method needs. Making the rule reads whole tensors, to
+    find exact thresholds. The rule is the same for all shards of the tensor.
     """
     from workers.merging.kernels.cpu import exact
 
@@ -94,8 +94,8 @@ def merge_shard(
 ) -> None:
     """Compute the elements of `shard` of a merge on CPU, and write them to `out`, rounded once to its dtype.
 
-    `rule` is that of `exact_rule`. `tensors` and `base` are the whole operands, of which only the elements of the shard
-    are read. `out` is contiguous. The bits are those of the same elements of the whole merge.
+    `rule` is the result of `exact_rule`. `tensors` and `base` are the whole operands, of which only the elements of the
+    shard are read. `out` is contiguous. The result has the same bits as these elements of the whole merge.
     """
     from workers.merging.kernels.cpu import merge as execute
 
@@ -105,10 +105,10 @@ def merge_shard(
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:
     """Call `function` for each of several merges, in parallel on a CPU and in any order.
 
-    `items` are pairs (number of elements that the item's merge has, item); only the item is passed. If `device` is a
-    CPU, items run in several threads at once, except the largest and the smallest, which run one by one. Each of the
-    largest uses all threads. The smallest run one by one because waiting for Python's interpreter lock would take
-    longer than the work.
+    `items` are pairs (number of elements of the merge, item); `function` gets only the item. If `device` is a CPU,
+    items run in several threads at once, except the largest and the smallest, which run one by one. Each of the largest
+    uses all threads. The smallest run one by one because waiting for Python's interpreter lock would take longer than
+    the work.
     """
     if device.type != "cpu":
         for _, item in items:

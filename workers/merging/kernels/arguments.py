@@ -34,7 +34,8 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
     """The tensors as flat NumPy arrays of one dtype that compiled code reads (`as_array`).
 
-    They are converted to float32 if their dtypes differ, because a loop over the arrays is compiled for one dtype.
+    If the dtypes differ, all tensors are converted to float32, because a loop over the arrays is compiled for one
+    dtype.
     """
     if len({tensor.dtype for tensor in tensors}) > 1:
         tensors = [tensor.float() for tensor in tensors]
@@ -42,10 +43,9 @@ def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
 
 
 def typed(rule: Any) -> Any:
-    """A copy of a rule whose fields have the types that compiled code expects.
+    """A copy of a rule (a formula as plain data) whose fields have the types that compiled code expects.
 
-    Numbers become float32, except probabilities, which become float64; whole numbers become uint32; tensors become flat
-    arrays.
+    Numbers become float32. Probabilities become float64, whole numbers uint32, and tensors flat arrays.
     """
     kind: Any = type(rule)
     return kind(*(convert(field) for convert, field in zip(_conversions(kind), rule, strict=True)))

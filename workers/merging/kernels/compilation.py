@@ -58,8 +58,8 @@ def compiled(function: F) -> F:
     """Decorator that compiles a function with Numba at its first call with arguments of given types.
 
     The compiled code is kept on disk if a directory for it is writable. The function runs without Python's interpreter
-    lock. Sums keep their order, and no multiplication and addition are contracted to one operation, so that results
-    have the same bits as the same operations in torch.
+    lock. The results have the same bits as the same operations in torch: the compiler neither changes the order of sums
+    nor contracts a multiplication and an addition to one operation.
     """
     dispatcher = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     with suppress(RuntimeError):  # neither this folder nor the user's cache is writable
@@ -68,7 +68,7 @@ def compiled(function: F) -> F:
 
 
 def digest(sources: Iterable[Path]) -> str:
-    """Digest of the contents of files in the given order."""
+    """Digest of the contents of files in the given order: the first 16 hexadecimal digits of a sha256."""
     content = hashlib.sha256()
     for source in sources:
         content.update(hashlib.sha256(source.read_bytes()).digest())
@@ -88,8 +88,8 @@ class _CacheFiles(CompileResultCacheImpl):
 class _File(IndexDataCacheFile):
     """Numba's store of a function's compiled code on disk, with one file per signature and without an index.
 
-    A file's name contains its signature and its processor. Therefore processes that compile at the same time do not
-    overwrite each other's files with other code.
+    The name of a file depends on the signature and the type of processor. Therefore processes that compile at the same
+    time do not overwrite each other's files with other code.
     """
 
     def __init__(self, *, cache_path: str, filename_base: str, source_stamp: Any) -> None:

@@ -32,13 +32,15 @@ U64 = np.uint64
 def merge(
     rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor, shard: Shard | None = None
 ) -> None:
-    """Merge tensors on CPU by a rule, and write the result, or the elements of `shard`, to `out`.
+    """Merge tensors on CPU by a rule (a formula as plain data), and write the result to `out`.
 
-    `tensors` are the sources, and `base` is the base's tensor or None if the rule does not use it. All tensors are
-    whole, contiguous and have fewer than 2^32 elements; `out` has those of the shard. A rule may have only two bounds
-    of a threshold. In this case the elements between the bounds are collected, the exact threshold is found among them,
-    and they are merged again. With a shard the rule has exact thresholds (`exact`), because the elements between the
-    bounds may be in other shards.
+    With `shard`, only the elements of the shard are computed, and `out` has only these. `tensors` are the sources, and
+    `base` is the base's tensor or None if the rule does not use it. The sources and the base are always whole. All
+    tensors are contiguous and have fewer than 2^32 elements.
+
+    Without `shard`, a threshold of the rule may be known only by two bounds. In this case the elements between the
+    bounds are collected, the exact threshold is found among them, and they are merged again. With `shard`, the
+    thresholds must be exact (`exact`), because the elements between the bounds may be in other shards.
     """
     xs, merged = as_arrays(tensors), as_array(out)
     if isinstance(rule, rules.Important):
@@ -57,9 +59,10 @@ def merge(
 
 
 def exact(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None) -> rules.Rule:
-    """The rule with exact thresholds in place of two bounds of each, found in one pass over the whole tensors.
+    """Find the exact thresholds of a rule, and return the rule with these thresholds.
 
-    The arguments are those of `merge`. A rule without thresholds is returned.
+    In `rule`, a threshold is known by two bounds; the elements between the bounds are searched for in one pass over the
+    whole tensors. The arguments are those of `merge`. A rule without thresholds is returned unchanged.
     """
     if not most_undecided(rule):
         return rule
@@ -84,8 +87,8 @@ def _runs(shard: Shard) -> tuple[np.uint64, np.uint64, np.uint64]:
 def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop: int) -> int:
     """Merge the elements from `start` to `stop` - 1 by a rule, and write them to `out`.
 
-    If the rule has only bounds of a threshold, elements between the bounds cannot be decided yet. Their positions are
-    written to `found`, and their number is returned.
+    A threshold of the rule may be known only by two bounds. Then elements between the bounds cannot be decided yet.
+    Their positions are written to `found`. Returns the number of undecided elements.
     """
     num_found, block = 0, np.empty(BLOCK, out.dtype)
     for begin in range(U64(start), U64(stop), U64(BLOCK)):
@@ -110,7 +113,8 @@ def _merge_runs(
 ) -> None:
     """Merge elements of a shard by a rule with exact thresholds, and write them to `out` from `start` to `stop` - 1.
 
-    The shard has runs of `size` elements, one every `stride` elements, from element `first`.
+    The shard consists of runs of `size` elements. A run begins every `stride` elements of the whole tensor, the first
+    run at element `first`.
     """
     block = np.empty(BLOCK, out.dtype)
     at, last = U64(start), U64(stop)

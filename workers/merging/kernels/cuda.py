@@ -30,8 +30,9 @@ WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.const
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
     """Merge tensors on a CUDA device by a rule, and write the result to `out`, without waiting for the device.
 
-    The rule is that of a method in `lowering.ON_CUDA`. `tensors` are the sources, and `base` is the base's tensor or
-    None if the rule does not use it. All tensors are contiguous and have fewer than 2^32 elements.
+    A rule is a formula as plain data; it must be that of a method in `lowering.ON_CUDA`. `tensors` are the sources, and
+    `base` is the base's tensor or None if the rule does not use it. All tensors are contiguous and have fewer than 2^32
+    elements.
     """
     xs, size = tuple(tensors), out.numel()
     match rule:
@@ -69,7 +70,8 @@ def _ties_of(
 
     TIES keeps the elements of each source's task vector that are at a threshold or above; `sparse` has two bounds of
     each threshold. The first pass collects the elements between the bounds, which are not decided yet. The exact
-    thresholds are found among these, and the second pass merges these elements again. `xs` are the sources.
+    thresholds are found among these elements, and the second pass merges them again. `xs` are the sources. `lambda_`
+    multiplies the merged task vector.
     """
     lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
@@ -116,8 +118,9 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Triton kernel that merges the two sources `first` and `second` with NearSwap.
 
-    `numbers` has t, the largest distance by which an element moves, and a lower bound of |first - second|, by which t
-    is divided.
+    `numbers` points to two numbers. The first is t, the largest distance by which an element of `first` moves towards
+    `second`. t is divided by |first - second|; the second number is a lower bound of this divisor. The result is
+    written to `out`, which has `size` elements.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
@@ -242,10 +245,10 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 
 @triton.jit
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
-    """Whether a random mask keeps element i, for i below 2^32: whether the element's hash is at most a bound.
+    """Whether a random mask keeps element i, for i below 2^32.
 
-    `mask` points to three numbers: the low and the high 32 bits of the mask's key, and this bound
-    (`workers.merging.masks`).
+    The mask keeps the element if the element's hash is at most a bound. `mask` points to three numbers: the low and the
+    high 32 bits of the mask's key, and this bound (`workers.merging.masks`).
     """
     drawn = element_hash(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32))
     return drawn <= tl.load(mask + 2).to(tl.uint32)
@@ -255,7 +258,7 @@ def _is_kept(i, mask):  # type: ignore[no-untyped-def]
 def _marked(i, factor):  # type: ignore[no-untyped-def]
     """The tie-breaking hash ("mark") of element i, for i below 2^32, which orders elements of equal magnitude.
 
-    It is the hash of i times the factor that `factor` points to (`workers.merging.order_statistics`).
+    The mark is a hash of i, times the number that `factor` points to (`TieOrder.factor`).
     """
     zero = tl.cast(0, tl.uint32)
     return element_hash(i, zero, zero) * tl.load(factor).to(tl.uint32)
@@ -263,10 +266,10 @@ def _marked(i, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def element_hash(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i for a random mask's key (`workers.merging.masks`).
+    """The hash of element i, by which a random mask decides whether to keep the element (`workers.merging.masks`).
 
-    k0 and k1 are the low and the high 32 bits of the key. For i from 2^32 on, k1 is the sum of the high bits and of
-    i / 2^32, rounded down.
+    k0 and k1 are the low and the high 32 bits of the mask's key. For i from 2^32 on, the caller adds i / 2^32, rounded
+    down, to k1.
     """
     x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + k0
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)
@@ -282,8 +285,8 @@ def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor
     """Convert a rule's threshold bounds and tie-breaking factors to tensors on the device of `like`.
 
     `sparse` has a lower and an upper bound of each source's threshold. A bound consists of a magnitude and a
-    tie-breaking hash ("mark"); the factors determine the elements' marks. The result is (low magnitudes, low marks,
-    high magnitudes, high marks, factors), with a number for each source.
+    tie-breaking hash ("mark"). The marks of elements are computed from the factors. The result is (low magnitudes, low
+    marks, high magnitudes, high marks, factors), with a number for each source.
     """
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)

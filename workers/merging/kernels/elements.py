@@ -53,9 +53,8 @@ BFLOAT16, FLOAT16 = types.uint16, types.int16
 def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
     """Copy 32 bytes from the address `source` to the address `target` by a store that bypasses the CPU caches.
 
-    `target` is a multiple of 32. Results are written once and read much later, so that they need no place in the
-    caches. An ordinary store would first read the memory that it overwrites, which is a third of the memory traffic of
-    copying.
+    `target` is a multiple of 32. Merged elements need no place in the caches, because they are read much later. An
+    ordinary store would first read the memory that it overwrites, which is a third of the memory traffic of copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -100,9 +99,9 @@ def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
 
 @intrinsic
 def bits_of(typing_context: Any, number: Any) -> Any:
-    """The bits of a float32 number as a uint32, without a conversion of the number.
+    """The bits of a float32 number as a uint32; the number is not converted.
 
-    For numbers that are not negative, these integers have the same order.
+    For numbers that are not negative, the integers have the same order as the numbers.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -184,10 +183,10 @@ def _as_float16(number: Any, like: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
-    """The variance of element i between the task vectors, with the same bits as `methods.competition.variance`.
+    """The variance of element i over its values in the task vectors (xs[s] minus the base).
 
-    `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. Callable only in
-    compiled code.
+    `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. The result has the
+    same bits as that of `methods.competition.variance`. Callable only in compiled code.
     """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
@@ -205,64 +204,66 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 def either(first: Any, second: Any) -> Any:
     """The logical or of two 32-bit flags, as a 32-bit flag: SOME (1) or NONE (0).
 
-    Numba's `|` gives 64 bits, and a loop with a number of 64 bits computes half as many elements at a time.
+    Numba's operator `|` gives 64 bits. A loop with a number of 64 bits computes only half as many elements at a time.
     """
     return U32(first | second)
 
 
 @numba.njit(**IN_PLACE)
 def zero_unless(condition: Any, number: Any) -> Any:
-    """The float32 number if the condition is true, else zero, computed without a conditional store.
+    """The float32 `number` if the condition is true, else zero.
 
-    The function is for results that the caller stores in an array. LLVM would compile a conditional expression to
-    masked stores, which take about ten times longer on AMD's processors.
+    The caller stores the result in an array. For an ordinary conditional expression, LLVM would compile masked stores,
+    which take about ten times longer on AMD's processors.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
 
 @numba.njit(**IN_PLACE)
 def has_sign_of(number: Any, total: Any) -> Any:
-    """Whether `number` is not zero and has the sign of `total`, where a total of zero counts as positive.
+    """Whether `number` is positive or negative like `total`; a total of zero counts as positive.
 
-    The number's sign is flipped if the total is negative, which takes less time than two comparisons and a choice.
+    The result is False if `number` is zero. The number's sign is flipped if the total is negative, which takes less
+    time than two comparisons and a choice.
     """
     return _float(U32(bits_of(number) ^ (U32(0) if total >= ZERO else TOP))) > ZERO
 
 
 @numba.njit(**IN_PLACE)
 def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element's magnitude is at a threshold or above it, with ties broken by hashes ("marks").
+    """Whether an element's magnitude is at a threshold or above it; hashes ("marks") break ties.
 
-    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark in the form of `turned_mark`.
-    The threshold is the magnitude `low` with the mark `low_mark`.
+    The element has the magnitude `size`. `turned` is its tie-breaking mark as `turned_mark` returns it. The threshold
+    is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
 def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element's magnitude is above a threshold, with ties broken by hashes ("marks").
+    """Whether an element's magnitude is above a threshold; hashes ("marks") break ties.
 
-    The element is given by its magnitude `size` and by `turned`, its tie-breaking mark in the form of `turned_mark`.
-    The threshold is the magnitude `low` with the mark `low_mark`.
+    The element has the magnitude `size`. `turned` is its tie-breaking mark as `turned_mark` returns it. The threshold
+    is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
 def following(size: Any) -> Any:
-    """The next larger float32 number after a number that is not negative.
+    """The next larger float32 number after `size`, which is not negative.
 
-    After infinity it is NaN, with which every comparison is false.
+    After infinity the result is NaN, with which every comparison is false.
     """
     return _float(U32(bits_of(size) + U32(1)))
 
 
 @numba.njit(**IN_PLACE)
 def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
-    """Whether a random mask keeps element i, for i below 2^32: whether the element's hash is at most `bound`.
+    """Whether a random mask keeps element i, for i below 2^32.
 
-    k0 and k1 are the low and the high 32 bits of the mask's key (`workers.merging.masks`).
+    The mask keeps the element if the element's hash is at most `bound`. k0 and k1 are the low and the high 32 bits of
+    the mask's key, from which the hash is computed (`workers.merging.masks`).
     """
     return hashed(i, k0, k1) <= bound
 
@@ -271,7 +272,7 @@ def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
 def marked(i: Any, factor: Any) -> Any:
     """The tie-breaking hash ("mark") of element i, for i below 2^32, which orders elements of equal magnitude.
 
-    It is the hash of i times a source's `factor` (`workers.merging.order_statistics`). The compiler computes the hash
+    The mark is a hash of i, times the `factor` of the source (`TieOrder.factor`). The compiler computes the hash of i
     once for all sources.
     """
     return U32(hashed(i, U32(0), U32(0)) * factor)
@@ -281,18 +282,18 @@ def marked(i: Any, factor: Any) -> Any:
 def turned_mark(i: Any, factor: Any) -> Any:
     """The tie-breaking hash ("mark") of element i with its top bit flipped, as a signed number for comparisons.
 
-    These signed numbers have the order of the unsigned marks; AVX2 compares only signed numbers. A mark is the hash of
-    i times `factor`, which is odd. Therefore the top bit can be flipped before the multiplication, once for all
-    sources.
+    A mark is the hash of i times `factor`, as an unsigned number. With the top bit flipped, signed numbers have the
+    order of the marks. AVX2 needs this, because it compares only signed numbers. `factor` is odd; therefore the bit can
+    be flipped before the multiplication, once for all sources.
     """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i, for i below 2^32, for a random mask's key (`workers.merging.masks`).
+    """The hash of element i, for i below 2^32, by which a random mask decides (`workers.merging.masks`).
 
-    k0 and k1 are the low and the high 32 bits of the key.
+    k0 and k1 are the low and the high 32 bits of the mask's key.
     """
     x = U32(U32(U32(i) * WEYL) + k0)
     x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)

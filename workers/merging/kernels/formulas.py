@@ -21,7 +21,7 @@ __all__ = ["element"]
 
 
 def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """Compute element i of the merge by `rule` in float32, with the formula of the rule's type.
+    """Compute element i of a merge in float32, by the formula that belongs to the type of `rule`.
 
     `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. Callable only in
     compiled code.
@@ -185,10 +185,10 @@ def _is_variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
-    """The elected sign of element i (1, -1 or 0): the sign of the sum of the sources' sparse task vectors.
+    """The elected sign of element i: the sign of the sum of the sources' sparse task vectors, 1, -1 or 0.
 
-    `sparse` is the rule's sparsification. `base` and `xs` are the arrays of the base and the sources, in the form of
-    `arguments.as_array`.
+    `sparse` is the sparsification, which says which elements of a task vector are kept. `base` and `xs` are the arrays
+    of the base and the sources, in the form of `arguments.as_array`.
     """
     b, total = value(base[i]), ZERO
     for s in range(len(xs)):

@@ -36,7 +36,7 @@ Tensors = Sequence[torch.Tensor]
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
     """Inner product of two contiguous CPU tensors or, with `base`, of their differences from the base.
 
-    The result has the bits of `methods.arithmetic.inner_products`.
+    The bits of the result are those that `methods.arithmetic.inner_products` gives.
     """
     x, y = as_array(first), as_array(second)
     b = x if base is None else as_array(base.contiguous())
@@ -46,7 +46,7 @@ def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor 
 
 
 def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> list[float]:
-    """The inner product of `direction` with each of `tensors` minus `base`.
+    """The inner product of `direction` with each of `tensors` minus `base`, in the order of `tensors`.
 
     The differences are rounded to float32 and not stored. All tensors are contiguous and on CPU; `direction` may have
     another dtype than the other tensors.
@@ -61,10 +61,10 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def kept_norms(
     sparse: rules.Whole | rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
 ) -> list[float]:
-    """The L1 norm of each source's sparse task vector: the sum of the magnitudes of its kept elements.
+    """The L1 norm of each source's task vector after the sparsification `sparse`: the sum of the kept magnitudes.
 
-    `tensors` are the sources. A sparse task vector has the elements of source - base that `sparse` keeps, scaled by
-    `sparse`.
+    `tensors` are the sources. `sparse` says which elements of a task vector (source - base) are kept, and by which
+    factor kept elements are multiplied.
     """
     fields = sparse._asdict().items()
     alone = tuple(typed(sparse._replace(**{name: (each[s],) for name, each in fields})) for s in range(len(tensors)))
@@ -77,12 +77,19 @@ def kept_norms(
 def variable_squares(
     trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor
 ) -> tuple[rules.Comparison, Threshold, list[float]]:
-    """Find the exact variance threshold, and sum each task vector's squares over the elements that reach it.
+    """Sum the squares of each task vector over the elements that vary most between the task vectors (merge method SCE).
 
-    The variance of an element is its variance between the task vectors. The threshold is the variance of a given rank.
-    `trim` has two bounds of it, and `order` orders equal variances. Returns three values: a comparison that decides for
-    every element whether its variance reaches the threshold; the exact threshold; and for each source the sum of the
-    squares of those elements of its task vector whose variance reaches the threshold.
+    Task vectors are the differences of `tensors`, the sources, from `base`. The variance of an element is computed over
+    its values in all task vectors. An element is included if its variance is at a threshold or above it.
+
+    - `trim`: a lower and an upper bound of the threshold; the exact threshold is found here
+    - `order`: the rule that breaks ties between elements of equal variance
+
+    Returns three values:
+
+    - the comparison by which a kernel decides whether an element is included
+    - the exact threshold
+    - for each source, the sum of the squares of the included elements of its task vector
     """
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
@@ -106,8 +113,10 @@ def variable_squares(
 class _Spread(NamedTuple):
     """Lower and upper bound of a threshold for variances, as arguments of compiled code.
 
-    A bound is a variance, `low` or `high`, with a tie-breaking mark. `by` says how variances are compared with the
-    threshold: with marks (`ByMark`) or without (`ByMagnitude`). `factor` determines the elements' marks.
+    The lower bound is the variance `low` with the tie-breaking mark `low_mark`; the upper bound is `high` with
+    `high_mark`. A mark is a number that orders elements of equal variance, and `factor` is the number from which the
+    elements' marks are computed. `by` says how an element is compared with the threshold: by variance and mark
+    (`ByMark`), or by variance alone (`ByMagnitude`).
     """
 
     by: Any
@@ -124,9 +133,11 @@ def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrd
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """The number of elements that each source changes by more than epsilon, and how many of them only it changes.
+    """Count, for each source, the elements that it changes, and those that no other source changes.
 
-    A change is the magnitude of the difference from `base`; `tensors` are the sources.
+    A source changes an element if the magnitude of its difference from `base` is above `epsilon`. `tensors` are the
+    sources. The result has a pair for each source: (number of changed elements, number of elements that only this
+    source changes).
     """
     b, xs = as_array(base), as_arrays(tensors)
     parts = pieces(b.size, BLOCK)
@@ -137,9 +148,10 @@ def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[
 
 
 def weighted_words(words: torch.Tensor, weight: int) -> int:
-    """The checksum sum_i words[i] * (i * weight | 1) modulo 2^64 of contiguous int64 words.
+    """The sum over i of words[i] * (i * weight | 1), modulo 2^64, as a checksum of a tensor's bytes.
 
-    The operator | is a bitwise or, so that every factor is odd.
+    `words` are the bytes as contiguous int64. `weight` makes the factors of different words differ. The operator | is a
+    bitwise or, so that every factor is odd.
     """
     array = words.view(-1).numpy().view(np.uint64)
     sums = run(_weighted_words, [(array, U64(weight), *part) for part in pieces(array.size, BLOCK)])
@@ -199,10 +211,10 @@ def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
     """Sum each task vector's squares over the elements in [start, stop) whose variance reaches a threshold.
 
-    An element's variance is its variance between the task vectors of the sources `xs`; the squares are those of each
-    source's task vector. `spread` has two bounds of the threshold. A sum for each source and block of elements is
-    written to `sums`. Elements between the bounds are not decided yet and are not added. Their positions are written to
-    `found`, and their number is returned.
+    Task vectors are the differences of the sources `xs` from `base`. The variance of an element is computed over its
+    values in all task vectors. `spread` has a lower and an upper bound of the threshold. Elements between the bounds
+    cannot be decided yet: they are not added, but their positions are written to the array `found`. The array `sums`
+    [sources, blocks] gets a sum for each source and block of elements. Returns the number of undecided elements.
     """
     num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
@@ -245,7 +257,10 @@ def _variable_squares_at(spread: Any, base: Any, xs: Any, sums: Any, found: Any,
 
 @compiled
 def _sum_of(lanes: Any) -> Any:
-    """The total of the partial sums in the array `lanes`, added in a fixed order; overwrites the array."""
+    """The total of the partial sums in the array `lanes`, added in a fixed order.
+
+    The array is overwritten.
+    """
     size = U64(LANES // PARTS)
     while size > U64(0):
         for lane in range(U64(0), size):

@@ -61,17 +61,17 @@ class Whole(NamedTuple):
 class ByMark(NamedTuple):
     """Comparison of elements with a threshold by magnitude and, for equal magnitudes, by a tie-breaking hash ("mark").
 
-    `workers.merging.order_statistics` defines marks. This kind of comparison is used if many elements have the
-    magnitude of the threshold.
+    Kernels compare elements in this way if many elements have the magnitude of the threshold.
+    `workers.merging.order_statistics` defines marks.
     """
 
 
 class ByMagnitude(NamedTuple):
     """Comparison of elements with a threshold by magnitude alone, which leaves a few elements undecided.
 
-    Elements with a magnitude of `aboves` or more are at the threshold or above, and elements with a magnitude of
-    `belows` or less are below the threshold. The elements between these two magnitudes are undecided; they include all
-    elements that have the threshold's magnitude. Both fields have a number for each source.
+    Both fields have a number for each source. Elements of source s with a magnitude of at least `aboves[s]` are at the
+    threshold or above it. Elements with a magnitude of at most `belows[s]` are below the threshold. The elements
+    between these two magnitudes are undecided; they include all elements that have the threshold's magnitude.
     """
 
     belows: Numbers
@@ -84,13 +84,17 @@ Comparison = ByMark | ByMagnitude
 class Trimmed(NamedTuple):
     """Sparsification that keeps the elements of each task vector whose magnitudes reach a threshold.
 
-    Each source has a threshold: a magnitude with a tie-breaking mark (`order_statistics.Threshold`). A mark is a number
-    that orders elements of equal magnitude. Two bounds of the threshold are known: `lows` with `low_marks`, and `highs`
-    with `high_marks`. If the bounds are equal, they are the threshold. Otherwise the threshold is at one of the
-    elements strictly between the bounds: if these elements are sorted in ascending order, it is the element with the
-    index `ranks`. `factors` determine the marks of elements. `by` says how elements are compared with the threshold: by
-    magnitude and mark (`ByMark`), or by magnitude alone (`ByMagnitude`). All fields except `by` have a number for each
-    source.
+    A threshold is a magnitude with a tie-breaking mark, a number that orders elements of equal magnitude
+    (`order_statistics.Threshold`). Each threshold is known by a lower and an upper bound. If the bounds are equal, they
+    are the threshold. Otherwise the threshold is at one of the elements strictly between the bounds. All fields except
+    `by` have a number for each source:
+
+    - `by`: how elements are compared with the threshold, by magnitude and mark (`ByMark`) or by magnitude alone
+      (`ByMagnitude`)
+    - `lows`, `low_marks`: the magnitude and mark of the lower bound
+    - `highs`, `high_marks`: the magnitude and mark of the upper bound
+    - `ranks`: the index of the threshold's element, if the elements between the bounds are sorted in ascending order
+    - `factors`: the numbers from which the marks of elements are computed
     """
 
     by: Comparison
@@ -105,12 +109,17 @@ class Trimmed(NamedTuple):
 class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector with magnitudes between two thresholds, inclusively.
 
-    Each source has a lower and an upper threshold; the fields of the upper threshold begin with `top_`. Two bounds of a
-    threshold are known, which are magnitudes with tie-breaking marks: `lows` with `low_marks`, and `highs` with
-    `high_marks`. A mark is a number that orders elements of equal magnitude. If the bounds differ, the threshold is at
-    one of the elements strictly between the bounds: if these elements are sorted in ascending order, it is the element
-    with the index `ranks`. `by` says how elements are compared with the threshold (`ByMark` or `ByMagnitude`).
-    `factors` determine the marks of elements.
+    Each source has a lower and an upper threshold; the fields of the upper threshold begin with `top_`. A threshold is
+    a magnitude with a tie-breaking mark, a number that orders elements of equal magnitude. Each threshold is known by
+    two bounds. If the bounds are equal, they are the threshold. Otherwise the threshold is at one of the elements
+    strictly between the bounds.
+
+    - `by`: how elements are compared with the threshold, by magnitude and mark (`ByMark`) or by magnitude alone
+      (`ByMagnitude`)
+    - `lows`, `low_marks`: the magnitude and mark of the threshold's lower bound
+    - `highs`, `high_marks`: the magnitude and mark of its upper bound
+    - `ranks`: the index of the threshold's element, if the elements between the bounds are sorted in ascending order
+    - `factors`: the numbers from which the marks of elements are computed
     """
 
     by: Comparison
@@ -131,9 +140,9 @@ class Between(NamedTuple):
 class Dropped(NamedTuple):
     """Sparsification that keeps random elements of each task vector, and multiplies them by a factor (DARE).
 
-    The random masks are those of `workers.merging.masks`. `k0s` and `k1s` are the low and high 32 bits of the masks'
-    keys. An element is kept if its hash is at most the number in `bounds`. The factors are `scales`. All fields have a
-    number for each source.
+    All fields have a number for each source. `k0s` and `k1s` are the low and high 32 bits of the keys of random masks
+    (`workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`. The
+    factors are `scales`.
     """
 
     k0s: Words
@@ -145,10 +154,12 @@ class Dropped(NamedTuple):
 class Sampled(NamedTuple):
     """Sparsification that keeps random elements, with a probability by the rank of their magnitude (MagPrune).
 
-    The probability is start + |rank - origin| step, in float64. Each source has its own start, origin and step. `ranks`
-    has a tensor for each source: the rank of each magnitude in its row, where the smallest magnitude has rank 0. The
-    random masks are those of `workers.merging.masks`; `k0s` and `k1s` are the low and high 32 bits of the masks' keys.
-    Kept elements are multiplied by `scales`. If `is_divided` is 1, they are also divided by their probability.
+    - `ranks`: for each source, the rank of each magnitude in its row, where the smallest magnitude has rank 0
+    - `starts`, `origins`, `steps`: the probability is start + |rank - origin| step, in float64, with these numbers of
+      the source
+    - `k0s`, `k1s`: the low and high 32 bits of the keys of random masks (`workers.merging.masks`)
+    - `scales`: for each source, the factor of kept elements
+    - `is_divided`: for each source, whether kept elements are also divided by their probability (1) or not (0)
     """
 
     k0s: Words
@@ -263,11 +274,11 @@ class Interpolation(NamedTuple):
 class Agreed(NamedTuple):
     """Rule for a merge kernel: the base, plus the merged task vector where enough sources agree with it.
 
-    Where enough agree, the result is the base plus lambda m, with m the merged task vector and lambda the field
-    `lambda_`. Elsewhere it is the base. Source s agrees if |tau_s| >= w_s |m - tau_s|, where tau_s is the difference of
-    the source from the base, and w_s is its number in `mask_lambdas`. At least `agreement` sources must agree. If
-    `sparse` is `Whole`, m is the sum of all tau_s. Otherwise m is the mean of the sparse task vectors, as in the rule
-    `Mean`.
+    Where at least `agreement` sources agree, the result is the base plus lambda m, with m the merged task vector and
+    lambda the field `lambda_`. Elsewhere the result is the base. Source s agrees if |tau_s| >= w_s |m - tau_s|, where
+    tau_s is the difference of the source from the base, and w_s is its number in `mask_lambdas`. If `sparse` is
+    `Whole`, m is the sum of all tau_s. Otherwise m is the mean of the task vectors after the sparsification `sparse`,
+    as in the rule `Mean`.
     """
 
     sparse: Sparsity
@@ -279,9 +290,9 @@ class Agreed(NamedTuple):
 class SharedOut(NamedTuple):
     """Rule for a merge kernel of RAM: the base plus each element's mean change by the sources that changed it.
 
-    A source changed an element if the magnitude of its task vector there is above `epsilon`. The mean is that of the
-    task vectors of these sources. If only one source changed an element, its task vector is multiplied by the source's
-    number in `factors`.
+    A change is the difference of a source from the base. A source changed an element if the magnitude of its change is
+    above `epsilon`. If several sources changed an element, their changes are averaged. If only one source changed an
+    element, its change is multiplied by the source's number in `factors`.
     """
 
     epsilon: float
@@ -292,11 +303,14 @@ class Variable(NamedTuple):
     """Rule for a merge kernel of SCE: the base plus a weighted mean of task vectors at the most variable elements.
 
     The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
-    the result is the base. Otherwise the result is the base plus the weighted mean, with the weights `weights`, of the
-    task vectors that have the elected sign, which is the sign of the sum of all task vectors. The threshold consists of
-    the variance `threshold` and the number `mark`. Every element has such a number, its tie-breaking mark, which orders
-    elements of equal variance (`workers.merging.order_statistics`); marks are computed with `factor`. `by` says whether
-    elements are compared with the threshold by variance and mark (`ByMark`), or by variance alone (`ByMagnitude`).
+    the result is the base. Otherwise the result is the base plus the mean, with the weights `weights`, of the task
+    vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors; where this sum is
+    zero, the result is the base.
+
+    The threshold consists of the variance `threshold` and the tie-breaking mark `mark`. A mark is a number that orders
+    elements of equal variance (`workers.merging.order_statistics`); the marks of elements are computed from `factor`.
+    `by` says whether elements are compared with the threshold by variance and mark (`ByMark`), or by variance alone
+    (`ByMagnitude`).
     """
 
     by: Comparison
@@ -310,10 +324,10 @@ class VariableElection(NamedTuple):
     """Rule for mergekit's SCE: like the rule `Variable`, except at zero sums of task vectors and for small weights.
 
     The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
-    the result is the base. Otherwise the result is the base plus the weighted mean, with the weights `weights`, of the
-    task vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors; it is positive
-    if this sum is zero. The divisor of the mean is the sum of the weights of these task vectors, but at least `least`.
-    The fields `by`, `threshold`, `mark` and `factor` describe the threshold as in the rule `Variable`.
+    the result is the base. Otherwise the result is the base plus the mean, with the weights `weights`, of the task
+    vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors; it is positive if
+    this sum is zero. The divisor of the mean is the sum of the weights of these task vectors, but at least `least`. The
+    fields `by`, `threshold`, `mark` and `factor` describe the threshold as in the rule `Variable`.
     """
 
     by: Comparison
@@ -327,8 +341,8 @@ class VariableElection(NamedTuple):
 class Important(NamedTuple):
     """Rule for a kernel of Arcee Fusion: the first of two sources, with the important elements of the second source.
 
-    theta_1 and theta_2 are the two sources. An element is important if |theta_2 - theta_1|, times the number of the
-    element's row in `rows`, is at least `threshold`. The product is computed in float32.
+    theta_1 and theta_2 are the two sources. `rows` has a number for each row. An element is important if |theta_2 -
+    theta_1|, times the number of its row, is at least `threshold`. The product is computed in float32.
     """
 
     threshold: float
@@ -342,10 +356,10 @@ Rule = tuple[Any, ...]
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
     """Choose whether elements are compared with thresholds by magnitude alone or also by tie-breaking marks.
 
-    Marks are hashes that order elements of equal magnitude. Each of the lists in `each` gets one kind of comparison; it
-    describes one threshold for each source, as a `Trim`. If many elements may have the magnitude of one of the
-    thresholds (`Trim.is_tied`), all comparisons use magnitudes and tie-breaking marks (`ByMark`). Otherwise they use
-    magnitudes alone (`ByMagnitude`).
+    Marks are hashes that order elements of equal magnitude. Each argument is a list with the bounds of one threshold
+    for each source. The result has one kind of comparison for each of these lists. If many elements may have the
+    magnitude of any of the thresholds (`Trim.is_tied`), all comparisons use magnitudes and marks (`ByMark`). Otherwise
+    they use magnitudes alone (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):

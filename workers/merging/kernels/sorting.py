@@ -54,7 +54,8 @@ def ascending_magnitudes(
     """Yield the magnitudes |source - base| in ascending order, in pieces, with tie-breaking hashes of their elements.
 
     A piece is a pair of arrays (magnitudes in float32, hashes in uint32), valid until the next piece is taken. The
-    hashes ("marks") order equal magnitudes; `factor` determines them (`order_statistics`). The tensors are on CPU.
+    hashes ("marks") order equal magnitudes. `factor` is the number from which they are computed (`TieOrder.factor`).
+    The tensors are on CPU.
     """
     return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), U32(factor))))
 
@@ -65,17 +66,17 @@ def ascending_variances(
     """Yield the variances of elements between task vectors in ascending order, in pieces, with tie-breaking hashes.
 
     Task vectors are the differences of `sources` from `base`, on CPU. A piece is a pair of arrays (variances in
-    float32, hashes in uint32), valid until the next piece is taken. The hashes ("marks") order equal variances;
-    `factor` determines them (`order_statistics`).
+    float32, hashes in uint32), valid until the next piece is taken. The hashes ("marks") order equal variances.
+    `factor` is the number from which they are computed (`TieOrder.factor`).
     """
     return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), U32(factor))))
 
 
 def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield the importances of elements (as in Arcee Fusion) in ascending order, in pieces.
+    """Yield the importances of elements, by which Arcee Fusion selects elements, in ascending order, in pieces.
 
-    The importance of an element is |second - first| times the number of its row in `rows`. The numbers may have any
-    sign. A piece is valid until the next piece is taken.
+    The importance of an element is |second - first| times the number in `rows` for its row. These numbers may have any
+    sign. A piece is an array in float32, valid until the next piece is taken.
     """
     for words in _ascending(_Importance(as_array(first), as_array(second), as_array(rows))):
         bits = (words >> U64(32)).astype(np.uint32)
@@ -85,26 +86,27 @@ def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch
 def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: torch.Tensor, width: int) -> None:
     """Write the rank of each element's magnitude |source - base| within its row to the tensor `ranks`.
 
-    Ranks begin with 0 for the smallest. Rows have `width` elements. Equal magnitudes are ordered by tie-breaking marks,
-    which `factor` determines (`order_statistics`). All tensors are on CPU.
+    Rank 0 is the smallest magnitude. Rows have `width` elements. Equal magnitudes are ordered by tie-breaking marks.
+    `factor` is the number from which the marks are computed (`TieOrder.factor`). All tensors are on CPU.
     """
     x, b, places = as_array(source.contiguous()), as_array(base.contiguous()), ranks.view(-1).numpy()
     run(_ranks_in_rows, [(x, b, U32(factor), places, width, *part) for part in pieces(x.size, width)])
 
 
 def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -> Selection:
-    """The magnitudes |source - base| of two CPU tensors, as an object that selects the n-th largest without sorting.
+    """Make an object that selects the n-th largest of the magnitudes |source - base| of two CPU tensors.
 
-    Equal magnitudes are ordered by tie-breaking marks, which `factor` determines (`order_statistics`).
+    Nothing is sorted. Equal magnitudes are ordered by tie-breaking marks. `factor` is the number from which the marks
+    are computed (`TieOrder.factor`).
     """
     return _selection(_Magnitude(as_array(source), as_array(base), U32(factor)))
 
 
 def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int) -> Selection:
-    """The variances of elements between task vectors, as an object that selects the n-th largest without sorting.
+    """Make an object that selects the n-th largest of the variances of elements between task vectors.
 
-    Task vectors are the differences of `sources` from `base`, on CPU. Equal variances are ordered by tie-breaking
-    marks, which `factor` determines (`order_statistics`).
+    Nothing is sorted. Task vectors are the differences of `sources` from `base`, on CPU. Equal variances are ordered by
+    tie-breaking marks. `factor` is the number from which the marks are computed (`TieOrder.factor`).
     """
     return _selection(_Variance(as_array(base), as_arrays(sources), U32(factor)))
 
@@ -114,8 +116,9 @@ def magnitude_words(
 ) -> Words:
     """The magnitudes |source - base| of two CPU tensors, as 64-bit sort keys ("words") with tie-breaking hashes.
 
-    `factor` determines the hashes. `mask` is the density and the key of a random mask; None is no mask. With a mask, a
-    magnitude is divided by the density if the mask keeps the element, and zero otherwise.
+    The hashes ("marks") order equal magnitudes. `factor` is the number from which they are computed
+    (`TieOrder.factor`). `mask` is the (density, key) of a random mask; None is no mask. With a mask, a magnitude is
+    divided by the density if the mask keeps the element, and is zero otherwise.
     """
     numbers = as_array(source), as_array(base), U32(factor)
     if mask is None:
@@ -136,8 +139,8 @@ def _selection(numbers: Any) -> Selection:
 class TensorWords:
     """The elements of a CPU tensor as 64-bit sort keys ("words"), from which the n-th largest is selected.
 
-    It implements `order_statistics.Words`. `numbers` states which number is computed from each element, such as its
-    magnitude.
+    The class implements `order_statistics.Words`. `numbers` has the tensor, and its type says which number is computed
+    from each element, such as the magnitude of its difference from the base.
     """
 
     def __init__(self, numbers: Any) -> None:
@@ -215,9 +218,9 @@ def _ascending(numbers: Any) -> Iterator[np.ndarray]:
 def _groups(counts: np.ndarray, size: int) -> list[tuple[int, int]]:
     """Divide adjacent buckets of a radix sort into groups of about `size` elements, each of at least one bucket.
 
-    A bucket has the elements whose numbers begin with the same bits; `counts` has the number of elements in each
-    bucket. Returns (first bucket, bucket after the last) for each group. Empty buckets before the first element are in
-    no group.
+    A bucket has the elements whose numbers begin with the same bits. `counts` has the number of elements in each
+    bucket. Returns (first bucket, bucket after the last) for each group. Empty buckets at the beginning are in no
+    group.
     """
     groups = (np.cumsum(counts) - 1) // size
     occupied = np.flatnonzero(counts)
@@ -287,11 +290,11 @@ def _bucket_counts(numbers: Any) -> Any:
 
 @compiled
 def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
-    """Histogram of a radix selection: the number of elements by the next digit of their words after the bits `prefix`.
+    """Count the elements whose sort keys begin with the bits `prefix`, by the digit that follows the prefix.
 
-    A word has 64 bits: an element's number, then its tie-breaking mark. The digit has LOWER bits, and `shift` is the
-    number of bits after it. Only the elements from `start` to `stop` - 1 of `numbers` are counted. Returns a count for
-    each value of the digit.
+    A sort key ("word") has 64 bits: the number that is computed from an element, then its tie-breaking mark. The digit
+    has LOWER bits, and `shift` is the number of bits after it. Only the elements from `start` to `stop` - 1 of
+    `numbers` are counted. Returns a count for each value of the digit.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)
@@ -307,8 +310,9 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
 def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop: int) -> Any:
     """Write the 64-bit words that begin with the bits `prefix` to the array `words`, and return their number.
 
-    A word has 64 bits: an element's number, then its tie-breaking mark. `shift` is the number of bits after the prefix.
-    Only the elements from `start` to `stop` - 1 of `numbers` are considered.
+    A word is the sort key of an element: the number that is computed from the element, then its tie-breaking mark.
+    `shift` is the number of bits after the prefix. Only the elements from `start` to `stop` - 1 of `numbers` are
+    considered.
     """
     count = U64(0)
     for i in range(U64(start), U64(stop)):
@@ -325,10 +329,11 @@ def _word(numbers: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
-    """Whether the 64-bit word of element i begins with the bits `prefix`.
+    """Whether the sort key of element i, a 64-bit word, begins with the bits `prefix`.
 
-    A word has an element's number, then its tie-breaking mark. `shift`, at most 48, is the number of bits after the
-    prefix. For most words the number alone shows that the result is False, so that the mark is not computed.
+    A word has the number that is computed from the element, then its tie-breaking mark. `shift`, at most 48, is the
+    number of bits after the prefix. For most words the number alone shows that the result is False; then the mark is
+    not computed.
     """
     if shift >= U64(32):
         return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix
@@ -369,11 +374,11 @@ def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any)
 
 @compiled
 def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: int, stop: int) -> None:
-    """Compute the ranks of magnitudes |x - b| within rows, for the elements from `start` to `stop`.
+    """Compute the ranks of magnitudes |x - b| within rows, for the elements from `start` to `stop` - 1.
 
-    Ranks are written to `ranks`. `start` and `stop` are positions of elements, multiples of the row's `width`. The
-    positions in each row are sorted by magnitude, in three stable passes by one digit each. Positions of equal
-    magnitudes are sorted by their tie-breaking marks, which `factor` determines.
+    Ranks are written to `ranks`. Rows have `width` elements; `start` and `stop` are multiples of `width`. The positions
+    in each row are sorted by magnitude, in three stable passes by one digit each. Positions of equal magnitude are
+    sorted by their tie-breaking marks, which are computed from `factor`.
     """
     mask, size = U32((1 << DIGIT) - 1), U64(width)
     keys, order, other = np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.uint32)
@@ -414,10 +419,10 @@ def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: i
 
 @compiled
 def _radix_sorted(words: Any, other: Any) -> Any:
-    """Radix sort of the 64-bit integers in `words`, ascending; the result is in the memory of one of the two arrays.
+    """Sort the 64-bit integers in `words` in ascending order by a radix sort, and return the sorted array.
 
-    `other` is memory of the same size. The sort goes digit by digit. A digit that is the same in all integers needs no
-    pass.
+    `other` is memory of the same size. The result is in the memory of `words` or of `other`. The sort goes digit by
+    digit. A digit that is the same in all integers needs no pass.
     """
     size = U64(words.size)
     mask = U64((1 << DIGIT) - 1)

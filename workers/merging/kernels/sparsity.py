@@ -24,9 +24,10 @@ HASHES = 2.0**32  # number of different hashes
 def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
     """Whether element i of source s, of magnitude `size`, is at a threshold or above it.
 
-    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` determines the element's mark.
-    `by` says how the element is compared with the threshold: with `ByMark`, by magnitude and mark; with `ByMagnitude`,
-    by magnitude alone, and elements that this cannot decide count as below. Callable only in compiled code.
+    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`. `factor` is the number from which the
+    element's own mark is computed. `by` says how the element is compared with the threshold. `ByMark` compares
+    magnitude and mark. `ByMagnitude` compares the magnitude alone; an element for which this is not sufficient counts
+    as below the threshold. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -34,9 +35,10 @@ def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, lo
 def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
     """Whether element i of source s, of magnitude `size`, is above a threshold.
 
-    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`; `factor` determines the element's mark.
-    `by` says how the element is compared with the threshold: with `ByMark`, by magnitude and mark; with `ByMagnitude`,
-    by magnitude alone, and elements of magnitude `by.aboves` or more count as above. Callable only in compiled code.
+    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`. `factor` is the number from which the
+    element's own mark is computed. `by` says how the element is compared with the threshold. `ByMark` compares
+    magnitude and mark. With `ByMagnitude`, the element is above if its magnitude is at least `by.aboves[s]`. Callable
+    only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

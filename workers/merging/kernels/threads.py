@@ -35,7 +35,7 @@ def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
 
 
 def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Run a kernel once for each tuple of arguments in `calls`, in several threads; return the results in order.
+    """Run `kernel` in several threads, once for each tuple of arguments in `calls`; return the results in order.
 
     The first call runs in the calling thread.
     """
@@ -44,9 +44,10 @@ def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[An
 
 
 def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call `function` once for each of `items`, in as many threads as torch uses, with each call in one thread.
+    """Call `function` for each of `items`, in several threads, with each call in a single thread.
 
-    The function is used for many small tensors, because waking a second thread takes as long as merging a small tensor.
+    There are as many threads as torch uses. The function is for many small tensors: using a second thread for one
+    tensor would take as long as merging the tensor.
     """
     queue = iter(items)  # an iterator of a sequence: `next` is atomic under the interpreter lock
 

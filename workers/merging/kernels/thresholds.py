@@ -24,11 +24,11 @@ U32, U64 = np.uint32, np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """Flag SOME (1) if bounds alone cannot decide for all sources whether element i is kept, else NONE (0).
+    """Flag whether it is still unknown which sources keep element i: SOME (1) if unknown, NONE (0) if known.
 
-    `rule` has a lower and an upper bound of each threshold. An element of a source between them is undecided until the
-    exact threshold is known. `base` and `xs` are the arrays of the base and the sources. Callable only in compiled
-    code.
+    A source keeps an element if its magnitude reaches the source's threshold. `rule` has only a lower and an upper
+    bound of each threshold, so elements between the bounds are undecided. `base` and `xs` are the arrays of the base
+    and the sources. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -64,12 +64,12 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
-    """Flag SOME (1) if element i of source s is or may be strictly between `low` and `high`, else NONE (0).
+    """Flag SOME (1) if element i of source s is or may be strictly between two thresholds, else NONE (0).
 
-    `size` is the element's magnitude. `low` and `high` are thresholds, each (magnitude, tie-breaking mark). `factor`
-    determines the element's mark. `by` says how the element is compared with the thresholds: `ByMark` compares
-    magnitude and mark. `ByMagnitude` compares the magnitude alone; an element for which this is not sufficient counts
-    as between. Callable only in compiled code.
+    The thresholds are `low` and `high`, each (magnitude, tie-breaking mark). `size` is the element's magnitude.
+    `factor` is the number from which the element's own mark is computed. `by` says how the element is compared with the
+    thresholds. `ByMark` compares magnitude and mark. `ByMagnitude` compares the magnitude alone; an element for which
+    this is not sufficient counts as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -92,11 +92,11 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 
 
 def most_undecided(rule: Any) -> int:
-    """Upper limit for the number of elements of a tensor that are between the bounds of thresholds.
+    """Upper limit for the number of elements of a tensor that `rule` cannot decide, with which memory is allocated.
 
-    `rule` has a lower and an upper bound of each of its thresholds. Elements between them are undecided: the exact
-    threshold must be found first. There are at most `MOST_LEFT` of these elements for each threshold of the rule, and
-    none for a rule without thresholds.
+    `rule` has a lower and an upper bound of each of its thresholds. Elements between the bounds are undecided until the
+    exact threshold is found. There are at most `MOST_LEFT` undecided elements for each threshold. The result is 0 for a
+    rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):
@@ -105,10 +105,11 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """Copy of a rule in which each exact threshold, found from `positions`, replaces its two bounds.
+    """Copy of a rule in which each threshold is exact, so that every element can be decided.
 
-    Each threshold is found among the elements between its bounds. `positions` has the indices of all elements that are
-    between the bounds of any threshold. `base` and `xs` are the elements of the base and the sources, as arrays.
+    In `rule`, a threshold is known only by a lower and an upper bound. It is at one of the elements between its bounds.
+    `positions` has the indices of all elements that are between the bounds of any threshold. `base` and `xs` are the
+    arrays of the base and the sources.
     """
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]
@@ -129,12 +130,17 @@ def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: 
 def variance_threshold(
     trim: Trim, order: TieOrder, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray
 ) -> tuple[Threshold, bool]:
-    """Find the exact variance threshold between its bounds, and whether all elements of this variance reach it.
+    """Find the exact threshold for variances, from a lower and an upper bound (merge method SCE).
 
-    A variance is the variance of one element between the task vectors of the sources `xs`. `order` orders equal
-    variances by tie-breaking marks. `trim` has two bounds of the threshold, and `positions` the indices of all elements
-    strictly between the bounds. If variances were compared without marks (`trim.magnitudes`), `positions` also has all
-    elements with the threshold's variance.
+    The variance of an element is computed over its values in the task vectors, the differences of `xs` from `base`.
+
+    - `trim`: the two bounds of the threshold
+    - `order`: the rule that breaks ties between elements of equal variance, by numbers called marks
+    - `positions`: the indices of all elements strictly between the bounds; if variances were compared without marks
+      (`trim.magnitudes`), also of all elements with the threshold's variance
+
+    Returns the threshold, and whether it includes all elements of `positions` that have its variance. If it does, later
+    comparisons need no marks.
     """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller
@@ -146,8 +152,8 @@ def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float,
     """Find the element of a given rank between two bounds; return its magnitude and tie-breaking hash ("mark").
 
     The elements to choose from have the magnitudes `sizes` and the marks `marks`. `cut` is (magnitude of the lower
-    bound, its mark, magnitude of the upper bound, its mark, rank). The rank counts elements strictly between the
-    bounds, from 0 in ascending order. If the bounds are equal, the result is the bound.
+    bound, its mark, magnitude of the upper bound, its mark, rank). Rank 0 is the smallest of the elements strictly
+    between the bounds. If the bounds are equal, the result is the bound.
     """
     low, low_mark, high, high_mark, rank = cut
     if (low, low_mark) == (high, high_mark):

@@ -75,7 +75,7 @@ def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
     """The inner products of all pairs of the N tensors, [N, N], summed in float64.
 
-    With `base`, each tensor's difference from the base, rounded to float32, takes the place of the tensor.
+    With `base`, each tensor is replaced by its difference from the base, rounded to float32.
     """
     products = [[0.0] * len(tensors) for _ in tensors]
     for i, first in enumerate(tensors):
@@ -111,9 +111,9 @@ def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def num_kept(k: float, num_elements: int) -> int:
-    """The number of elements that TIES keeps: the share `k` of `num_elements`, rounded down, but at least one.
+    """The number of elements that TIES keeps of `num_elements`: the share `k`, rounded down, but at least one.
 
-    The product of both is exact for a share k with at most six decimals.
+    The product is exact for a share with at most six decimals.
     """
     return min(num_elements, max(1, share_of(k, num_elements)))
 

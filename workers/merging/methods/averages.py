@@ -61,9 +61,9 @@ STOCK_ROUNDING = 1e-6
 
 @merges("passthrough", peak=Peak(0, 4))
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
-    """Copy of the only source, or with `scale` a multiple of it: scale * theta (mergekit's passthrough).
+    """Copy of the only source, multiplied by `scale` (mergekit's passthrough).
 
-    theta is the source's tensor.
+    The result is scale * theta, with theta the source's tensor.
     """
     is_copy = scale == 1 and not isinstance(scale, torch.Tensor)
     return tensors[0] if is_copy else tensors[0] * scale
@@ -101,9 +101,9 @@ def linear_weights(weights: Sequence[float]) -> list[float]:
 def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None) -> torch.Tensor:
     """Spherical interpolation of two tensors (Shoemake 1985); t = 0 gives the first, t = 1 the second.
 
-    This is equation 10 of "Automated Model Merging". omega is the angle between the whole tensors; `cos` is its cosine,
-    if known, and is computed otherwise. The tensors are not normalised before they are interpolated; only the angle
-    depends on their directions alone.
+    This is equation 10 of "Automated Model Merging". omega is the angle between the whole tensors. `cos` is the
+    precomputed cosine of omega; None computes it. The tensors are not normalised before they are interpolated; only
+    omega is computed from their directions alone.
 
     If |cos omega| > 0.9995, the interpolation is linear. The divisor sin omega then goes to zero, and an angle in
     float32 has few significant digits. For nearly equal tensors, the spherical and the linear interpolation differ by
@@ -124,9 +124,9 @@ def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: f
     """Spherical interpolation of two tensors with t = w_2 / (w_1 + w_2) (mergekit's NuSLERP with `nuslerp_flatten`).
 
     w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. omega is the angle between the
-    whole tensors; `cos` is its cosine, if known, and is computed otherwise. Unlike in `slerp`, the interpolation is
-    spherical up to |cos omega| = 1 - 1e-7, and linear above. For nearly equal tensors, both then agree in float32. For
-    nearly opposite tensors, the great circle would be determined by rounding errors.
+    whole tensors. `cos` is the precomputed cosine of omega; None computes it. Unlike in `slerp`, the interpolation is
+    spherical up to |cos omega| = 1 - 1e-7, and linear above. At this limit, the two interpolations of nearly equal
+    tensors agree in float32. For nearly opposite tensors, the great circle would be determined by rounding errors.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
@@ -141,9 +141,9 @@ def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]
 def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each row by its own angle (mergekit: `nuslerp_flatten: false`).
 
-    A row is a vector along the last index, with all other indices fixed. With the weights w_1 and w_2, t = w_2 / (w_1 +
-    w_2), or 1/2 if they sum to zero. Rows whose angle has a cosine of magnitude above 1 - 1e-7 are interpolated
-    linearly.
+    A row is a vector along the last dimension. The share t of the second tensor is w_2 / (w_1 + w_2), with w_1 and w_2
+    the weights; it is 1/2 if the weights sum to zero. Rows whose angle has a cosine of magnitude above 1 - 1e-7 are
+    interpolated linearly.
     """
     first, second = tensors
     t, cosines = _t(weights), row_cosines(first, second)
@@ -160,8 +160,8 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each vector along the first dimension by its own angle.
 
-    The method is `nuslerp_rows` with the first index in place of the last (mergekit: also `nuslerp_row_wise: true`).
-    `weights` are the weights w_1 and w_2 of the tensors: the second has the share w_2 / (w_1 + w_2).
+    The method is `nuslerp_rows` along the first dimension instead of the last (mergekit: also `nuslerp_row_wise:
+    true`). `weights` are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
@@ -177,8 +177,8 @@ def nuslerp_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation (`nuslerp`) of two task vectors.
 
-    `weights` are the weights of the two task vectors. `products` are the inner products of the task vectors, if known.
-    In mergekit this method is NuSLERP with a base model.
+    `weights` are the weights of the two task vectors. `products` are the precomputed inner products of the task
+    vectors; None computes them. In mergekit this method is NuSLERP with a base model.
     """
     cos = None if products is None else cosine_of(products, 0, 1)
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
@@ -221,10 +221,10 @@ def model_stock(
 
     The factor is t = N cos / (1 + (N - 1) cos), with N the number of models and cos the mean cosine between the task
     vectors of this tensor. A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is
-    zero, the result is the base. Near this pole, the magnitude of t is large. Raises InvalidRecipe, naming the tensor
-    by `name`, if t is not from -N to 1; with `unbounded` a warning is logged instead. For models at equal distances
-    from the base, the result at t = -N is as far from the base as they are. `products` are the inner products of the
-    task vectors, if known.
+    zero, the result is the base. Near this pole, the magnitude of t is large. If t is below -N or above 1,
+    InvalidRecipe is raised or, with `unbounded`, a warning is logged. The message names the tensor by `name`. For
+    models at equal distances from the base, the result at t = -N is as far from the base as the models are. `products`
+    are the precomputed inner products of the task vectors; None computes them.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)
@@ -232,7 +232,7 @@ def model_stock(
 
 
 def model_stock_weights(products: Products, *, unbounded: bool = False, name: str = "") -> list[float]:
-    """The factor of each task vector in `model_stock`, from the task vectors' inner products.
+    """The factor of each task vector in `model_stock`, from the inner products of all pairs of task vectors.
 
     If the factors are so large that the result is meaningless, InvalidRecipe is raised or, with `unbounded`, a warning
     is logged. The message names the tensor by `name`.
@@ -250,7 +250,7 @@ def model_stock_rows(
 ) -> torch.Tensor:
     """Model Stock (`model_stock`) with a separate factor t for each row of the tensor (mergekit: `filter_wise: true`).
 
-    A row is a vector along the last index. If a factor is not from -N to 1, where N is the number of models,
+    A row is a vector along the last dimension. If a factor is below -N or above 1, where N is the number of models,
     InvalidRecipe is raised or, with `unbounded`, a warning is logged. The message names the tensor by `name`.
     """
     taus = [tensor - base for tensor in tensors]

@@ -49,14 +49,20 @@ def sce(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE (FuseChat, arXiv:2408.07990): select the most variable elements, compute weights, erase minority signs.
+    """SCE (FuseChat, arXiv:2408.07990): a weighted mean of the task vectors at the elements that vary most.
 
-    theta_pre is the base, and tau_t are the task vectors, the differences of the models from the base. Only elements
-    whose values differ between the task vectors count. Of these, SCE selects the share `select_topk` with the largest
-    variance. The weight w_t of a model is the mean square of its selected elements over the tensor. In each task
-    vector, elements whose sign differs from the sign of the sum of the task vectors are erased. The result is theta_pre
-    + sum_t w_t tau_t / sum_t w_t over the elements that are left, and the base if the sum is zero or no element is
-    selected. `variances` is the table of the elements' variances, if known; `order` orders elements of equal variance.
+    theta_pre is the base, and tau_t are the task vectors, the differences of the models from the base. The method has
+    three steps:
+
+    - Select: of the elements whose values differ between the task vectors, the share `select_topk` with the largest
+      variance is selected. With `select_topk` 1, all elements are selected.
+    - Calculate: the weight w_t of a model is the mean square of its selected elements over the tensor.
+    - Erase: in each task vector, elements whose sign differs from the sign of the sum of the task vectors are erased.
+
+    The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements that are left. It is the base for elements
+    that are not selected, and where the sum of the task vectors is zero. `variances` is a precomputed table of the
+    elements' variances, from which the selection takes its threshold; with None, the threshold is searched for. `order`
+    is the rule that breaks ties between elements of equal variance.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -89,8 +95,9 @@ def sce_mergekit(
     As in `sce`, a share `select_topk` of the elements is selected: those that vary most between the task vectors. The
     weight of a model is the mean square of its selected elements, and elements with a minority sign are erased. Weights
     are equal if the mean squares sum to less than 1e-6. Where the sum of the task vectors is zero, the positive sign is
-    elected. The divisor, a sum of weights, is at least 1e-6. `variances` is the table of the elements' variances, if
-    known; `order` orders elements of equal variance.
+    elected. The divisor, a sum of weights, is at least 1e-6. `variances` is a precomputed table of the elements'
+    variances, from which the selection takes its threshold; with None, the threshold is searched for. `order` is the
+    rule that breaks ties between elements of equal variance.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -110,9 +117,10 @@ def sce_mergekit(
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
-    """Number of elements that SCE selects: a share of the elements that differ between task vectors.
+    """Number of elements that SCE selects in a tensor.
 
-    `num_variable` is the number of elements that differ, `select_topk` the share.
+    `num_variable` is the number of elements that differ between the task vectors. `select_topk` is the share of these
+    elements to select. The product is rounded down.
     """
     return share_of(select_topk, num_variable)
 
@@ -120,7 +128,8 @@ def num_selected(select_topk: float, num_variable: int) -> int:
 def sce_weights(squares: Sequence[float]) -> list[float]:
     """The weight of each model in `sce`, from the sum of squares of its selected elements.
 
-    The sums, `squares`, are divided by their total. All weights are zero if all sums are zero.
+    `squares` has this sum for each model. The sums are divided by their total. All weights are zero if all sums are
+    zero.
     """
     whole = math.fsum(squares)
     return [square / whole if whole else 0.0 for square in squares]
@@ -145,8 +154,8 @@ def ramplus_tl(
 
     A model has changed an element if it differs from the base by more than epsilon. If several models changed an
     element, the mean of their task vectors is added to the base. If one model changed an element, this model's task
-    vector times 1 + r min(alpha, shared / unique) is added. Of the elements that this model changed, `shared` is the
-    number that others changed too, and `unique` the number that it changed alone.
+    vector times 1 + r min(alpha, shared / unique) is added. `shared` is the number of elements of the tensor that this
+    model and others changed, and `unique` the number that this model alone changed.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
@@ -157,11 +166,12 @@ def pcb(
 ) -> torch.Tensor:
     """PCB-Merging as published (arXiv:2410.02396): a mean of the task vectors with weights for each element.
 
-    theta_pre is the base, tau_i the task vector of model i, N the number of models, and Norm scales a tensor to [0, 1].
-    The weights are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)); all but the share `density` of
-    largest elements of each beta_i are set to zero. The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i,
-    and the base for elements for which all beta_i are zero. `orders` has for each model the order of equal elements of
-    beta_i.
+    theta_pre is the base, tau_i the task vector of model i, N the number of models, and Norm scales a tensor linearly
+    to [0, 1]. The weights of model i are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), with
+    each Softmax over the whole tensor. Of each beta_i, the share `density` of largest elements is kept, and the others
+    are set to zero. The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i. For elements for which all
+    beta_i are zero, the result is the base. `orders` has, for each model, the rule that breaks ties between equal
+    elements of beta_i.
     """
     taus = [tensor - base for tensor in tensors]
     betas = []
@@ -180,10 +190,10 @@ def pcb(
 def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
     """PCB-Merging as its authors' code computes it, with clipped magnitudes and a tanh.
 
-    tau_i is the task vector of model i, N the number of models, and Norm scales a tensor to [0, 1]. Magnitudes are
-    clipped to their quantiles at 0.01 % and 99.99 %. The weights are beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j
-    tau_j), raised to their quantile at 1 - density and scaled to [0, 1]. The result is the base plus lambda sum_i
-    beta_i tau_i / sum_i beta_i, with clipped tau_i.
+    tau_i is the task vector of model i, N the number of models, and Norm scales a tensor linearly to [0, 1]. Magnitudes
+    are clipped to their quantiles at 0.01 % and 99.99 %. The weights are beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i
+    sum_j tau_j). Elements of beta_i below the quantile at 1 - density are set to this quantile; then beta_i is scaled
+    to [0, 1]. The result is the base plus lambda sum_i beta_i tau_i / sum_i beta_i, with clipped tau_i.
     """
     taus = [tensor - base for tensor in tensors]
     summed = taus[0].clone()
@@ -216,9 +226,10 @@ def consensus_ta(
 ) -> torch.Tensor:
     """Consensus task arithmetic (TALL masks, arXiv:2405.07813): add only elements that matter to several models.
 
-    tau_t is the task vector of model t, and tau the sum of all. An element matters to model t if |tau_t| >=
-    mask_lambda_t |tau - tau_t|, with mask_lambda_t from `mask_lambdas`. The elements of tau that matter to at least
-    `agreement` models are kept. The result is the base plus lambda times these elements.
+    tau_t is the task vector of model t, and tau is the sum of all task vectors. An element matters to model t if
+    |tau_t| >= mask_lambda_t |tau - tau_t|, with mask_lambda_t from `mask_lambdas`. The elements of tau that matter to
+    at least `agreement` models are kept, and the others are set to zero. The result is the base plus lambda times the
+    kept elements.
     """
     taus = [tensor - base for tensor in tensors]
     merged = taus[0].clone()
@@ -244,8 +255,9 @@ def consensus_ties(
     TIES' merged task vector, tau, is that of equations 6 to 8 of "Automated Model Merging", with the share k of
     elements kept and without lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with
     tau_t the task vector of the model. The elements that matter to at least `agreement` models are multiplied by lambda
-    and added to the base. `magnitudes` has for each model the table of its task vector's magnitudes, if known, and
-    `orders` the order of equal magnitudes.
+    and added to the base. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from
+    which trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the
+    rule that breaks ties between elements of equal magnitude.
     """
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]
@@ -259,12 +271,12 @@ def wudi(
     """WUDI-Merging (arXiv:2503.08099): the base plus a scaled task vector that Adam optimises for each matrix.
 
     The result is the base plus lambda m. tau_i are the task vectors, and m is the merged one. For a matrix, m begins as
-    sum_i tau_i and is changed by `steps` steps of Adam on the loss sum_i |(m - tau_i) tau_i^T|^2 / |tau_i|^2. For other
-    tensors m is the mean task vector.
+    sum_i tau_i and is changed by `steps` steps of Adam, with the rate `learning_rate`, on the loss sum_i |(m - tau_i)
+    tau_i^T|^2 / |tau_i|^2. For other tensors m is the mean task vector. Task vectors that are zero are left out of the
+    loss.
 
     The gradient is 2 (m A - B), with A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2,
-    so that a step is one matrix product. The last bits of matrix products depend on the number of threads. Task vectors
-    that are zero are left out of the loss.
+    so that a step is one matrix product. The last bits of matrix products depend on the number of threads.
     """
     taus = [tensor - base for tensor in tensors]
     if base.dim() != 2:
@@ -294,8 +306,8 @@ def wudi(
 def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
     """The weight of each model in `sce_mergekit`, from the sum of squares of its selected elements.
 
-    The sums, `squares`, are divided by their total. Weights are equal if the total is less than 1e-6 times the tensor's
-    number of elements, `num_elements`.
+    `squares` has this sum for each model. The sums are divided by their total. The weights are equal if the total is
+    less than 1e-6 times the tensor's number of elements, `num_elements`.
     """
     whole = math.fsum(squares)
     if whole / max(1, num_elements) < NO_SQUARES:
@@ -311,8 +323,9 @@ def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tenso
 def _most_variable(taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: Ranked | None) -> torch.Tensor:
     """Mask (bool) of the elements with the largest variances across the task vectors `taus`.
 
-    The mask has the share `share` of the elements whose variance is not zero. `order` orders elements of equal
-    variance. `known` is the table of the variances, if there is one.
+    Of the elements whose variance is not zero, the share `share` is selected. `order` is the rule that breaks ties
+    between elements of equal variance. `known` is a precomputed table of the variances, from which the threshold is
+    taken; with None, the threshold is searched for.
     """
     variances = _variance(taus)
     count = num_selected(share, int(torch.count_nonzero(variances)))
@@ -355,8 +368,9 @@ def _ram(
 def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
     """RAM+'s factor for elements that only one model changed; larger if the model shares more of its changes.
 
-    The factor is 1 + r min(alpha, shared / alone), or 1 if alone is 0. Of the `num_changed` elements that the model
-    changed, `num_alone` (alone) were changed by no other model; shared is the number of the others.
+    `num_changed` is the number of elements that the model changed, and `num_alone` the number of these that no other
+    model changed. With shared = `num_changed` - `num_alone` and alone = `num_alone`, the factor is 1 + r min(alpha,
+    shared / alone). It is 1 if alone is 0.
     """
     return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
 

@@ -35,7 +35,8 @@ def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 def elected_balance(taus: Sequence[torch.Tensor]) -> int:
     """The number of positive elements in the sum of the task vectors `taus`, minus the number of negative ones.
 
-    The sign of the result is the majority sign: the sign that most elements of the sum have.
+    The sign of the result is the majority sign: the sign that most elements of the sum have. Some methods use it for
+    elements whose sum is zero.
     """
     summed = _sum(taus)
     return int((summed > 0).sum()) - int((summed < 0).sum())
@@ -44,9 +45,8 @@ def elected_balance(taus: Sequence[torch.Tensor]) -> int:
 def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = None) -> torch.Tensor:
     """The element-wise mean of the task vectors that have the elected sign, or the majority sign at ties (MergeLM).
 
-    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the elected sign is the
-    sign of `majority`. By default, it is then the majority sign of the tensor: the sign that most elements of the sum
-    have.
+    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the sign of `majority`
+    is elected. If `majority` is None, the sign that most elements of the sum have is elected there.
     """
     return _mean_of_agreeing(taus, _elected_or_majority(taus, majority))
 
@@ -83,11 +83,11 @@ def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *,
 
 
 def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Disjoint mean of weighted task vectors, as PEFT computes it for TIES.
+    """The element-wise weighted mean of the task vectors that have the elected sign, as PEFT computes it for TIES.
 
-    The sign of an element is elected by the unweighted sum of all task vectors `taus`; a sum of zero elects the
-    positive sign. The result is the weighted sum over the task vectors whose element has the elected sign, divided by
-    the number of these task vectors.
+    The elected sign is the sign of the unweighted sum of all task vectors `taus`; it is positive if this sum is zero.
+    The result is the sum of the task vectors that have the elected sign, times their `weights`, divided by the number
+    of these task vectors.
     """
     is_positive = _sum(taus) >= 0
     merged = torch.zeros_like(taus[0])
@@ -123,14 +123,14 @@ def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float
 def disjoint_majority_interpolation(
     taus: Sequence[torch.Tensor], weights: Sequence[float], majority: int | None = None
 ) -> torch.Tensor:
-    """Element-wise weighted mean of the task vectors with the elected sign, which get the shares of the others.
+    """The element-wise interpolation of the task vectors that have the elected sign (M3).
 
     The elected sign is the sign of the sum of all task vectors `taus`. If this sum is zero, the elected sign is the
     majority sign, as in `disjoint_majority_mean`. The share of a task vector is its weight divided by the sum of all
     weights. The shares of the task vectors that do not have the elected sign are divided equally among the task vectors
     that have it. Therefore, if two task vectors have the elected sign, they are interpolated by their shares. If only
     one task vector has the elected sign, the result is this task vector. The result is continuous in `weights`. Equal
-    weights give the mean (Mixup Model Merge, M3, appendix H).
+    weights give the mean. The interpolation is that of Mixup Model Merge (M3), appendix H.
     """
     elected = _elected_or_majority(taus, majority)
     shares = [weight / fsum(weights) for weight in weights]

@@ -18,8 +18,8 @@ __all__ = ["Importance", "ImportancesAt", "arcee_fusion", "importance_of", "impo
 def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
     """The first model, with each element moved at most the distance `t` towards the second's (mergekit's NearSwap).
 
-    With theta_1 and theta_2 the tensors of the two models, the result is w theta_2 + (1 - w) theta_1 with w = min(1, t
-    / |theta_1 - theta_2|).
+    theta_1 and theta_2 are the tensors of the two models. The result is w theta_2 + (1 - w) theta_1 with w = min(1, t /
+    |theta_1 - theta_2|).
     """
     first, second = tensors
     share = (t / (first - second).abs_().clamp_(min=1e-6)).clamp_(max=1)
@@ -48,9 +48,9 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 
     theta_1 and theta_2 are the tensors of the two models. The importance of an element is |theta_2 - theta_1| *
     KL(softmax of theta_2's row | softmax of theta_1's row), with KL the Kullback-Leibler divergence. Elements whose
-    importance is at least median + 1.5 (Q3 - Q1) are taken from the second model. The quartiles Q1 and Q3 are those of
-    the whole tensor: the element at floor(q (n - 1)) of the n sorted importances, with q = 1/4 and 3/4. `importance` is
-    the result of `importance_of` for the two tensors, if known.
+    importance is at least median + 1.5 (Q3 - Q1) are taken from the second model. Q1 and Q3 are the quartiles over the
+    whole tensor: the element at floor(q (n - 1)) of the n sorted importances, with q = 1/4 and 3/4. `importance` is the
+    precomputed result of `importance_of` for the two tensors; None computes it.
     """
     first, second = tensors
     delta = second - first
@@ -61,21 +61,23 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 def importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Importances of elements in Arcee Fusion at the given indices of their ascending order; index 0 is the smallest.
+    """Importances of elements in Arcee Fusion at given indices, if all importances are sorted in ascending order.
 
-    The importance of an element is the absolute difference of `first` and `second`, times the factor of its row in
-    `rows`. Arcee Fusion takes elements of high importance from the second model.
+    The result has a tensor with one number for each of `indices`; index 0 is the smallest importance. The importance of
+    an element is the absolute difference of `first` and `second`, times the factor of its row in `rows`. Arcee Fusion
+    takes elements of high importance from the second model.
     """
     importances = ((second.float() - first.float()).abs_() * rows).flatten()
     return [torch.kthvalue(importances, index + 1).values for index in indices]
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
-    """Row factors and the threshold by which Arcee Fusion selects the elements to take from `second`.
+    """The rule by which Arcee Fusion selects the elements to take from `second`: row factors and a threshold.
 
-    The other elements of the merge are those of `first`. The result has a factor for each row, and the smallest
-    importance of elements that are taken. The tensors are on CPU and have at least one element. `select` is a function
-    like `importances_at`: it returns the importances at given indices of the sorted importances.
+    The other elements of the merge are those of `first`. The row factors multiply |second - first| to give the
+    importance of an element. The threshold is the smallest importance of an element that is taken. The tensors are on
+    CPU and have at least one element. `select` is a function like `importances_at`: it returns the importances at given
+    indices of the sorted importances.
     """
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))

@@ -19,9 +19,9 @@ GPU_BLOCK_BYTES = 256 << 20
 class Peak(NamedTuple):
     """Peak memory of a merge method's PyTorch function, as the coefficients of a formula for the bytes.
 
-    The peak is (`per_source` N + `fixed`) n + `per_square` c^2 bytes. N is the number of sources, n the number of
-    elements of the merged tensor, and c the number of columns of a matrix, 0 for tensors of other dimensions. The
-    result is counted; operands, which are float32, are not. A GPU takes `more_on_gpu` n more.
+    The peak is (`per_source` N + `fixed`) n + `per_square` c^2 bytes, and `more_on_gpu` n bytes more on a GPU. N is the
+    number of sources and n the number of elements of the merged tensor. c is the number of columns of a matrix, and 0
+    for tensors of other dimensions. The peak includes the result, but not the operands, which are float32.
     """
 
     per_source: float

@@ -46,22 +46,23 @@ class Operands:
     - `base`: the base model's tensor, for methods that need it
     - `keys`: the keys of random masks (`masks.mask_key`), one for each source, for methods that draw masks
     - `name`: the tensor's name, for messages
+    - `orders`: for each source, the rule that breaks ties between elements of equal magnitude; with None, any
+      repeatable rule is used
+    - `order`: the rule that breaks ties between elements of equal variance; with None, any repeatable rule is used
 
-    The other fields are statistics, which depend only on the sources. A statistic is None if it is not known; the
-    method then computes it if it needs it.
+    The other fields are precomputed statistics, which depend only on the sources. If a statistic is None, a method that
+    needs it computes it.
 
     - `cosine`: the cosine of the angle between the first two tensors
     - `importance`: the criterion by which Arcee Fusion takes elements of the second tensor
-    - `magnitudes`: for each source the table of |source - base|; for a merge that trims whole models, the thresholds
-      of whole task vectors, after the random masks of methods that draw masks
+    - `magnitudes`: for each source the table of |source - base|; for a merge that trims whole models, the thresholds of
+      whole task vectors, after the random masks of methods that draw masks
     - `majority`: for a merge that trims whole models, a number with the sign that is elected for most of the model's
       elements
     - `products`: the inner products of all pairs of tensors; with a base, of all pairs of task vectors
     - `variances`: the table of the variances between task vectors
     - `ranks`: for each source the ranks of its magnitudes in each row
-    - `norms`: for each source the sum of its magnitudes
-    - `orders`: for each source the order of elements of equal magnitude; with None, any repeatable order is used
-    - `order`: the order of elements of equal variance; with None, any repeatable order is used
+    - `norms`: for each source the sum of the magnitudes |source - base|
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -89,9 +90,10 @@ class Operands:
 class PlainMethod:
     """A declared merge method with the PyTorch function that computes it.
 
-    `uses` are the statistics of the sources that the function has parameters for. `is_told_name` says whether the
-    function has a parameter for the tensor's name. `order_parameter` is the name of the function's parameter for the
-    order of equal elements, or None if it has none. `peak` is the memory that the function takes at most.
+    `uses` are the names of the precomputed statistics of the sources for which the function has parameters.
+    `is_told_name` says whether the function has a parameter for the tensor's name. `order_parameter` is the name of the
+    function's parameter for the rules that break ties between equal elements, or None if it has none. `peak` is the
+    memory that the function takes at most.
     """
 
     declared: MergeMethod
@@ -114,8 +116,9 @@ class PlainMethod:
     ) -> torch.Tensor:
         """Compute `merge` from `operands` by this method's function, with the coefficients of the merge.
 
-        `given` may have tensors without dimensions, by name, that replace coefficients; the result then has gradients
-        with respect to these. Raises InvalidRecipe if the method does not have one of the coefficients.
+        `given` maps names of coefficients to tensors without dimensions that replace the coefficients; the result then
+        has gradients with respect to these tensors. Raises InvalidRecipe if the method does not have one of the
+        coefficients.
         """
         replaced = given or {}
         arguments: dict[str, Any] = {

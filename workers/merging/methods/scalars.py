@@ -15,9 +15,10 @@ __all__ = ["acos", "cos", "fsum", "sin", "sqrt"]
 
 
 def fsum(numbers: Iterable[float]) -> float:
-    """Sum of coefficients: numbers are added exactly and rounded once, tensors are added with their gradients.
+    """Sum of coefficients, which may be tensors with gradients.
 
-    If any coefficient is a tensor, the result is a tensor.
+    If all are plain numbers, they are added exactly and rounded once. If any coefficient is a tensor, the result is a
+    tensor through which gradients flow.
     """
     terms = list(numbers)
     return sum(terms) if any(isinstance(term, torch.Tensor) for term in terms) else math.fsum(terms)

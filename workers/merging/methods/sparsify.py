@@ -36,9 +36,10 @@ NO_NORM = 1e-7
 def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | None = None) -> torch.Tensor:
     """Set all but the largest-magnitude elements of a task vector to zero (TIES, arXiv:2306.01708).
 
-    `num_kept(k, n)` of the n elements of `tau` are kept; this is equation 6 of "Automated Model Merging". `order`
-    orders equal magnitudes; `magnitudes` is the table of the magnitudes, if known. If the table is that of a whole
-    model, n is the model's number of elements. `tau` may be modified.
+    `num_kept(k, n)` of the n elements of `tau` are kept; this is equation 6 of "Automated Model Merging". `order` is
+    the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table of the magnitudes, from
+    which the threshold is taken; with None, the threshold is searched for. If the table is that of a whole model, n is
+    the model's number of elements. `tau` may be modified.
     """
     num_elements = tau.numel() if magnitudes is None else magnitudes.num_elements
     rank = num_kept(k, num_elements)
@@ -56,8 +57,9 @@ def cut_both_ends(
 
     The method is that of arXiv:2312.06795. Of the n elements of `tau`, the floor(gamma n) largest magnitudes are
     dropped, and the floor(density n) largest of the others are kept. The paper's two percentiles are 1 - gamma and 1 -
-    gamma - density. `order` orders equal magnitudes; `magnitudes` is the table of the magnitudes, if known. If the
-    table is that of a whole model, n is the model's number of elements. `tau` may be modified.
+    gamma - density. `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table
+    of the magnitudes, from which thresholds are taken; with None, the thresholds are searched for. If the table is that
+    of a whole model, n is the model's number of elements. `tau` may be modified.
     """
     ranks = cut_ranks(density, gamma, tau.numel() if magnitudes is None else magnitudes.num_elements)
     if ranks is None:
@@ -84,10 +86,11 @@ class CutRanks:
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
-    """The ranks between which `cut_both_ends` keeps magnitudes of `num_elements` elements; None if it keeps all.
+    """The ranks of the largest and smallest magnitudes that `cut_both_ends` keeps; None if it keeps all elements.
 
-    `cut_both_ends` drops the largest elements, a share `gamma` of all elements, and keeps the next largest, a share
-    `density` of all elements. If the two shares sum to more than 1, it drops fewer of the largest elements.
+    There are `num_elements` elements. `cut_both_ends` drops the largest elements, a share `gamma` of all elements, and
+    keeps the next largest, a share `density` of all elements. If the two shares sum to more than 1, it drops fewer of
+    the largest elements.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)
@@ -106,9 +109,9 @@ def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
 def masked_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, densities: Sequence[float], keys: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Task vectors (tensors minus base) after a random mask, divided by the share of elements it keeps (DARE).
+    """Task vectors (tensors minus base) after a random mask, divided by the share of elements that is kept (DARE).
 
-    `densities` has the share for each tensor, and `keys` the key of its mask.
+    `densities` has, for each tensor, the share of elements that its mask keeps, and `keys` the key of the mask.
     """
     return [
         dropped(tensor - base, density, key).mul_(1 / density)
@@ -130,15 +133,14 @@ def magnitude_sampled(
     """MagPrune (DELLA, arXiv:2406.11617): keep elements at random, larger ones of a row with higher probability.
 
     The probability of keeping an element is from density - epsilon to density + epsilon, in steps by the rank of its
-    magnitude in its row. `key` is the key of the random mask. With `rescale`, elements that are kept are divided by
-    their probability.
+    magnitude in its row. A tensor with fewer than two dimensions is one row. `key` is the key of the random mask. With
+    `rescale`, elements that are kept are divided by their probability. `order` is the rule that breaks ties between
+    equal magnitudes; in recipes of format 1, the earlier of two equal elements counts as the smaller one. `ranks` are
+    the precomputed ranks of magnitudes in their rows, where 0 is the smallest; None computes them.
 
     The paper's epsilon is twice the argument `epsilon`. Its drop probability is p_min + epsilon r / n, where rank r is
     0 for the largest element. Therefore the smallest element is kept with a probability one step above density -
-    epsilon. With `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density - epsilon. Equal
-    magnitudes are ranked by `order`; in recipes of format 1 they are ranked by position, where the earlier element
-    counts as the smaller one. A tensor with fewer than two dimensions is one row. `ranks` are the ranks of magnitudes
-    in their rows, where 0 is the smallest, if known.
+    epsilon. With `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density - epsilon.
     """
     ranks = _sorted_ranks(tau, order) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)
@@ -155,11 +157,11 @@ def row_width(tensor: torch.Tensor) -> int:
 
 
 def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
-    """Three numbers that give MagPrune's probability of keeping an element from its rank in a row of `width`.
+    """Three numbers that give MagPrune's probability of keeping an element from its rank in a row of `width` elements.
 
-    They are (origin, start, step). The probability of keeping the element of a rank is start + |rank - origin| step;
-    rank 0 is the smallest magnitude. It is from density - epsilon to density + epsilon. With `is_symmetric` both ends
-    are reached; without `is_symmetric` only the upper end is reached.
+    The numbers are (origin, start, step). The element of a rank is kept with the probability start + |rank - origin|
+    step; rank 0 is the smallest magnitude. Probabilities are from density - epsilon to density + epsilon. With
+    `is_symmetric` both ends are reached; without `is_symmetric` only the upper end is reached.
     """
     if not is_symmetric:
         return width - 1, density + epsilon, -2 * epsilon / width
@@ -169,7 +171,7 @@ def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmet
 def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
     """The rank of each element's magnitude in its row, from 0 for the smallest; int64 in the shape of `tau`.
 
-    `order` orders equal magnitudes. A tensor with fewer than two dimensions is one row.
+    `order` is the rule that breaks ties between equal magnitudes. A tensor with fewer than two dimensions is one row.
     """
     rows = tau.reshape(1, -1) if tau.dim() < 2 else tau
     keys = magnitude_keys(rows.abs(), order)
@@ -182,8 +184,8 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
     """Scale a sparse task vector so that its L1 norm is that of the whole task vector `tau`, as in mergekit.
 
-    `norm` is the sum of magnitudes of `tau`, if known. The sparse task vector is returned unchanged if either sum is
-    below 1e-7.
+    `sparse` is `tau` after some elements were set to zero. `norm` is the precomputed sum of magnitudes of `tau`; None
+    computes it. The sparse task vector is returned unchanged if its sum of magnitudes or that of `tau` is below 1e-7.
     """
     return sparse * l1_ratio(total(torch.abs, tau) if norm is None else norm, total(torch.abs, sparse))
 

@@ -54,7 +54,7 @@ def multislerp(
 
     The weighted mean direction vanishes if it is shorter than 1e-7 or `eps`. Two tensors are then interpolated
     linearly; for more tensors InvalidRecipe is raised. `eps` is also added to the norms, as in mergekit. A single
-    tensor is returned unchanged. `products` are the inner products of the tensors, if known.
+    tensor is returned unchanged. `products` are the precomputed inner products of the tensors; None computes them.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -73,7 +73,7 @@ def multislerp_unscaled(
 
     The mean direction is that of `multislerp`, because it does not depend on the sum of the weights. The length of the
     result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small number that
-    is added to norms. `products` are the inner products of the tensors, if known.
+    is added to norms. `products` are the precomputed inner products of the tensors; None computes them.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -86,8 +86,9 @@ def multislerp_weights(
 ) -> list[float]:
     """The factor of each tensor in `multislerp` or, without `normalize`, in `multislerp_unscaled`.
 
-    `products` are the inner products of the tensors; `eps` is a small number that is added to norms. Raises
-    InvalidRecipe if the directions of more than two tensors cancel each other.
+    `weights` are the weights of the tensors, and `products` the inner products of all pairs of tensors. `eps` is a
+    small number that is added to norms. Raises InvalidRecipe if the directions of more than two tensors cancel each
+    other.
     """
     if len(products) == 1:
         return [1.0]
@@ -119,7 +120,7 @@ def multislerp_task_vectors(
     """The base plus Multi-SLERP (`multislerp`) of the task vectors (mergekit's Multi-SLERP with a base model).
 
     `weights` has the weight of each task vector, and `eps` is a small number that is added to norms. `products` are the
-    inner products of the task vectors, if known.
+    precomputed inner products of the task vectors; None computes them.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -137,8 +138,8 @@ def multislerp_unscaled_task_vectors(
 ) -> torch.Tensor:
     """The base plus Multi-SLERP of the task vectors, with weights that need not sum to one (`multislerp_unscaled`).
 
-    `eps` is a small number that is added to norms. `products` are the inner products of the task vectors, if known. In
-    mergekit this method is Multi-SLERP with a base model and `normalize_weights: false`.
+    `eps` is a small number that is added to norms. `products` are the precomputed inner products of the task vectors;
+    None computes them. In mergekit this method is Multi-SLERP with a base model and `normalize_weights: false`.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -155,13 +156,14 @@ def karcher(
     tol: float = KARCHER_TOLERANCE,
     products: Products | None = None,
 ) -> torch.Tensor:
-    """The Karcher (Riemannian) mean of the tensors' directions on the unit sphere, times their mean norm.
+    """The Karcher (Riemannian) mean of the tensors' directions on the unit sphere, times the mean norm of the tensors.
 
-    The paper is arXiv:2603.04972. u_t are the directions of the tensors and w_t their weights. The mean direction is
-    the m with sum_t w_t log_m(u_t) = 0, where exp_m and log_m map between the sphere and its tangent space at m. It is
-    found by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean: at most `max_iter` steps, none shorter
-    than `tol`. Tensors with a norm of at most `tol` count in the mean norm, but not in the direction. A single tensor
-    is returned unchanged. The paper's weights are equal. `products` are the inner products of the tensors, if known.
+    u_t are the directions of the tensors and w_t their weights. The mean direction is the m with sum_t w_t log_m(u_t) =
+    0, where exp_m and log_m map between the sphere and its tangent space at m. Steps m <- exp_m(sum_t w_t log_m(u_t)),
+    from the normalised mean, lead to it. There are at most `max_iter` steps, none shorter than `tol`. Tensors with a
+    norm of at most `tol` count in the mean norm, but not in the direction. A single tensor is returned unchanged.
+    `products` are the precomputed inner products of the tensors; None computes them. The paper is arXiv:2603.04972; its
+    weights are equal.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -179,8 +181,8 @@ def karcher_weights(
 ) -> list[float]:
     """The factor of each tensor in `karcher`, from the weights and the inner products of the tensors.
 
-    The mean direction is found by at most `max_iter` steps, none shorter than `tol`. The mean direction and the steps
-    are sums of the tensors' directions, so only the angles between the tensors are needed.
+    `products` has the inner products of all pairs of tensors. They are sufficient, because the mean direction and all
+    steps are sums of the tensors' directions. There are at most `max_iter` steps, none shorter than `tol`.
     """
     if len(products) == 1:
         return [1.0]

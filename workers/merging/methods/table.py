@@ -14,8 +14,8 @@ __all__ = ["table"]
 def table() -> str:
     """The merge methods as a Markdown table with one row for each method.
 
-    Its columns are the sources, the coefficients, the ranges in which studies search these, the publication, the
-    variant of the method, and the name of the same method in mergekit.
+    The columns are the sources, the coefficients, the ranges in which studies search the coefficients, the publication,
+    the variant of the method, and the name of the same method in mergekit.
     """
     rows = [
         ("method", "sources", "coefficients", "searched", "source", "what it is, and where it deviates", "in mergekit"),

@@ -54,9 +54,9 @@ Norms = Sequence[float] | None
 def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas: Sequence[float]) -> torch.Tensor:
     """Task arithmetic (arXiv:2212.04089): the base plus each task vector times its own lambda.
 
-    The result is theta_pre + sum_t lambda_t (theta_t - theta_pre). theta_pre is the base, and theta_t is model t. The
-    method is defined by equations 4 and 5 of "Automated Model Merging". Equation 5 has one lambda for all task vectors;
-    a lambda for each task vector is the common generalisation.
+    The result is theta_pre + sum_t lambda_t (theta_t - theta_pre). theta_pre is the base, theta_t is model t, and
+    lambda_t is its number in `lambdas`. The method is defined by equations 4 and 5 of "Automated Model Merging";
+    equation 5 has one lambda for all task vectors.
     """
     merged = base.clone()
     for tensor, lambda_ in zip(tensors, lambdas, strict=True):
@@ -80,8 +80,9 @@ def ties(
     magnitudes of the n elements of a tensor. The elected sign of an element is the sign of the unweighted sum of the
     trimmed task vectors. Where this sum is zero there is no elected sign, and the result is the base. Elsewhere the
     result is the base plus lambda times the mean of the trimmed task vectors that have the elected sign. `magnitudes`
-    has, for each model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model,
-    the order of elements of equal magnitude.
+    has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold;
+    None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between
+    elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
@@ -103,9 +104,9 @@ def ties_majority(
     The majority sign is the sign of `majority`; by default it is the sign elected for most elements of the tensor.
     Where the trimmed task vectors sum to zero, the task vectors that have the majority sign are averaged. "Automated
     Model Merging" and M3 (Mixup Model Merge) use this form of TIES. k is the share of elements that trimming keeps. The
-    merged task vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, the table of its
-    task vector's magnitudes, if the table is known. `orders` has, for each model, the order of elements of equal
-    magnitude.
+    merged task vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, a precomputed
+    table of its task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without
+    a table. `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)
@@ -124,8 +125,9 @@ def ties_sum(
     """TIES-Merging (`ties`) in which the task vectors that have the elected sign are summed, not averaged.
 
     This method is the variant "sum" of MergeBench. k is the share of elements that trimming keeps; the merged task
-    vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, the table of its task
-    vector's magnitudes, if the table is known. `orders` has, for each model, the order of elements of equal magnitude.
+    vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, a precomputed table of its
+    task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without a table.
+    `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
@@ -150,9 +152,9 @@ def ties_weighted(
     Where the weighted sum of the trimmed task vectors is zero, the positive sign is elected. With `normalize`, the
     weighted sum of the task vectors that have the elected sign is divided by the sum of the weights of these task
     vectors. The merged task vector is multiplied by lambda and added to the base. With `rescale`, trimmed task vectors
-    are scaled to the sum of magnitudes that they had before trimming. `magnitudes` has, for each model, the table of
-    its task vector's magnitudes, if the table is known. `orders` has, for each model, the order of elements of equal
-    magnitude.
+    are scaled to the sum of magnitudes that they had before trimming. `magnitudes` has, for each model, a precomputed
+    table of its task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without
+    a table. `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
@@ -176,8 +178,9 @@ def ties_peft(
     `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
     Where the sum of the trimmed task vectors is zero, the positive sign is elected. The weighted sum of the trimmed
     task vectors that have the elected sign is divided by the number of these task vectors, and added to the base.
-    `magnitudes` has, for each model, the table of its task vector's magnitudes, if the table is known. `orders` has,
-    for each model, the order of elements of equal magnitude.
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
@@ -200,11 +203,12 @@ def m3_ties(
     element that several task vectors keep is interpolated with their weights; an element that a single task vector
     keeps is used without a weight. The result is multiplied by lambda and added to the base.
 
-    The paper has two models with weights w and 1 - w. With more models, the weights of the models that keep an element
-    are divided by their sum; where this sum is zero, the result is the base. Therefore the result is not continuous
-    where the weights of all models that keep an element go to zero; `m3_ties_majority` is continuous. `magnitudes` has,
-    for each model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model, the
-    order of elements of equal magnitude.
+    The paper merges two models with weights w and 1 - w. With more models, the weights of the models that keep an
+    element are divided by their sum. Where this sum is zero, the result is the base. Therefore the result is not
+    continuous where the weights of all models that keep an element go to zero; the result of `m3_ties_majority` is
+    continuous. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
+    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
+    that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
@@ -222,19 +226,22 @@ def m3_ties_majority(
     orders: Orders = None,
     majority: int | None = None,
 ) -> torch.Tensor:
-    """TIES-Merging with interpolation as in the code of Mixup Model Merge (M3): the majority sign decides ties.
+    """TIES-Merging with interpolation as in the code of Mixup Model Merge (M3), where the majority sign decides ties.
 
-    M3's appendix H has the method. Task vectors are trimmed to the share k of their elements, and only elements that
-    have the elected sign count. Where the trimmed task vectors sum to zero, the sign of `majority` is elected; by
-    default it is the sign elected for most elements of the tensor. The result is multiplied by lambda and added to the
-    base.
+    Task vectors are trimmed to the share k of their elements, and only elements that have the elected sign count. Where
+    the trimmed task vectors sum to zero, the sign of `majority` is elected; by default it is the sign elected for most
+    elements of the tensor. The result is multiplied by lambda and added to the base. The method is described in M3's
+    appendix H.
 
     The authors' code merges two models with weights w and 1 - w. In this code, an element that both models keep is
     interpolated, and an element that a single model keeps is used without a weight. With more models, the shares of the
     models that do not keep an element are divided equally among the models that keep it. For two models the result is
     that of the authors' code. The result is continuous in the weights, and for equal weights it is the result of
-    `ties_majority`. `magnitudes` has, for each model, the table of its task vector's magnitudes, if the table is known.
-    `orders` has, for each model, the order of elements of equal magnitude.
+    `ties_majority`.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_interpolation(taus, weights, majority).mul_(lambda_).add_(base)
@@ -258,9 +265,10 @@ def m3_dare_ties(
 
     A random mask keeps the share density_t of the elements of task vector t. The kept elements are divided by
     density_t, and the other elements are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority`
-    trims, elects and interpolates; its k is a share of all elements, including the elements that DARE has set to zero.
-    With equal weights the result is the same as that of DARE with TIES in MergeLM. `magnitudes` has, for each model,
-    the magnitudes of its task vector after the mask, if they are known.
+    trims, elects and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority`. k is a share
+    of all elements, including the elements that DARE has set to zero. With equal weights the result is the same as that
+    of DARE with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the magnitudes of its task
+    vector after the mask, from which trimming takes its threshold; None computes the threshold without a table.
     """
     taus = [
         trimmed(masked, k, order, known)
@@ -309,8 +317,8 @@ def dare_linear_l1(
     """DARE with task arithmetic, rescaled by L1 norms as in mergekit (dare_linear).
 
     The method is `dare_linear`, except that the elements that the random mask keeps are not divided by the density. If
-    `rescale` is true, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms` has this
-    sum for each model, if it is known.
+    `rescale` is true, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms` has, for
+    each model, the precomputed sum of magnitudes of its task vector; None computes the sums.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -353,11 +361,11 @@ def dare_ties_l1(
 ) -> torch.Tensor:
     """Weighted TIES of task vectors after DARE's random dropping of elements (mergekit's dare_ties).
 
-    DARE keeps the share `densities` of the elements of each task vector at random, by masks with the keys `keys`. With
-    `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task vector; `norms` has this sum for
-    each model, if it is known. Then signs are elected and task vectors are averaged with `weights`, as in
-    `ties_weighted`. The mean is multiplied by lambda and added to the base. Without `normalize`, a weighted sum is used
-    in place of the mean.
+    DARE keeps elements of each task vector at random. `densities` has, for each model, the share that is kept, and
+    `keys` the key of the random mask. With `rescale`, the kept elements are scaled to the sum of magnitudes of the
+    whole task vector. `norms` has, for each model, this sum, precomputed; None computes the sums. Then signs are
+    elected and task vectors are averaged with `weights`, as in `ties_weighted`. The mean is multiplied by lambda and
+    added to the base. Without `normalize`, a weighted sum is used in place of the mean.
     """
     taus = [
         _dropped_l1(tensor - base, density, key, norm, rescale=rescale)
@@ -387,9 +395,9 @@ def m3_dare(
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """Lambdas with which `dare_linear` gives the result of `m3_dare`, one for each model.
+    """The lambda of each model with which `dare_linear` gives the result of `m3_dare`.
 
-    The lambda of a model is `lambda_` times the model's weight, divided by the sum of the weights.
+    It is `lambda_` times the model's weight, divided by the sum of the weights.
     """
     total = fsum(weights)
     return [lambda_ * weight / total for weight in weights]
@@ -411,10 +419,12 @@ def della(
 
     MagPrune (`sparsify.magnitude_sampled`) drops elements at random; it drops smaller elements more often, and divides
     each kept element by the probability of keeping it. This probability is from density - epsilon to density + epsilon.
+    For each element, the sparse task vectors that have the sign of the sum of all sparse task vectors are averaged. The
+    mean is multiplied by lambda and added to the base.
+
     `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
-    model, the ranks of its magnitudes in each row, if the ranks are known. `orders` has, for each model, the order of
-    elements of equal magnitude. For each element, the sparse task vectors that have the sign of the sum of all sparse
-    task vectors are averaged. The mean is multiplied by lambda and added to the base.
+    model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
+    rule that breaks ties between elements of equal magnitude.
     """
     taus = [
         magnitude_sampled(tensor - base, density, epsilon, key, order, ranks=known)
@@ -443,12 +453,14 @@ def della_l1(
     """Weighted TIES of task vectors after MagPrune's random dropping of elements (mergekit's della).
 
     MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density +
-    epsilon, by the rank of its magnitude in its row; `keys` are the keys of the random masks. With `rescale`, the kept
-    elements of a task vector are scaled to the sum of magnitudes of the whole task vector. Then signs are elected and
-    task vectors are averaged with `weights`, as in `ties_weighted`. The mean is multiplied by lambda and added to the
-    base. Without `normalize`, a weighted sum is used in place of the mean. `ranks` has, for each model, the ranks of
-    its magnitudes in each row, if the ranks are known. `orders` has, for each model, the order of elements of equal
-    magnitude.
+    epsilon, by the rank of its magnitude in its row. With `rescale`, the kept elements of a task vector are scaled to
+    the sum of magnitudes of the whole task vector. Then signs are elected and task vectors are averaged with `weights`,
+    as in `ties_weighted`. The mean is multiplied by lambda and added to the base. Without `normalize`, a weighted sum
+    is used in place of the mean.
+
+    `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
+    model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
+    rule that breaks ties between elements of equal magnitude.
     """
     taus = [
         _sampled_l1(tensor - base, density, epsilon, key, order, known, rescale=rescale)
@@ -476,8 +488,10 @@ def della_linear(
     The result is theta_pre + sum_t lambda_t MagPrune(tau_t). theta_pre is the base, and tau_t is the task vector of
     model t. MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to
     density + epsilon, and divides each kept element by this probability. Larger elements have a higher probability.
-    `keys` are the keys of the random masks. `ranks` has, for each model, the ranks of its magnitudes in each row, if
-    the ranks are known. `orders` has, for each model, the order of elements of equal magnitude.
+
+    `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
+    model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
+    rule that breaks ties between elements of equal magnitude.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -503,9 +517,11 @@ def della_linear_l1(
 
     The result is the base plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune
     (`sparsify.magnitude_sampled`) keeps. MagPrune keeps each element with a probability from density - epsilon to
-    density + epsilon, by masks with the keys `keys`. With `rescale`, tau_t is scaled to the sum of magnitudes of the
-    whole task vector. `ranks` has, for each model, the ranks of its magnitudes in each row, if the ranks are known.
-    `orders` has, for each model, the order of elements of equal magnitude.
+    density + epsilon. With `rescale`, tau_t is scaled to the sum of magnitudes of the whole task vector.
+
+    `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
+    model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
+    rule that breaks ties between elements of equal magnitude.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -533,8 +549,9 @@ def breadcrumbs(
     of smallest magnitude are also set to zero, so that the share density_t of all elements is left
     (`sparsify.cut_both_ends`). The paper uses one lambda for all models. With `rescale`, the remaining elements of a
     task vector are scaled to the sum of magnitudes of the whole task vector, as in mergekit. `magnitudes` has, for each
-    model, the table of its task vector's magnitudes, if the table is known. `orders` has, for each model, the order of
-    elements of equal magnitude.
+    model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None computes
+    the threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of equal
+    magnitude.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
@@ -562,12 +579,13 @@ def breadcrumbs_ties(
 ) -> torch.Tensor:
     """Weighted TIES of task vectors without their largest and smallest elements (mergekit's breadcrumbs_ties).
 
-    The largest elements of each task vector (the share gamma) and its smallest elements are set to zero, so that the
-    share density is left. With `rescale`, the remaining elements are scaled to the sum of magnitudes of the whole task
-    vector. Then signs are elected and task vectors are averaged with `weights`, as in `ties_weighted`. The mean is
-    multiplied by lambda and added to the base. Without `normalize`, a weighted sum is used in place of the mean.
-    `magnitudes` has, for each model, the table of its task vector's magnitudes, if the table is known. `orders` has,
-    for each model, the order of elements of equal magnitude.
+    Of each task vector, the largest elements (the share gamma) and the smallest elements are set to zero, so that the
+    share density is left. `densities` and `gammas` have these shares for each model. With `rescale`, the remaining
+    elements are scaled to the sum of magnitudes of the whole task vector. Then signs are elected and task vectors are
+    averaged with `weights`, as in `ties_weighted`. The mean is multiplied by lambda and added to the base. Without
+    `normalize`, a weighted sum is used in place of the mean. `magnitudes` has, for each model, a precomputed table of
+    its task vector's magnitudes, from which thresholds are taken; None computes the thresholds without a table.
+    `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)

@@ -34,9 +34,10 @@ def trimmed_task_vectors(
 ) -> list[torch.Tensor]:
     """The task vectors (tensors minus base), with all but their largest-magnitude elements set to zero.
 
-    `shares` has the share of elements to keep for each tensor. `magnitudes` has for each tensor the table of |tensor -
-    base|, if known, and `orders` the order of equal magnitudes. With `rescale` the results are scaled to the sum of
-    magnitudes of the whole task vectors.
+    `shares` has the share of elements to keep for each tensor. `magnitudes` has, for each tensor, a precomputed table
+    of the magnitudes |tensor - base|, from which the threshold is taken; None computes the threshold without a table.
+    `orders` has, for each tensor, the rule that breaks ties between equal magnitudes. With `rescale`, each result is
+    scaled so that its sum of magnitudes is that of the whole task vector.
     """
     known = magnitudes or (None,) * len(tensors)
     taus = [
@@ -58,9 +59,15 @@ def trimmed_breadcrumbs(
 ) -> list[torch.Tensor]:
     """The task vectors (tensors minus base) with their largest and smallest elements set to zero (Model Breadcrumbs).
 
-    Each argument has an entry for each tensor: `densities` the share of elements to keep, `gammas` the share to drop at
-    the top, `magnitudes` the table of |tensor - base|, if known, and `orders` the order of equal magnitudes. With
-    `rescale` the results are scaled to the sum of magnitudes of the whole task vectors.
+    Each of these arguments has an entry for each tensor:
+
+    - `densities`: the share of elements to keep
+    - `gammas`: the share of elements to drop at the top
+    - `magnitudes`: a precomputed table of the magnitudes |tensor - base|, from which thresholds are taken; None
+      computes the thresholds without a table
+    - `orders`: the rule that breaks ties between equal magnitudes
+
+    With `rescale`, each result is scaled so that its sum of magnitudes is that of the whole task vector.
     """
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
@@ -73,8 +80,9 @@ def trimmed_breadcrumbs(
 def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
     """Ranks of the magnitudes that the method of `merge` uses as thresholds, for each source.
 
-    Rank 1 is the largest of `num_elements` magnitudes. TIES has one threshold; Model Breadcrumbs has two, or none if it
-    keeps all or nothing. The method must be one that trims (`MergeMethod.trims`).
+    Rank 1 is the largest of `num_elements` magnitudes. A source has one rank for TIES. For Model Breadcrumbs it has
+    two, (largest kept, smallest kept), or none if all elements are kept or none. The method must be one that trims
+    (`MergeMethod.trims`).
     """
     declared = METHODS[merge.method]
     if declared.coefficient("gamma") is None:
@@ -86,9 +94,10 @@ def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """Order of the elements of equal magnitude, for each of `tensors`: from `orders`, or a default order.
+    """The rules that break ties between elements of equal magnitude, one for each of `tensors`.
 
-    By default each tensor has a separate order, which is the same at every call.
+    The result is `orders`, or default rules if `orders` is None. By default each tensor has a rule of its own, which is
+    the same at every call.
     """
     return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
 

@@ -47,9 +47,9 @@ class PathContents(WeightContents):
     """Options and memory sizes of an engine for layer paths: merges whose layers come in any order from the sources.
 
     The engine keeps a pool of layers, which usually has more layers than one merge, so that layers can be reused. A
-    merge is a path of up to `options.max_layers` layers through the pool. The KV cache is sized for the longest path.
-    Raises InvalidModel for models whose layers cannot follow each other. Raises EngineUnavailable if the source models
-    have more than `options.max_layers` layers, or do not fit into memory.
+    merge is a path through the pool: a sequence of up to `options.max_layers` of these layers. The KV cache is sized
+    for the longest path. Raises InvalidModel for models whose layers cannot follow each other. Raises EngineUnavailable
+    if the source models have more than `options.max_layers` layers, or do not fit into memory.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ SETTINGS: Mapping[str, Any] = {
 def path_problems(sources: ResolvedFamily) -> list[str]:
     """Reasons why the layers of a family's models cannot follow each other in any order; empty if they can.
 
-    Each reason names the models and the fields of their configurations that differ.
+    A reason is a line of text that names the models and the fields of their configurations that differ.
     """
     problems = []
     base = sources.base.settings

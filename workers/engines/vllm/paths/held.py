@@ -37,8 +37,9 @@ LAYERS = "model.layers."
 class HeldPath(HeldWeights):
     """The weights in an engine for layer paths: a pool of layers, and the order in which a merge uses them.
 
-    The path names a layer of the pool for each layer of the merge, with factors on its outputs and optionally an
-    alignment before it. The parameters outside layers (embedding, final norm and output head) are held once.
+    A path is the sequence of layers of a merged model. For each layer it names the layer of the pool, factors on its
+    outputs, and optionally an alignment before it (a map of the residual stream). The parameters outside layers
+    (embedding, final norm and output head) are held once.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -83,11 +84,10 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write the layers of the base, and of as many experts as there is memory for, before the first merge is known.
+        """Write layers of the source models into the engine's pool of layers, before the first merge is known.
 
-        They are written into the engine's pool of layers, those of the base last. The pool also needs room for the
-        layers of the longest merge, so fewer experts are written if there is too little room. The base is always
-        written.
+        The layers of the base are written last, and always. Layers of experts are written as far as there is room for
+        them besides the layers of the longest merge. `into(name, shape)` returns memory for computing a tensor.
         """
         spare = self._pool.size - len(self.model.model.slots)
         aliases = [model.alias for model in (*bank.family.experts, bank.family.base)]
@@ -134,7 +134,8 @@ class HeldPath(HeldWeights):
         """Compute the tensors of `plan`, and write them into the engine.
 
         `plan` was made for `recipe`, and includes the parameters outside layers (embedding, final norm and output
-        head). Returns what was written. After a failure the content of all layers of the pool counts as unknown.
+        head). `into(name, shape)` returns memory for computing a tensor. Returns what was written. After a failure, the
+        contents of all layers of the pool count as unknown.
         """
         try:
             done = self._write(plan, bank, into)
@@ -180,8 +181,9 @@ class HeldPath(HeldWeights):
 class _Checked:
     """Cache of the contents of earlier recipes' layers, by which known layers are recognised without planning.
 
-    A layer's content is a hashable value (see `_by_layer`). Recipes with merges of single tensors, or with another
-    vocabulary than the base's, are not cached. The cache is emptied when it has more than about `most` layers.
+    The content of a layer is a hashable value, which is equal for layers with equal weights (see `_by_layer`). Recipes
+    with merges of single tensors, or with another vocabulary than the base's, are not cached. The cache is emptied when
+    it has more than about `most` layers.
     """
 
     def __init__(self, most: int) -> None:
@@ -196,7 +198,7 @@ class _Checked:
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
         """Look up the content of each layer of `recipe`, a hashable value that is equal for layers with equal weights.
 
-        Returns None if a layer is unknown, or the recipe has other models or settings than the recorded ones.
+        Returns None if a layer is unknown, or if the recipe has other models or settings than the cached recipes.
         """
         if not _is_known_by_layers(recipe) or _of(recipe) != self._of:
             return None
@@ -220,8 +222,11 @@ class _Checked:
 class _Between:
     """Computations between the layers of a layer path: factors on their outputs, and alignments before them.
 
-    An alignment is a map of the residual stream. `factors` has an entry for each layer. `before` has for each layer the
-    digest of the alignment before it, or None if it has no alignment; `alignments` maps digests to alignments.
+    An alignment is a map of the residual stream.
+
+    - `factors`: the factors of each layer
+    - `before`: for each layer, the digest of the alignment before it, or None if there is none
+    - `alignments`: the alignments by digest
     """
 
     factors: Sequence[BranchFactors]
@@ -232,8 +237,8 @@ class _Between:
 class _Aligned:
     """Cache of alignments: maps of the residual stream between layers that do not follow each other in one model.
 
-    The alignments are on the device and in the dtype of the tensor `like`. At most `most` are kept, as many as the
-    longest path has layers; the least recently used are dropped.
+    The alignments are on the device and in the dtype of the tensor `like`. At most `most` alignments are kept, as many
+    as the longest path has layers. The least recently used ones are dropped.
     """
 
     def __init__(self, like: torch.Tensor, *, most: int) -> None:
@@ -246,10 +251,10 @@ class _Aligned:
         self.digests: dict[str, str] = {}  # of the values in memory
 
     def read(self, before: Sequence[str | None], bank: Bank) -> dict[str, Alignment]:
-        """Return the alignments that a layer path needs, by digest; those that are not cached are read from files.
+        """Return the alignments (maps of the residual stream) that a layer path needs, by digest.
 
-        `before` has the digest of the alignment before each layer, or None. Raises InvalidRecipe if a file cannot be
-        used.
+        `before` has, for each layer, the digest of the alignment before it, or None. Alignments that are not cached are
+        read from files. Raises InvalidRecipe if a file cannot be used.
         """
         found: dict[str, Alignment] = {}
         for index, digest in enumerate(before):
@@ -276,7 +281,8 @@ def _digest_of(alignment: Alignment) -> str:
 def _outside(recipe: Recipe) -> Hashable:
     """Key of the merged tensors that a recipe has outside layers: embedding, final norm and output head.
 
-    Two recipes for the same sources and without merges of single tensors give the same tensors if their keys are equal.
+    The key is for recipes without merges of single tensors. Two of these recipes, for the same sources, give the same
+    tensors if their keys are equal.
     """
     recipe = recipe.canonical()
     return _of(recipe), recipe.embedding, recipe.head
@@ -288,9 +294,9 @@ def _of(recipe: Recipe) -> Hashable:
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:
-    """Whether the entry of each layer in the recipe, with the settings for all tensors, determines the merged layer.
+    """Whether a merged layer depends only on the layer's entry in the recipe and on settings for all tensors.
 
-    This holds for recipes without merges of single tensors that use the vocabulary of the base.
+    This holds for recipes that use the vocabulary of the base and have no merges of single tensors.
     """
     return not recipe.tensors and recipe.tokenizer == "base" and not recipe.vocabulary
 
@@ -300,16 +306,16 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
 
 
 def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
-    """Checksum of a layer path: sha256 (hex) over the digests of its layers, their factors and their alignments.
+    """Checksum of the weights that a layer path uses: sha256 (hex) over digests, factors and alignments.
 
-    `outside` is the digest of the parameters outside layers, which comes first. Then each hop, an element of the path,
-    adds three parts:
+    - `outside`: the digest of the parameters outside layers, which comes first
+    - `path`: the hops, that is, the layers of the pool in the order in which they are computed
+    - `digests`: the digest of each layer, by its index in the pool
+    - `aligned`: the digest of each alignment (a map of the residual stream), by its name
 
-    - the digest of its layer, which is in `digests` by the layer's index in the pool
-    - its factors, a single number if they are equal
-    - the digest of its alignment, which is in `aligned` by the alignment's name
-
-    The checksum does not depend on which layers of the pool hold the path, or in which order they were written.
+    For each hop, the checksum covers the digest of the layer, its factors (a single number if they are equal), and the
+    digest of the alignment before it. The checksum does not depend on which layers of the pool hold the path, or in
+    which order they were written.
     """
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, hop in enumerate(path):
@@ -329,7 +335,8 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
     """Split a plan's tensors into those of each layer and those outside layers (embedding, norm, head).
 
-    The tensors are without the layers' scales, which the path applies. Returns three values:
+    The result has the tensors without the scales of layers, because the engine applies scales when it computes. Returns
+    three values:
 
     - the tensors outside layers
     - for each layer, a description of what it contains: a value that is equal for layers whose tensors are computed in

@@ -62,7 +62,8 @@ LAYER_OF: Mapping[str, MakeLayer] = {
 class PathModel(nn.Module):
     """A decoder that computes the layers listed in its attribute `path`, in this order.
 
-    `path` is a sequence of hops (`pool.Hop`), and may be set between forward passes, when no request is in flight.
+    `path` is a sequence of hops (`pool.Hop`). A hop names a layer, factors on its outputs, and an alignment before it.
+    `path` may be set between forward passes, when no request is in flight.
     """
 
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper
@@ -126,8 +127,9 @@ def _walk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute one of vLLM's decoder layers, with the outputs of its attention and its MLP each scaled by a factor.
 
-    Returns the output of the MLP and the residual stream before the MLP, which the next layer adds up. `residual` is
-    None at the first layer.
+    `factors` are these factors, and `positions` the positions of the tokens. `hidden` and `residual` are the two
+    results for the previous layer, whose sum is the residual stream. `residual` is None if `hidden` is the whole
+    residual stream, as at the first layer. Returns the output of the MLP and the residual stream before the MLP.
     """
     if residual is None:
         residual = hidden

@@ -15,10 +15,11 @@ __all__ = ["Hop", "LayerPool"]
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a layer path in an engine: the engine's layer that is computed, and the factors on its outputs.
+    """One step of a layer path (the sequence of layers of a merged model) in an engine.
 
-    `layer` is an index in the engine's pool of layers. `factors` multiply the outputs of the layer's attention and MLP.
-    `alignment` is the digest of the map of the residual stream before the layer, or None if there is no alignment.
+    - `layer`: the layer to compute, as an index in the engine's pool of layers
+    - `factors`: factors on the outputs of the layer's attention and MLP
+    - `alignment`: the digest of the map of the residual stream before the layer, or None if there is no map
     """
 
     layer: int
@@ -29,8 +30,8 @@ class Hop:
 class LayerPool:
     """Record of the weights that each of an engine's `size` layers holds.
 
-    Together these layers are the engine's pool; a merge uses some of them. The content of a layer is described by any
-    hashable value; equal values mean equal weights.
+    Together these layers are the engine's pool; a merge uses some of them. The content of a layer is any hashable value
+    that describes its weights; equal values mean equal weights.
     """
 
     def __init__(self, size: int) -> None:
@@ -44,12 +45,13 @@ class LayerPool:
         return content in self._layers
 
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
-        """Choose one of the pool's layers for each of `contents`, the layers of a merge; equal contents share a layer.
+        """Choose a layer of the pool for each layer of a merge.
 
-        A layer that already has the content is used. Without one, an empty layer is used, or else the least recently
-        used of the layers that have none of `contents`. Returns the layer of each content, and the set of layers that
-        must be written because they do not have their content yet. Raises ValueError if there are more different
-        contents than layers.
+        `contents` has a description of the weights of each layer of the merge; equal descriptions share a layer of the
+        pool. A layer that already has the weights is used. If there is none, an empty layer is used, or else the least
+        recently used layer whose weights the merge does not need. Returns the chosen layer for each of `contents`, and
+        the set of layers that must be written because they do not have their weights yet. Raises ValueError if there
+        are more different contents than layers.
         """
         wanted = dict.fromkeys(contents)
         if len(wanted) > self.size:

@@ -17,10 +17,11 @@ GB = 1e9
 def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int, of: str) -> int:
     """Number of layers that an engine for layer paths keeps in memory (its pool of layers).
 
-    The engine holds all `num_sources` layers of the source models and one whole merge, if they fit into `room` bytes at
-    `layer_bytes` each. Otherwise it holds as many layers as fit, and a layer of a source is written again when it is
-    needed again. `max_layers` is the number of layers of the longest merge; all of these layers may be different. `of`
-    names the memory in messages. Raises EngineUnavailable if not even the longest merge fits.
+    `num_sources` is the number of layers of all source models, and `max_layers` that of the longest merge, whose layers
+    may all be different. A layer takes `layer_bytes`, and `room` bytes are free. The pool has room for all source
+    layers and one longest merge, if they fit. Otherwise it has as many layers as fit, and a source's layer that was
+    overwritten is written again when it is needed. `of` names the memory in messages. Raises EngineUnavailable if not
+    even the longest merge fits.
     """
     fitting = max(room, 0) // layer_bytes
     if fitting < max_layers:
@@ -48,7 +49,10 @@ def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
 
 
 def alignment_bytes(config: Mapping[str, Any], max_layers: int, value_bytes: int) -> int:
-    """Bytes of the alignments of the longest merge: one matrix [hidden, hidden] for each of `max_layers` layers."""
+    """Bytes of the alignments of the longest merge, if each of its `max_layers` layers has one.
+
+    An alignment is a map of the residual stream: a matrix [hidden, hidden] of values of `value_bytes` bytes.
+    """
     return max_layers * int(config["hidden_size"]) ** 2 * value_bytes
 
 

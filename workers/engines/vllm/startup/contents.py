@@ -33,11 +33,11 @@ GENERIC = "Transformers"
 
 
 class WeightContents:
-    """Options and memory sizes of an engine for merges with the same number of layers as the base model.
+    """Options of vLLM and memory sizes of an engine, for merges with the same number of layers as the base model.
 
     Subclasses are for other kinds of engines. `dtype` is the engine's dtype; the option "auto" means "float32" on CPU
-    and "bfloat16" on a GPU. `aligns` says whether merges may have alignments. `options_by_device` raises
-    EngineUnavailable if the model does not fit into a GPU's memory.
+    and "bfloat16" on a GPU. `aligns` says whether merges may have alignments (maps of the residual stream between
+    layers). `options_by_device` raises EngineUnavailable if the model does not fit into a GPU's memory.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WeightContents:
     def refusal(self, recipe: Recipe) -> str | None:
         """Reason why the engine cannot hold the merge of `recipe`; None if it can.
 
-        The engine can hold merges with as many layers as the base has.
+        The engine can hold only merges with as many layers as the base has.
         """
         layers = int(self.config["num_hidden_layers"])
         if len(recipe.layers) == layers:
@@ -81,9 +81,9 @@ class WeightContents:
         return f"the recipe has {len(recipe.layers)} layers, the model {layers}"
 
     def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Options of vLLM that depend on the device and its memory, and arguments for opening the source weights.
+        """Options that depend on the device and its memory: (options of vLLM, options for opening the source weights).
 
-        The arguments are those of the method `mergesearch_open` of `MergeExtension`.
+        The second dict has arguments of the method `mergesearch_open` of `MergeExtension`.
         """
         opening: dict[str, Any] = {
             "keeps_ranks": self.options.rank_cache,

@@ -48,10 +48,10 @@ def free_gpu_bytes(
     """Wait for GPU memory to become free, and return (free, total) bytes, the smallest over the first `num_gpus` GPUs.
 
     An engine that was just killed may still hold GPU memory. Therefore this function waits until the share MOSTLY_FREE
-    of the memory is free: up to `wait_s` seconds, or up to `leaving_wait_s` seconds while processes of such an engine
-    still run. (A process of an engine of several GPUs ends only after its merge.) `leaving` describes these processes
-    (`engine_leftovers` by default). The log says what is waited for. Raises EngineUnavailable if the memory cannot be
-    read.
+    of the memory is free, and looks every `poll_s` seconds. It waits for at most `wait_s` seconds, or `leaving_wait_s`
+    seconds while processes of a killed engine still run. (A process of an engine of several GPUs ends only after its
+    merge.) `leaving` returns descriptions of these processes (`engine_leftovers` by default). The log says what is
+    waited for. Raises EngineUnavailable if the memory cannot be read.
     """
     started, noted = time.monotonic(), ""
     while True:
@@ -72,8 +72,8 @@ def free_gpu_bytes(
 def engine_leftovers() -> tuple[str, ...]:
     """Processes of this user's engines that outlived the process that started them, each as "process PID (NAME)".
 
-    vLLM gives the processes of an engine of several GPUs a title. When the process that started them dies, process 1 or
-    Ray's raylet becomes their parent.
+    These are processes of engines of several GPUs, which vLLM gives a title. Their parent is process 1 or Ray's raylet,
+    because the process that started them is dead.
     """
     found = []
     for process in psutil.process_iter():

@@ -84,7 +84,10 @@ def _model_stock(merge: Merge, stored: Operands) -> Rule:
 
 
 class Nearswap(NamedTuple):
-    """Rule of NearSwap: the first of two sources, each element moved at most the distance `t` towards the second's."""
+    """Rule of the merge method NearSwap: the first of two sources, moved towards the second.
+
+    Each element moves at most by the distance `t`.
+    """
 
     t: float
 

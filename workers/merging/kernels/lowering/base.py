@@ -35,8 +35,8 @@ class Fused:
     """How kernels compute one merge method: the function that makes its rule, and whether CUDA has a kernel too.
 
     A rule is the formula that a kernel executes, as plain data. `lowering` is the function that returns the rule for a
-    merge and its operands. `is_on_cuda` says whether there is a kernel for these rules on CUDA; on the CPU there is
-    always one.
+    merge and its operands. `is_on_cuda` says whether there is a kernel for these rules on CUDA. On the CPU there is
+    always a kernel.
     """
 
     lowering: Lowering
@@ -48,11 +48,11 @@ RULES: dict[str, Fused] = {}
 
 
 def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
-    """Decorator that registers the function which converts merges of the method `name` to kernel rules.
+    """Decorator that registers the function which makes the kernel rules of the merge method `name`.
 
-    A rule is the formula that a kernel executes. `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises
-    ValueError if `search_spaces.methods` does not declare the method, or if a rule is already registered for the
-    method.
+    A rule is the formula that a kernel executes, as plain data. The function takes a merge and its operands, and
+    returns the rule. `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if
+    `search_spaces.methods` does not declare the method, or if a function is already registered for the method.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
@@ -69,9 +69,9 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
 def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
     """The part of a kernel rule that keeps only the largest-magnitude elements of each task vector.
 
-    This part, the sparsification, sets the other elements to zero. `shares` has, for each source, the share of elements
-    to keep. `stored` are the operands of the merge with their statistics. The thresholds are computed from the field
-    `magnitudes` of `stored`, which has a table of the task vector's magnitudes for each source.
+    `shares` has, for each source, the share of elements to keep. The other elements are set to zero. `stored` are the
+    operands of the merge with their statistics. The thresholds come from the field `magnitudes` of `stored`, which has
+    a table of the task vector's magnitudes for each source.
     """
     tables = zip(magnitudes(stored), shares, strict=True)
     trims = [table.trim(num_kept(share, table.num_elements)) for table, share in tables]
@@ -85,10 +85,11 @@ def base(stored: Operands) -> torch.Tensor:
 
 
 def factors(stored: Operands) -> Words:
-    """Factors of the hashes that order elements of equal magnitude, one for each source.
+    """Numbers, one for each source, from which kernels compute tie-breaking marks.
 
-    The hashes break ties at a threshold. They are called marks: an element's mark is a hash of its index, times the
-    factor (`TieOrder.factor`), modulo 2^32.
+    Marks are hashes that order elements of equal magnitude, and so break ties at a threshold. The mark of an element is
+    a hash of its index, times the source's factor (`TieOrder.factor`), modulo 2^32. `stored` are the operands of the
+    merge, whose field `orders` has the rule for each source.
     """
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)

@@ -59,10 +59,15 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
     """Find SCE's variance threshold, and sum each task vector's squares over the elements that reach it.
 
-    SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. The first result
-    describes the threshold in four values: how variances are compared with it (`ByMark` or `ByMagnitude`), its
-    variance, its tie-breaking mark, and the factor that determines the elements' marks. The second result has a sum for
-    each source. The rules `Variable` and `VariableElection` begin with these fields.
+    SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. The first result has
+    the first four fields of the rules `Variable` and `VariableElection`, which describe the threshold:
+
+    - how variances are compared with the threshold (`ByMark` or `ByMagnitude`)
+    - the variance of the threshold
+    - the tie-breaking mark of the threshold, which orders elements of equal variance
+    - the factor from which the elements' marks are computed
+
+    The second result has a sum of squares for each source.
     """
     from workers.merging.kernels.reductions import variable_squares
 
