@@ -233,6 +233,7 @@ class RayCluster:
         self._placed: set[str] = set()  # jobs with one of the places of running jobs
         self._asked_to_stop: set[str] = set()  # Ray Jobs of drivers that were asked to end by a drain
         self._interrupted: set[str] = set()  # Ray Jobs of drivers that were asked to end because their job pauses
+        self._at_rest: set[str] = set()  # Ray Jobs of paused jobs that have ended
         self._paused: dict[str, Decision] = {}  # jobs whose next driver starts later
         # Since when the database has answered, by the clock of the stored times; None before the first round.
         self._watched_since: float | None = None
@@ -415,6 +416,7 @@ class RayCluster:
         names = {job.id for job in jobs}
         self._paused = {name: pause for name, pause in self._paused.items() if name in names}
         current = {submission_id(job, job.submissions) for job in jobs if job.is_paused or job.is_outdated}
+        self._at_rest &= {submission_id(job, job.submissions) for job in jobs if job.state is JobState.PAUSED}
         self._interrupted &= current  # a job that is resumed meanwhile may be paused again
         if is_leader:
             self._stop_cancelled()
@@ -439,6 +441,8 @@ class RayCluster:
         The action is taken only if `acts` is True, as it is for the leader. A driver is submitted only if `may_start`
         is True. `now` is in seconds since the epoch. Returns whether the job has a driver, or will have one soon.
         """
+        if job.state is JobState.PAUSED and submission_id(job, job.submissions) in self._at_rest:
+            return False
         ray_job, message = self._ray_job(job)
         decision = decide(
             job,
@@ -455,6 +459,8 @@ class RayCluster:
             return False
         self._paused.pop(job.id, None)
         is_idle = job.is_paused and ray_job not in ("PENDING", "RUNNING")
+        if is_idle and job.state is JobState.PAUSED:
+            self._at_rest.add(submission_id(job, job.submissions))
         if not acts:
             return (
                 not is_idle

@@ -267,8 +267,10 @@ class Coordinator:
         """
         if self._is_stopped or self._holdout.is_started:
             return
-        self._is_stopped = True
         stored = self._store.document(self.plan.study_id, STOPPING)
+        if stored is None and self.table.is_finished and self._refinement.is_finished:
+            return  # the search had ended before it was asked to
+        self._is_stopped = True
         if stored is None:
             flying = sorted(self._in_flight.values(), key=lambda evaluation: evaluation.trial)
             stored = [[each.trial, each.rung] for each in flying if each.split is Split.SEARCH and not each.is_again]

@@ -17,7 +17,7 @@ from service.store.documents import STOPPING
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
-from service.types import Steering, TrialState
+from service.types import EventKind, Steering, TrialState
 from tests.service.tune.harness import Killed, coordinator_of, drive, killer, new_study, score, trial_list
 from workers.serving.fake import FakeScorer
 
@@ -140,14 +140,19 @@ def _dies(*_: Any, **__: Any) -> None:
     raise Killed
 
 
-def test_a_stop_after_the_search_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_stop_after_the_search_changes_nothing(tmp_path: Path, is_resumed: bool) -> None:
+    """It changes nothing for a later driver either, which has not begun with held-out data."""
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study)
     drive(coordinator, FakeScorer())
     before = trial_list(store, study)
+    if is_resumed:
+        coordinator = coordinator_of(store, study)
     coordinator.stop(REASON)
     assert (trial_list(store, study), coordinator.end_of_search) == (before, None)
     assert store.document(study, STOPPING) is None
+    assert EventKind.SEARCH_ENDED not in [event.kind for event in store.events(study)]
 
 
 def test_a_stop_before_anything_was_scored(tmp_path: Path) -> None:
