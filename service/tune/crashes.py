@@ -48,10 +48,11 @@ class Crashes:
                 self._add(event.payload)
 
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
-        """Count an engine crash, and decide whether it is a failure or the chunk is scored again.
+        """Count an engine crash, and decide whether the chunk of samples is scored again.
 
-        Returns the event to store, and the failure to report or None if the chunk is scored again. The failure means
-        that the trial failed, because its merge crashes engines, or that there is no engine.
+        Returns two values: the event to store, and a failure. The failure is None if the chunk is scored again.
+        Otherwise it says either that the trial fails, because its merge crashes engines, or that no engine is
+        available. `failed` must describe a crash.
         """
         crash = failed.crash
         assert crash is not None

@@ -96,7 +96,10 @@ class ChunkFailed:
     def raise_if_final(self) -> None:
         """Raise an error if the driver cannot continue the study after this failure.
 
-        The error is EvidenceMismatch, StudyUnusable or EngineUnavailable. After other failures the driver continues.
+        Raises:
+            EvidenceMismatch: The result does not come from the requested merge (kind EVIDENCE).
+            StudyUnusable: An engine cannot use the study's models or a task (kind STUDY).
+            EngineUnavailable: No engine is available (kind ENGINE).
         """
         match self.kind:
             case FailureKind.EVIDENCE:

@@ -43,7 +43,8 @@ class JudgeAnswer:
 class JudgeClient:
     """Thread-safe HTTP client of one LLM judge, with retries.
 
-    An answer to any thread shows all threads that the judge is available.
+    The client gives up after the judge has answered no thread for `wait_s` seconds. An answer to any thread restarts
+    this time for all threads.
     """
 
     def __init__(self, judge: JudgeSpec) -> None:

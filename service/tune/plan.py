@@ -56,7 +56,11 @@ class Benchmark:
 
     @property
     def most_samples(self) -> int:
-        """The most samples that are scored for one trial: all of the task's, once with each prompt template."""
+        """The largest number of samples that are scored for one trial.
+
+        It is the number of the task's samples, times the number of prompt templates: the original one, and at most
+        `most_queries` changed ones if the benchmark has an attack.
+        """
         return self.facts.num_samples * (1 + (0 if self.attack is None else self.attack.most_queries))
 
 
@@ -132,7 +136,11 @@ class Plan:
 
     @property
     def most_refined_samples(self) -> int:
-        """Samples of `max_samples` that the search leaves for the refinement, at most; 0 without a refinement."""
+        """The largest number of samples that the refinement may take; 0 without a refinement.
+
+        The search leaves this number of samples of the limit `max_samples` unused, so that the refinement can take
+        them.
+        """
         return 0 if self.refinement is None else self.refinement.most_samples(sum(self.rung_samples[-1].values()))
 
     @property
@@ -152,16 +160,18 @@ class Plan:
         return {name: size.of(whole, cost) for name, cost in costs.items()}
 
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
-        """A trial's costs, one for each objective (smaller is better); `values` are its objective values by name.
+        """A trial's costs, one for each objective, in the order of `objectives`; smaller is better.
 
-        They are in the order of `objectives`. Raises InvalidStudy for a value outside its objective's range.
+        `values` has the trial's objective values, by objective name. Raises InvalidStudy for a value outside its
+        objective's range.
         """
         return tuple(objective.cost(values[objective.name]) for objective in self.objectives)
 
     def cost_errors(self, standard_errors: Mapping[str, float | None]) -> tuple[float | None, ...]:
-        """The standard errors of a trial's costs, computed from the standard errors of its objective values.
+        """The standard errors of a trial's costs, one for each objective, in the order of `objectives`.
 
-        They are in the order of `objectives`. An error is None if it is not known.
+        `standard_errors` has the standard errors of the trial's objective values, by objective name. An error is None
+        if it is not known.
         """
         found = ((standard_errors.get(objective.name), objective.bounds) for objective in self.objectives)
         return tuple(None if error is None else error / (high - low) for error, (low, high) in found)

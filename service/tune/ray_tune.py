@@ -74,8 +74,9 @@ class _NotPickled:
 class _Interrupt:
     """A context manager that defers Ctrl-C and SIGTERM until the chunks that are being scored are stored.
 
-    A second signal is raised immediately. `note` is called with a message for the user after the first one. `held` are
-    the ids of Tune's trials that do not wait for a chunk any more.
+    After the first signal, `note` is called with a message for the user. A second signal is raised immediately. `held`
+    has the ids of Tune's trials that score no further chunk because of a signal, although Tune still shows them as
+    running.
 
     Python raises KeyboardInterrupt at the main thread's current line. If that line is in one of Ray's callbacks, Ray
     only prints the error.
@@ -310,8 +311,8 @@ class _IdleActors:
 def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
     """Make Tune replace a trial actor that Ray's memory monitor ended, as after any other death of an actor.
 
-    Ray reports such an end to Tune as OutOfMemoryError, not as RayActorError. After that error, Tune's actor manager
-    would end the whole run of Tune (Ray 2.60). Therefore it is replaced by a RayActorError with the same text.
+    Ray reports such an end to Tune as OutOfMemoryError, which would end the whole run of Tune (Ray 2.60). This function
+    replaces the OutOfMemoryError by a RayActorError with the same text before Tune's actor manager sees it.
     """
     task_failed = actor_manager._actor_task_failed
 
@@ -371,9 +372,13 @@ def run_evaluations(
 ) -> None:
     """Run a study's evaluations on Ray Tune until the coordinator is finished. Ray must be connected.
 
-    At most `concurrency` evaluations run at a time. `tick` is called several times a second, `note` with messages for
-    the user. Raises the errors of the coordinator: EvidenceMismatch, EngineUnavailable, StudyFailed, StudyUnusable,
-    StaleAttempt. Raises KeyboardInterrupt after Ctrl-C or SIGTERM, when the chunks that were being scored are stored.
+    `scorer` scores the samples of the trial actors. At most `concurrency` evaluations run at a time. `name` and
+    `storage_dir` are the name of Tune's run and the directory for its files. `tick` is called several times a second.
+    `note` is called with messages for the user.
+
+    Raises the errors of the coordinator: EvidenceMismatch (a result does not come from the requested merge or prompts),
+    EngineUnavailable, StudyFailed, StudyUnusable, StaleAttempt. Raises KeyboardInterrupt after Ctrl-C or SIGTERM, when
+    the chunks that were being scored are stored.
     """
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

@@ -90,13 +90,16 @@ def _refined_label(number: int, *, path: int) -> str:
 class RefinementStage:
     """Learns coefficients for the layer paths of a study's Pareto front by gradient descent, one path after another.
 
-    In a study without `Plan.refinement` the stage is finished at once. The constructor takes these functions:
+    A layer path is the sequence of source models' layers of which a merged model consists. In a study without
+    `Plan.refinement` the stage is finished at once. The constructor takes these functions:
 
     - `stored`: reads the study's steps
     - `admits`: says whether the study's limit allows a number of samples; None means that this is not known yet
     - `charge`: counts the samples of a step against the limit
     - `add`: stores a new trial
     - `is_out_of_budget`: returns the limit of the study that is exhausted, or None
+    - `observer`: called with a word for the event that has just happened or follows next, so that tests can stop the
+      process there
     """
 
     def __init__(
@@ -267,10 +270,11 @@ class RefinementStage:
         return None
 
     def _chosen(self, plan: RefinementPlan) -> tuple[_Path, ...]:
-        """Choose the paths to refine, the best of the search's Pareto front, and a preference vector for each.
+        """Choose the layer paths to refine from the search's Pareto front, and a preference vector for each.
 
-        The outcome of a path is the sum of its values, weighted by a preference vector. A path gets the vector for
-        which its outcome is least below the best outcome of all these paths; of several such vectors, the first.
+        The outcome of a path for a preference vector is minus the sum of its costs, weighted by the vector. Each path
+        gets the vector for which its outcome is least below the best outcome of all chosen paths. If several vectors
+        are equally good, the path gets the first of them.
         """
         trials = tuple(self._trials.values())
         found = best_of_front(trials, self._plan.objectives, most=plan.options.paths, origin=Origin.SEARCH)

@@ -64,7 +64,7 @@ class SampleLimit:
         return None if next(self._table.ready(), None) is not None else False
 
     def reason(self, proposal: Proposal, *, num_charged: int = 0) -> str:
-        """Reason why the search ends, after `admits` has returned False."""
+        """The reason why the search ends, as a text, after `admits` has returned False for the same arguments."""
         needed = self._needed(proposal, num_charged) + self._table.most_samples_left(self._totals)
         kept = f", {self._kept:,} are kept for the refinement" if self._kept else ""
         return (

@@ -38,9 +38,10 @@ class Trials(Mapping[int, TrialRecord]):
         return self._trials[self._first[digest]]
 
     def num_duplicates_in_a_row(self) -> int:
-        """Number of proposals at the end of the list of trials that repeat the recipe of an earlier trial.
+        """The number of newest trials, without a gap, that the searcher proposed and whose recipes earlier trials have.
 
-        Only the newest trials are counted, up to the last trial that is no such proposal.
+        For example, the number is 2 if the last two trials have recipes of earlier trials, and the trial before them
+        has a new recipe.
         """
         count = 0
         for trial in reversed(self._trials.values()):

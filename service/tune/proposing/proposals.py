@@ -31,11 +31,14 @@ class Proposer(Protocol):
         ...
 
     def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
-        """The configuration once it is proposed; before that, each step that it needs, such as a gradient.
+        """The next result of the computation, or None if there is none within `timeout_s` seconds.
 
-        Returns None if there is no result within `timeout_s` seconds. If the result is a computed step, the caller
-        stores it and then calls `stored`. A requested step counts against the limit of samples: the caller calls
-        `compute` if the limit allows it. After either call the computation of the proposal continues.
+        - A dict is the proposed configuration, and ends the computation.
+        - A Step is a computed step, such as a policy update. The caller stores the step and then calls `stored`.
+        - A ChargedRequest asks for losses or a gradient, which count against the limit of samples. If the limit allows
+          them, the caller calls `compute`.
+
+        The computation of the proposal continues after `stored` or `compute`.
         """
         ...
 
@@ -51,9 +54,10 @@ class Proposer(Protocol):
 class Asking:
     """Requests one proposal at a time, and stores the steps, such as gradients, that are computed for it.
 
-    `may_compute` is called with a proposal and the searcher's request for a step that the proposal needs. If it returns
-    False, the step is not started: the method `result` returns None, and calls `may_compute` again the next time.
-    `num_steps` is the number of gradient steps and policy updates that are stored; steps of this attempt are added.
+    `may_compute` is called with a proposal and a request for losses or a gradient that the proposal needs. It says
+    whether the limit of samples allows the request. If it returns False, the request waits: the method `result` returns
+    None, and the next call of `result` calls `may_compute` again. `num_steps` is the number of gradient steps and
+    policy updates that are stored; steps of this attempt are added.
     """
 
     def __init__(

@@ -80,10 +80,12 @@ class SearcherState:
         return self.propose(**call)
 
     def update(self, request: UpdateRequest, **call: Any) -> tuple[UpdateResult, bytes | None]:
-        """Compute the policy update that `request` asks for; `call` has the arguments of the proposal that needs it.
+        """Compute a policy update, which a proposal needs before it can be made.
 
-        Returns the update's result and the policy's checkpoint, which the caller must store before it stores the step.
-        The checkpoint is None if nothing was learned.
+        `request` has the number of the training iteration whose trials the policy learns from. `call` has the keyword
+        arguments that `propose` received for this proposal. Returns the update's result and the policy's new
+        checkpoint, which is None if nothing was learned. The caller must store the checkpoint before it stores the
+        step.
         """
         assert isinstance(self._searcher, LearningSearcher), "a searcher asks for an update, and does not learn"
         self._restore_checkpoints(self._searcher, call)

@@ -126,10 +126,11 @@ class SampleCache:
     ) -> tuple[NDArray[np.float64], ...]:
         """The cost of a recipe minus that of a `rival` recipe on each sample of a rung; one array for each objective.
 
-        The arrays [num_samples] are in the order of the objectives, their numbers in the order of the samples and in
-        [-1, 1]. Both recipes must have been scored on all of these samples. Costs are clipped to [0, 1]. For an
-        objective that follows from the recipe alone, the array has one number: -1 if the recipe is better, else 1. Void
-        samples, which were removed, count with their old values, because earlier decisions used these values.
+        The arrays [num_samples] are in the order of the objectives. Their numbers are in the order of the samples, and
+        in [-1, 1], because costs are clipped to [0, 1]. Both recipes must have been scored on all of these samples. An
+        objective that follows from the recipe alone, such as its number of layers, has an array with one number: -1 if
+        the recipe is better, else 1. Samples whose engine later failed a check (void samples) count with their old
+        values, because earlier decisions used these values.
         """
 
         def costs(recipe: Recipe | StoredRecipe, objective: Objective) -> NDArray[np.float64]:

@@ -175,12 +175,12 @@ class RungTable(ABC):
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Let proposals use all results at higher rungs that proposal `number` must use; return whether all exist.
+        """Let proposals use the results at higher rungs that proposal `number` depends on; return whether all exist.
 
-        A higher rung is any rung after a trial's first. A subclass decides which results these are, and calls the
-        method `_see` for each. `bracket` is the number of the proposal's bracket. Returns False while one of the
-        results is missing; the proposal then waits. A result that proposals may use can be used by all later proposals
-        too.
+        A higher rung is any rung after a trial's first. Each subclass defines which results these are, and calls the
+        method `_see` for each of them. `bracket` is the number of the proposal's bracket. If one of the results is
+        missing, the method returns False, and the proposal waits. A result that one proposal may use can be used by all
+        later proposals too.
         """
 
     @abstractmethod
@@ -259,9 +259,10 @@ class RungTable(ABC):
         return tuple(short)
 
     def shrink(self) -> tuple[int, ...]:
-        """Reduce the newest bracket if the brackets have more trials than `max_trials`; return the changed brackets.
+        """Make the newest bracket smaller if all brackets together have more trials than `max_trials`.
 
-        They have more only if `max_trials` was reduced after the newest bracket was opened.
+        This happens only if `max_trials` was reduced after the newest bracket was opened. The bracket keeps the trials
+        that it already has. Returns the index of the changed bracket, or nothing if no bracket is changed.
         """
         newest = next(reversed(self._brackets), None)
         excess = sum(bracket.num_configurations for bracket in self._brackets.values()) - self._max_trials

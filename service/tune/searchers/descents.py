@@ -24,11 +24,13 @@ DECIMALS = 9
 
 @dataclass(frozen=True)
 class Descent:
-    """A gradient descent of `num_steps` steps for one preference vector.
+    """A gradient descent for one preference vector, whose points at regular intervals become trials.
 
-    `num_points` of its points, evenly spaced and including the end, become trials. `neighbours` are the numbers of
-    earlier descents, the nearest first. `learning_rate` is the learning rate of the first step; it falls linearly from
-    step to step.
+    - `preference`: the preference vector, the importance of each objective
+    - `neighbours`: the numbers of earlier descents, the one with the most similar preference vector first
+    - `num_steps`: the number of gradient steps
+    - `num_points`: the number of points that become trials; they are evenly spaced, and the last one is the end
+    - `learning_rate`: the learning rate of the first step; it falls linearly from step to step
     """
 
     preference: tuple[float, ...]
@@ -38,9 +40,9 @@ class Descent:
     learning_rate: float
 
     def num_steps_to(self, point: int) -> int:
-        """The number of gradient steps from the start of the descent to its point `point`.
+        """The number of gradient steps from the start of the descent to one of its trials.
 
-        Only points that become trials are counted, from 0.
+        `point` is the index of the trial among the trials of this descent, from 0.
         """
         return -(-self.num_steps * (point + 1) // self.num_points)
 

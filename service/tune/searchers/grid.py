@@ -50,8 +50,10 @@ class GridSearcher:
     def _points(self, encoding: Encoding, levels: int, number: int, seed: int, rng: np.random.Generator) -> Rows:
         """Points of a grid, as encoded rows; each numeric parameter has at most `levels` values.
 
-        Parameters of one role have the same value. If the grid has at most `max_points` points, all are returned, in a
-        random order that `seed` determines, beginning at index `number`. Of a larger grid, random points are returned.
+        Parameters of one role (a meaning that parameters of different layers share) have the same value. If the grid
+        has at most `max_points` points, all are returned. Their random order is determined by `seed`, and rotated so
+        that it begins with the point at index `number`, the number of the trial. Of a larger grid, points drawn with
+        `rng` are returned.
         """
         values = encoding.values_by_role(levels)
         shape = [len(options) for options in values]

@@ -106,10 +106,12 @@ class SmacSearcher:
     def _choice(
         self, context: ProposalContext, observations: Sequence[Observation], rows: Rows, fidelities: Rows
     ) -> RungChoice | NoteRequest:
-        """Choose the results that the forest learns from, or return a request to store a new choice.
+        """Choose whether the forest learns from results at all rungs or only at the full budget.
 
-        With results at a single rung, and with the default `all_rungs`, the forest learns from all results, and nothing
-        is stored.
+        The option `search.smac.surrogate` may fix the choice. Returns the choice, or a request to store a new choice.
+        If the option is "all_rungs" (the default), or all results are at one rung, the choice is "all_rungs" and
+        nothing is stored. `rows` and `fidelities` are the encoded configurations and the fidelities of the
+        `observations`.
         """
         surrogate, last = context.setting.options.smac.surrogate, chosen(context.steps)
         if surrogate == "all_rungs" or len(np.unique(fidelities)) == 1:
