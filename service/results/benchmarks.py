@@ -37,9 +37,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BenchmarkColumn:
-    """A benchmark as a column of the results table: facts about its samples, its group, and the id of its data.
+    """A benchmark as a column of the results table.
 
-    Benchmarks with equal `data` are scored on the same documents, position by position.
+    `facts` describes the benchmark's task and samples. `group` is the name of the group whose values are averaged; None
+    for no group. `data` identifies the benchmark's documents: benchmarks with equal `data` are scored on the same
+    documents in the same order.
     """
 
     facts: BenchmarkFacts
@@ -84,13 +86,15 @@ class BenchmarkRow:
         label: Name of the trial.
         origin: Origin of the trial.
         values: Estimates by benchmark.
-        averages: Unweighted means of groups, by group; only of groups of which the trial has every benchmark.
+        averages: Unweighted means of the benchmarks of a group, by group. A group is left out if the trial lacks one of
+            its benchmarks.
         subtasks: Estimates by benchmark and subtask, of benchmarks that are groups of tasks. Groups within them come
             after the subtasks.
-        differences: This row minus the reference, paired by sample, by benchmark; only where both were scored.
-        average_differences: The same of the averages, by group.
-        attacks: Results with attacked prompts, by benchmark; only of benchmarks of which the attack has ended.
-        judged: Judgments of completions, by benchmark; only of benchmarks with a judge.
+        differences: Value of this trial minus that of the reference trial, paired by sample, by benchmark. Benchmarks
+            on which only one of the two was scored are left out.
+        average_differences: Average of this trial minus that of the reference trial, by group.
+        attacks: Results with attacked prompts, by benchmark, for benchmarks whose attack on this trial has ended.
+        judged: Judgments of completions, by benchmark, for benchmarks with a judge.
     """
 
     trial: int

@@ -202,10 +202,11 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 def sample_bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
     """Find the lowest and highest possible sample value of each objective, for confidence intervals.
 
-    If all `samples` of an objective are in its range, the bounds are this range. Otherwise the objective is left
-    out, except if a trial has a single value of it, because only the confidence interval of a single value needs
-    bounds. The bounds are then computed from the lowest number and the highest number among all values and the two ends
-    of the range: both are moved outwards by the distance between them.
+    `samples` has the sample values of each trial, by objective. If all values of an objective are in its range, the
+    bounds are this range. Otherwise the objective is left out, because the true bounds are not known. An exception is
+    an objective of which a trial has a single value, because the interval of a single value needs bounds. These bounds
+    are estimated: the smallest interval that contains the range and all values is extended at both ends by its own
+    length.
     """
     found = {}
     for objective in objectives:

@@ -187,10 +187,12 @@ class RunReader:
     def _with_recipes(
         self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut, *, has_directions: bool
     ) -> tuple[TrialResult, ...]:
-        """Return all `trials`, and add recipe and configuration to those that need them in the results.
+        """Add the recipe and the configuration to those of the `trials` whose recipes are shown in the results.
 
-        They are the best trial, the trials of the held-out table and, if merges have directions, all trials at full
-        budget. Each recipe is read only once. All other trials are returned as they are.
+        These are the best trial and the trials of the held-out table, as `stage` has them. If `has_directions` is True
+        (the search space gives each expert one share for the whole model), all trials at full budget are added too,
+        because a chart shows their shares. Each of these additional trials is read only once. All other trials are
+        returned unchanged.
         """
         if self._is_whole:
             return trials

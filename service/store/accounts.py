@@ -47,7 +47,11 @@ ACCOUNTS_LOCK = 0x6D656163
 
 @dataclass(frozen=True)
 class Actor:
-    """The originator of a change, for the audit log: the user, where the request came from, and the token's prefix."""
+    """The originator of a change, for the audit log.
+
+    `user` is the name of the user, or None if there is none. `origin` says where the request came from. `token` is the
+    prefix of the token that the request used.
+    """
 
     user: str | None
     origin: str
@@ -264,9 +268,11 @@ class AccountStore:
         return after
 
     def find_token(self, digest: str) -> tuple[TokenRecord, Account, float] | None:
-        """Find a valid token by its sha256; return its record, its user's rights, and the time by the database's clock.
+        """Find a valid token by its sha256, `digest`.
 
-        Returns None if there is no such token, it is revoked or expired, or its user is disabled.
+        Returns three values: the token's record, the rights of the token's user, and the current time by the database's
+        clock (seconds since the epoch). Returns None if there is no such token, if the token is revoked or expired, or
+        if its user is disabled.
         """
         tokens, users, members = schema.tokens, schema.users, schema.memberships
         columns = [column for column in tokens.c if column.name != "digest"]
@@ -307,9 +313,10 @@ class AccountStore:
     # -- sessions of browsers ----------------------------------------------------------------------------------------
 
     def add_login(self, login: LoginRecord, *, state: str, browser: str, lifetime_s: float) -> None:
-        """Store a login that a browser began, for `lifetime_s` seconds.
+        """Store a login that a browser has begun; the login expires after `lifetime_s` seconds.
 
-        `state` and `browser` are the sha256 of the login's state and of the value in the browser's cookie.
+        `state` is the sha256 of the `state` parameter of the login, and `browser` the sha256 of the value in the
+        browser's cookie. The method `take_login` finds the login by both. Logins that have expired are deleted.
         """
         table = schema.logins
         with transaction(self._engine) as connection:

@@ -72,18 +72,20 @@ class ArtifactStore:
         return self._record(job_id, name, digest, manifest, facts)
 
     def keep(self, job_id: str, name: str, digest: str) -> ArtifactRecord:
-        """Make a stored artifact an artifact of the job `job_id` too, and return its record.
+        """Add a stored artifact to the job `job_id` too, and return the new record.
 
-        `digest` is the artifact's digest, and `name` its name in this job. The artifact may belong to any job. Its
-        files then stay when that job is deleted. Raises Conflict if the files have been deleted already.
+        The artifact may belong to any job. `digest` is the artifact's digest, and `name` the name that it gets in this
+        job. The artifact's files stay when the other job is deleted. Raises Conflict if the files have been deleted
+        already.
         """
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
     def kept_names(self, models: Iterable[str]) -> dict[str, str]:
-        """Find which of `models` are artifacts of this store, and return their digests by name.
+        """Find which of `models` are artifacts of this store, and name each as a source model of a new job.
 
-        `models` are directories, hub ids and URLs. The name is the one that the artifact gets in a job that keeps it as
-        a source model (`keep`, `Store.create_job`).
+        `models` are directories, hub ids and URLs. The result has the artifacts' digests by name. The name is the one
+        that the artifact gets in the new job (`keep`, `Store.create_job`): "source-" and the beginning of the digest.
+        Nothing is stored.
         """
         found = (blob_at(model.rstrip("/")) for model in models)
         return {

@@ -135,7 +135,8 @@ class JobWriter:
     def set_document(self, document: Mapping[str, Any], *, reopened: str | None = None) -> None:
         """Replace the stored study file by `document`, for example by one with other limits or more benchmarks.
 
-        If `reopened`, a reason, is given, the job becomes STOPPED in the same transaction, so that it continues.
+        `reopened` is the reason why the study continues. If it is given, the job becomes STOPPED in the same
+        transaction, so that the server starts another driver. None leaves the job's state unchanged.
         """
         with self._transaction() as connection:
             self._update_job(connection, document=dict(document))
@@ -246,9 +247,9 @@ class JobWriter:
     ) -> None:
         """Store a finished rung of a trial.
 
-        `samples_reused` is the number of samples, summed over the trial's finished rungs, that were not scored at that
-        rung but reused from lower rungs or from trials with an equal recipe. `state` is the trial's final state; None
-        means that the trial continues.
+        `samples_reused` is a sum over the trial's finished rungs: the number of their samples that were scored earlier,
+        at a lower rung or for a trial with an equal recipe. `state` is the trial's final state; None means that the
+        trial continues.
         """
         table = schema.trials
         with self._transaction() as connection:

@@ -238,7 +238,11 @@ def restore(
 
 
 def _detach(connection: sa.Connection) -> None:
-    """Remove data that belong to the original's server and drivers: heartbeats, exports and drains."""
+    """Remove what belongs to the server and the drivers of the original database: heartbeats, exports and drains.
+
+    A drain is the state in which servers accept no jobs and start no drivers. Only the heartbeats of jobs that have not
+    ended are removed.
+    """
     finished = [state.value for state in JobState if state.is_finished]
     without_driver = sa.update(schema.studies).where(schema.studies.c.state.not_in(finished))
     connection.execute(without_driver.values(heartbeat_at=None, progressed_at=None, waiting_for=None))

@@ -242,11 +242,15 @@ class Store:
     ) -> JobRecord:
         """Store a new job and return it, or return the job created with the same `idempotency_key`.
 
-        `document` is the submitted document, and `accepted` the findings of its checks, as JSON. `request_digest` is a
-        hash of the request, by which a later request with the same key is compared. `keeps` has the digests of other
-        jobs' artifacts, by name; they become artifacts of the new job too, so that their files stay when the other jobs
-        are deleted. `owner` is the name of the user who creates the job, if the server has accounts; `team` and
-        `sharing` say who else may read it. Raises Conflict, and stores nothing, if no job has one of these artifacts.
+        - `document`: the submitted document
+        - `accepted`: the findings of the document's checks, as JSON
+        - `request_digest`: a hash of the request; a later request with the same key is compared with it
+        - `keeps`: the digests of other jobs' artifacts, by the name that they get in the new job. They become artifacts
+          of the new job too, so that their files stay when the other jobs are deleted.
+        - `owner`: the name of the user who creates the job, if the server has accounts
+        - `team`, `sharing`: who else may read the job
+
+        Raises Conflict, and stores nothing, if no job has one of the artifacts in `keeps`.
         """
         job_id = uuid.uuid4().hex
         row = {
@@ -463,9 +467,12 @@ class Store:
     def _steered(
         self, job_id: str, steering: Steering, because: str, is_done: Callable[[JobRecord], bool], **changes: Any
     ) -> JobRecord:
-        """Apply `changes` of columns to a job that has not ended, unless `is_done`, and return the job.
+        """Apply a user's request to a job, and return the job.
 
-        `because` is the reason of the job's state, if the state changes.
+        Nothing changes if the job has ended, or if `is_done(job)` is True. `steering` says who asked, and why; it is
+        stored as an event. `changes` has the new values of columns, among them `is_paused`. A job without a driver
+        becomes PAUSED if `is_paused` is True. A PAUSED job becomes STOPPED if `is_paused` is False. `because` is stored
+        as the reason of the new state. Raises NotFound if there is no such job.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -497,11 +504,12 @@ class Store:
         restarts: bool,
         steering: Steering,
     ) -> JobRecord | None:
-        """Edit a job, and return it as it is then; return None if it was edited since it was read as `job`.
+        """Edit a job, and return the edited job; return None if the job has changed since it was read as `job`.
 
-        `labels` are new values of `name`, `description`, `tags`, `notes` and `priority`, those that change. `document`
-        is the submitted document with the edited options; None leaves it as it is. With `restarts`, a driver that
-        works on the job is replaced by one that reads the new document.
+        `labels` has the new values of those columns that change, among `name`, `description`, `tags`, `notes` and
+        `priority`. `document` is the submitted document with the edited options; None leaves the document unchanged. If
+        `restarts` is True, a driver that works on the job is replaced by one that reads the new document. `steering`
+        says who asked, and why; it is stored as an event. A job has changed if another edit has changed its version.
         """
         table = schema.studies
         values: dict[str, Any] = {**labels, "version": job.version + 1}
@@ -522,7 +530,10 @@ class Store:
             return job_record(found)
 
     def settle_pause(self, job_id: str) -> None:
-        """Let a job that was asked to pause, and whose driver has ended without storing its state, be PAUSED."""
+        """Set a job to PAUSED that was asked to pause, and whose driver ended without storing its state.
+
+        A job that has ended, or that was not asked to pause, is not changed.
+        """
         table, paused = schema.studies, JobState.PAUSED.value
         with transaction(self._engine) as connection:
             lock_job(connection, job_id)
@@ -534,11 +545,11 @@ class Store:
     def resume(self, job_id: str, *, reason: str, steering: Steering | None = None) -> JobRecord:
         """Let a job continue, and return it.
 
-        Jobs that can continue are FAILED, are STOPPED or PAUSED, or are COMPLETE and have void samples: samples whose
-        engine failed a check after it scored them. The job becomes STOPPED, and the number of its failed drivers
-        becomes zero. A job that was asked to pause, and whose driver has not ended yet, is not to pause any more. Other
-        jobs are not changed. A COMPLETE job whose responses were removed is not changed either. If the job is changed
-        and `steering` is given, an event says who asked, and why. Raises NotFound if there is no such job.
+        These jobs can continue: FAILED, STOPPED and PAUSED jobs, and COMPLETE jobs with void samples (samples whose
+        engine failed a check after it scored them) whose responses were not removed. Such a job becomes STOPPED with
+        the given `reason`, so that the server starts a driver, and the number of its failed drivers becomes zero. A
+        request to pause that has not been carried out yet is withdrawn. Other jobs are not changed. If the job is
+        changed and `steering` is given, an event says who asked, and why. Raises NotFound if there is no such job.
         """
         table = schema.studies
         held = holdings()
@@ -569,8 +580,9 @@ class Store:
     def add_benchmarks(self, study: JobRecord, document: Mapping[str, Any], *, names: Sequence[str]) -> JobRecord:
         """Replace the study file of a COMPLETE study by one with more benchmarks, and reopen the study.
 
-        `study` is the study as it was read, and `names` are the benchmarks that were asked for. Raises Conflict if the
-        study is not COMPLETE any more, or was continued since it was read: `document` may lack what was added then.
+        `study` is the study as it was read before. `document` is the new study file. `names` are the names of the added
+        benchmarks, for the event. Raises Conflict if the study is not COMPLETE any more, or was continued since it was
+        read, because `document` may then lack benchmarks that were added in the meantime.
         """
         table, reason = schema.studies, "benchmarks were added"
         with transaction(self._engine) as connection:
@@ -621,7 +633,7 @@ class Store:
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, job_id: str) -> list[str]:
-        """Kinds of the events that report an ended driver or a failed start, since the job's last result.
+        """The kinds of the events that report an ended driver or a failed start, since the job's last result.
 
         The kinds are in the order of the events, oldest first. SETBACK_EVENTS lists these kinds. A result is an event
         of a kind in RESULT_EVENTS, a stored chunk or a stored step.
@@ -936,15 +948,19 @@ class Store:
             return int(connection.execute(sa.select(sa.func.count()).select_from(schema.engine_faults)).scalar_one())
 
     def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
-        """Read a study's void samples, which were scored by an engine that failed its next check."""
+        """Read a study's void samples, which must be scored again.
+
+        The engine that scored such a sample failed its next check.
+        """
         with self._reads.connect() as connection:
             return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """Number of a study's samples that are not confirmed by a later canary, a check that their engine passed.
+        """The number of a study's samples that no later canary (a check of their engine with fixed prompts) confirms.
 
-        The number of canaries that an engine has passed is in the stored evidence of all studies, and in `passed` by
-        replica; the larger of the two numbers is used.
+        A sample is confirmed once its engine has passed a canary after scoring it. The store has the number of canaries
+        that each engine had passed at its last stored chunk, over all studies. `passed` has newer numbers, by replica.
+        The larger of both numbers counts.
         """
         held, table = holdings(), schema.evidence
         scored = (

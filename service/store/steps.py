@@ -224,7 +224,8 @@ StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | Note
 class _Step:
     """Base class of steps that are stored in the database, with their place in the study.
 
-    `number` counts the study's steps from 0. `proposal` is the number of the trial that was proposed after the step.
+    `number` is the index of the step among the study's steps, from 0. `proposal` is the number of the trial for whose
+    proposal the step was computed.
     """
 
     number: int

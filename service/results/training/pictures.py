@@ -130,9 +130,11 @@ def _landscapes(fleet: FleetAnalysisDocument) -> list[LandscapeDocument]:
 
 
 def _curves(fleets: Sequence[FleetAnalysisDocument]) -> list[dict[str, Any]]:
-    """Draw, for each merge method, a chart of the mean loss over the coefficient, for merges of all experts.
+    """Draw one chart for each merge method: the mean loss over the coefficient, for merges of all experts.
 
-    A chart has a line for each fleet. Losses are those by which coefficients are chosen.
+    A chart has a line for each fleet (the experts of one fine-tuning). The losses are those on the samples by which
+    coefficients are chosen. A method for which only one coefficient was tried has no chart. Each entry of the result
+    has the method's name under "name" and the chart under "svg".
     """
     charts = []
     for rows in zip(*(fleet["merges"] for fleet in fleets), strict=True):
@@ -207,8 +209,9 @@ def _histogram(vector: Mapping[str, Any]) -> Any:
 def _landscape(found: Mapping[str, Any], low: float, high: float) -> Any:
     """Draw the losses of merges of two experts as a heatmap over the experts' coefficients.
 
-    `found` is the landscape's entry in the analysis. Rows are coefficients of the first expert, the largest at the top.
-    Colours are on a logarithmic scale from the lowest to the highest loss of all fleets, `low` to `high`.
+    `found` is the landscape's entry in the analysis. Rows are coefficients of the first expert, the largest at the top;
+    columns are coefficients of the second. The colours are on a logarithmic scale from `low` to `high`, the lowest and
+    the highest loss of all fleets.
     """
     first, second = found["experts"]
     width = math.log(high / low) or 1.0
