@@ -77,8 +77,8 @@ def data_dir_of(work_dir: Path) -> Path:
 def locked(directory: Path, *, is_shared: bool = False) -> Iterator[bool]:
     """Context in which this process holds the file lock of `directory`, which is created if it does not exist.
 
-    With `is_shared`, several processes may hold the lock at the same time, provided all of them use `is_shared`. Yields
-    True if no other process held the lock when this one took it, else False.
+    If `is_shared` is True, other processes that also share the lock may hold it at the same time. Yields True if no
+    other process held the lock when this process took it, else False.
 
     Raises:
         InUse: Another process holds the lock, and one of the two does not share it.

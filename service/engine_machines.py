@@ -55,7 +55,10 @@ def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
 
 
 def stated_machines() -> tuple[EngineMachines, ...]:
-    """Groups of machines for engines, from `planned_for` or else from MERGESEARCH_ENGINE_NODES; empty without both.
+    """Groups of machines for engines that are stated for this installation.
+
+    They are those of the enclosing `planned_for`, or else those of the environment variable MERGESEARCH_ENGINE_NODES.
+    The result is empty without both.
 
     Raises:
         Conflict: The variable cannot be read.

@@ -202,8 +202,9 @@ def _is_loopback(host: str) -> bool:
 def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Iterator[None]:
     """Context that keeps other servers from the data directory and the database, unless they may share both.
 
-    Several servers may use the same data directory and the same PostgreSQL database, whose URL is `address`, at the
-    same time, unless `is_shared` is False.
+    `address` is the URL of the database. Servers may share a data directory and a PostgreSQL database; they must then
+    use the same database. An SQLite database cannot be shared. If `is_shared` is False, nothing is shared. If it is
+    None, sharing is allowed with a PostgreSQL database.
 
     Raises:
         InUse: Another server uses one of them and may not share it, or uses the data directory with another database.

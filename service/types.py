@@ -311,9 +311,10 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True)
 class Account:
-    """A user's rights: the user's name, whether the user administers the server, and the user's role in each team.
+    """A user's rights on a server.
 
-    The administrators of a job are those of the server and those of the job's team.
+    `user` is the user's name, `is_admin` says whether the user administers the server, and `roles` has the user's role
+    in each team. The administrators of a job are those of the server and those of the job's team.
     """
 
     user: str
@@ -387,9 +388,10 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """What is stored of a browser's session besides the hash by which it is recognized.
+    """A stored session of a browser, without the hash by which the server recognises its cookie.
 
-    Times are in seconds since the epoch. `last_used_at` is that of the beginning until the first use is stored.
+    Times are in seconds since the epoch. Before the first use is stored, `last_used_at` is the time at which the
+    session began.
     """
 
     id: str
@@ -404,7 +406,7 @@ class SessionRecord:
 
     @property
     def label(self) -> str:
-        """The session in the audit log, in place of a token's prefix."""
+        """Text that stands for the session in the audit log, where requests with a token have the token's prefix."""
         return f"session {self.id[:8]}"
 
 
@@ -579,11 +581,13 @@ class ExportRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Values of one trial on the holdout data, compared with those of the best trial.
+    """Values of one trial on the holdout data, compared with those of the best finalist (the reference).
 
-    `label` is the trial's name, `trial` its number. `values` has the estimate of each objective. `mean` is the mean
-    over the accuracy objectives; None if there is none. `differences` are this trial's values minus those of the best
-    finalist, paired by sample, by objective, and the difference of the means under "mean".
+    - `label`, `trial`: name and number of the trial
+    - `values`: the estimate of each objective
+    - `mean`: the mean over the accuracy objectives; None if there are none
+    - `differences`: by objective, the trial's value minus that of the reference, paired by sample; "mean" has the
+      difference of the means
     """
 
     label: str

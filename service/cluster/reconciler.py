@@ -67,12 +67,15 @@ MAX_RUNNING = 4
 
 
 class Action(StrEnum):
-    """Next action of the reconciler for an unfinished job.
+    """Next action of the reconciler, which keeps a driver running, for an unfinished job.
 
-    WAIT does nothing. SUBMIT submits a driver. STOP stops the current driver, so that another can be submitted.
-    GIVE_UP ends the job as FAILED. INTERRUPT asks the driver of a job that is to pause, or that was edited, to end
-    after the samples that are being scored. SETTLE stores that a job that is to pause is PAUSED, because its driver has
-    ended.
+    - WAIT: do nothing
+    - SUBMIT: submit a driver
+    - STOP: stop the current driver, so that another can be submitted
+    - GIVE_UP: end the job as FAILED
+    - INTERRUPT: ask the driver to end after the samples that are being scored, because the job is to pause or was
+      edited
+    - SETTLE: store that the job is PAUSED, because it is to pause and its driver has ended
     """
 
     WAIT = "wait"
@@ -87,8 +90,8 @@ class Action(StrEnum):
 class Decision:
     """Next action of the reconciler for an unfinished job, with its reason `because`.
 
-    `again` means that the last driver is submitted again under the same number, because the cluster never received it.
-    `until` is the time at which the next driver is submitted, in seconds since the epoch; None if it need not wait.
+    If `again` is True, the last driver is submitted again under the same number, because the cluster never received it.
+    `until` is the time at which the next driver is submitted, in seconds since the epoch; None means at once.
     """
 
     action: Action

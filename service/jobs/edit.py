@@ -16,7 +16,7 @@ LABELS = ("name", "description", "tags", "notes", "priority")
 
 
 class JobEdit(BaseModel):
-    """Body of a request that edits a job. Options that it leaves out keep their values."""
+    """Body of a request that edits a job. Options that are not in the body keep their values."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

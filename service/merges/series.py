@@ -55,10 +55,10 @@ def check_merges(
 ) -> dict[str, MergePlan | tuple[str, ...]]:
     """Check all merges of a file without writing anything, and return their plans by name, in the order of merging.
 
-    The name of the final merge is "". A merge cannot be checked before the named merges among its sources are written;
-    the result then has the names of these sources instead of the merge's plan. `directories` has directories of models
-    by name. The other arguments and the errors are those of `merge_file`. Problems of several merges are raised as one
-    error.
+    The name of the final merge is "". A merge whose sources are other merges of the file cannot be checked before these
+    are written. In this case the result has the names of the missing sources in place of a plan. `directories` has
+    directories of models by name. The other arguments and the errors are those of `merge_file`. Problems of several
+    merges are raised as one error.
     """
     place = intermediate_dir(out)
     checked: dict[str, MergePlan | tuple[str, ...]] = {}
@@ -185,10 +185,10 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Select the entries of `directories` whose names are models of `document`.
+    """Select the entries of `directories`, by name, that the merge of `document` uses as models.
 
-    For the only document of a file, which is read later, all `directories` are returned; unknown names are reported
-    when the document is read.
+    If the file has only one document, `document.content` is not read yet. In this case all `directories` are returned,
+    and unknown names are reported later.
     """
     if document.content is None:
         return dict(directories)

@@ -347,11 +347,11 @@ def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
 
 
 class _WaitWatch:
-    """Reports to the driver's heartbeat that the driver waits for an engine to start, or for a judge to answer.
+    """Tells the driver's heartbeat what the driver waits for: the start of an engine, or the answer of an LLM judge.
 
-    Both count as progress. Without these reports, the driver would be replaced during a long start of an engine, or
-    while a judge does not answer, which `judge.wait_s` limits. `judges` returns the URLs of the judges that the driver
-    waits for.
+    Both kinds of waiting count as progress of the driver. Otherwise the driver would be replaced during a long start of
+    an engine, or while a judge does not answer; `judge.wait_s` limits this time. `judges` returns the URLs of the
+    judges that the driver waits for.
     """
 
     def __init__(
@@ -423,10 +423,11 @@ class _Snapshots:
 def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightResult) -> str | None:
     """Reason why a study must fail after `error`; None if another attempt may succeed later.
 
-    - After StudyFailed and EvidenceMismatch the study cannot continue.
-    - After any other error the study's models and tasks are checked again. The study cannot continue if they have
-      changed since the study was created, or if the study may no longer read them. Another attempt may succeed if they
-      are only temporarily unusable.
+    - After StudyFailed and EvidenceMismatch (a result that does not come from the requested merge or prompts), the
+      study must fail.
+    - After any other error the study's models and tasks are checked again. The study must fail if they have changed
+      since the study was created, or if the study may no longer read them. Another attempt may succeed if they are only
+      temporarily unusable.
     - If models and tasks are unchanged, another attempt may succeed only after EngineUnavailable.
     """
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
@@ -463,7 +464,7 @@ def _no_result(trials: tuple[TrialRecord, ...], stop_reason: str | None) -> str:
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
     """Call `close`, which checks engines and verifies trials, and return whether the study is finished after that.
 
-    The study is not finished if an engine has failed a check, during this call or earlier, because samples that this
+    If an engine has failed a check, during this call or earlier, the result is False, because the samples that this
     engine scored must be scored again.
     """
     try:

@@ -33,7 +33,7 @@ class LimitsEdit(BaseModel):
 
 
 class StudyEdit(JobEdit):
-    """Body of a request that edits a study. Options that it leaves out keep their values."""
+    """Body of a request that edits a study. Options that are not in the body keep their values."""
 
     max_trials: Annotated[int, Field(ge=1, le=1_000_000, description="search.max_trials of the study file.")] = 1
     replicas: Annotated[int, Field(ge=1, le=10_000, description="engine.replicas of the study file.")] = 1

@@ -193,7 +193,7 @@ def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple
 def mean_tokens(parts: Sequence[tuple[float, Mapping[str, float], Mapping[str, Lengths]]]) -> Bounds:
     """Bounds on the mean number of tokens of a sample, prompt and answer together, over several parts of a study.
 
-    Each part is (number of samples, share of each task in the samples, mean lengths by task).
+    Each part is (number of samples, relative number of samples by task, mean lengths by task).
     """
     least = most = number = 0.0
     for samples, shares, lengths in parts:

@@ -37,12 +37,12 @@ def algorithm_of(
 ) -> Algorithm:
     """Choose the searcher of a study, and list in `problems` each part of the study that the searcher does not support.
 
-    `lack_of_room` says why no device has enough memory for gradients; it is "" if a device has, and for a space without
-    gradients.
-
     The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have reference
-    answers, because that is best in tests/benchmarks/bench_search.py; otherwise it means the searcher that the
-    declaration of `auto` names. Preference vectors need a searcher or a space that uses them.
+    answers, because that is best in tests/benchmarks/bench_search.py. Otherwise it means the searcher that the
+    declaration of `auto` names. A study with preference vectors must have a searcher or a search space that uses them.
+
+    `tasks` has the objectives' tasks by name. `lack_of_room` is the reason why no device has enough memory for
+    gradients. It is "" if a device has enough, or if the space has no gradients.
     """
     if study.search.recipes:
         return Algorithm("random", "the study scores given recipes and searches nothing")
@@ -85,9 +85,9 @@ def _warning_of_draws(study: Study) -> str:
 
 
 def _draws_of(study: Study) -> tuple[float, float]:
-    """Expected numbers of trials: those with random paths, and those with paths chosen by policies.
+    """Expected numbers of a study's trials: (those with random layer paths, those with paths chosen by policies).
 
-    Mutants (random changes of good paths) are not counted.
+    Trials whose paths are mutants (random changes of good paths) are in neither number.
     """
     options, policies = study.search.hm3, num_policies_of(study)
     if options.start is not None:

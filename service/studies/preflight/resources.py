@@ -50,7 +50,12 @@ RANK_BYTES = 2
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory that a study needs on one machine, and memory that is available there, in bytes."""
+    """Memory that a study needs on one machine, and memory that is available there, in bytes.
+
+    `bank_bytes` is host memory for the bank (the source weights), which all engines share. `engine_bytes` is host
+    memory of each engine. `replicas` is the number of engines on the machine. `available_bytes` is the available host
+    memory.
+    """
 
     bank_bytes: int
     engine_bytes: int
@@ -154,11 +159,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan a machine's memory for the bank (the source weights), the engines and, if any, the gradient actor.
 
-    The plan is for one machine; if there are several, this machine has only a part of the replicas. `machines` are the
-    groups of machines that can run engines. The plan is for the first machine that the study fits on. If it fits on
-    none, the plan is for the machine with most memory. `max_layers` is the number of layers of the longest merge if
-    merges have any number of layers, else 0. With `aligns`, merges may have alignments between layers. `gradients_on`
-    is the device of the gradient actor; None if there is none.
+    `machines` are the groups of machines that can run engines. The study's engines are divided equally between the
+    machines, and the plan is for one of them: the first on which its share fits. If it fits on none, the plan is for
+    the machine with most memory. `max_layers` is the number of layers of the longest merge if merges may have any
+    number of layers, else 0. `aligns` says whether merges may have alignments (maps between layers). `gradients_on` is
+    the device of the gradient actor; None if there is none.
     """
     replicas = math.ceil(study.engine.replicas / sum(group.most for group in machines))
     plans = [
