@@ -46,7 +46,10 @@ _planned: ContextVar[tuple[EngineMachines, ...]] = ContextVar("planned machines"
 
 @contextmanager
 def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
-    """Context in which `stated_machines` returns `machines`, so that studies are checked for them on any machine."""
+    """Context in which studies are checked and planned for `machines`, whatever machine this process runs on.
+
+    The function `stated_machines` returns `machines` inside the context.
+    """
     token = _planned.set(tuple(machines))
     try:
         yield

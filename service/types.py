@@ -200,8 +200,9 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether merges keep all elements whose magnitude equals the threshold, even if these exceed the density.
+        """Whether merges keep all elements whose magnitude equals the threshold of a sparse method.
 
+        If True, the share of elements that are kept may exceed the method's density (the share that was asked for).
         `Recipe.keeps_equal` is the same property of a parsed recipe. The recipe is parsed only if its text may have
         this setting (`may_keep_equal`).
         """
@@ -225,10 +226,12 @@ class RecipeDigest:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Result of a trial. It has no configuration, and need not have the recipe: these two are most of a trial's data.
+    """Result of a trial, without its configuration and, possibly, without its recipe.
+
+    Configuration and recipe are most of a trial's data, so they are read only where they are needed.
 
     - `number`: unique in the study and never reused.
-    - `recipe`: at least the recipe's digest.
+    - `recipe`: the recipe, or only the recipe's digest.
     - `bracket`: None for baselines, which belong to no bracket.
     - `reason`: why the trial ended as PRUNED or FAIL.
     - `rungs`: the finished rungs in order.
@@ -236,6 +239,7 @@ class TrialResult:
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
     - `timings_s`: the seconds that parts of scoring took, by name.
     - `values`: the objectives' values at full budget; empty if the trial did not reach the full budget.
+    - `standard_errors`: the standard errors of `values`; None if an error is not known.
     """
 
     number: int

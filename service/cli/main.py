@@ -605,7 +605,10 @@ class _Version(argparse.Action):
 
 
 def _limit(number: Callable[[str], Any], text: str) -> Any:
-    """Parse a limit, or "none". Raises ArgumentTypeError for an invalid text."""
+    """Parse a limit: a number, which the function `number` converts, or "none".
+
+    Raises ArgumentTypeError if `text` is neither.
+    """
     if text == verbs.NO_LIMIT:
         return text
     try:

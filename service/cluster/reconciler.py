@@ -580,6 +580,6 @@ def _accepts_no_jobs(error: Exception) -> bool:
 def _is_unknown(error: Exception) -> bool:
     """Whether `error` says that the Ray cluster does not know a Ray Job.
 
-    The text decides, because Ray's client raises the same class for every refusal.
+    The text of the error is searched, because Ray's client raises the same class for every refusal.
     """
     return "does not exist" in str(error) or "status code 404" in str(error)

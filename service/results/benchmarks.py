@@ -365,7 +365,13 @@ def _tests(
 ) -> tuple[BenchmarkTest, ...]:
     """Compare all merges with the best source model and the best published recipe.
 
-    There is a test for each benchmark and for each average of a group.
+    There is a test for each benchmark, and for the average of each group of several benchmarks.
+
+    Args:
+        trials: Trials by number.
+        scored: Sample values of the scored trials, as trial number -> benchmark -> values.
+        columns: Benchmarks of the study.
+        bounds: Lowest and highest value that a sample of a benchmark can have, by benchmark, if they are known.
     """
     merges = [number for number in scored if _is_merge(trials[number].origin)]
     objectives = {column.facts.name: column.facts.objective for column in columns}
@@ -415,7 +421,12 @@ def _difference(
     bounds: Mapping[str, Bounds],
     level: float,
 ) -> Estimate:
-    """Estimate how much better `first` is than `second`, on average over the benchmarks `names`."""
+    """Estimate how much better `first` is than `second`, on average over the benchmarks `names`.
+
+    `first` and `second` have the sample values of two trials, by benchmark. `objectives` has metric and direction of
+    each benchmark. `data` has the id of each benchmark's documents; benchmarks with equal ids have the same documents.
+    `bounds` are the limits of a sample's value, and `level` is the coverage of the interval.
+    """
     estimates, minus = {}, {}
     for name in names:
         own, other = (first, second) if _sign(objectives[name]) > 0 else (second, first)

@@ -453,7 +453,12 @@ class AccountStore:
         before: Mapping[str, Any] | None = None,
         after: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add an entry to the audit log."""
+        """Add an entry to the audit log.
+
+        `actor` is who made the change. `action` is the kind of change, such as "session.refuse". `target` names the
+        changed object, such as "job ID". `before` and `after` are the object before and after the change, as JSON; None
+        if there is nothing to describe.
+        """
         with transaction(self._engine) as connection:
             _record(connection, actor, action, target, before, after)
 

@@ -37,8 +37,8 @@ DIGEST_DIGITS = 16
 class ArtifactStore:
     """Store of artifacts. An artifact is a directory of files that a job made, such as a trained expert.
 
-    The jobs are those in `store`. The files are at `location`: a directory or the URL of an object store. Every process
-    may use it. Methods that read or write files raise OSError if the location cannot be used.
+    The jobs are those in `store`. The files are at `location`, a directory or the URL of an object store, which several
+    processes may use at the same time. Methods that read or write files raise OSError if the location cannot be used.
     """
 
     def __init__(self, store: Store, location: str | Path) -> None:
@@ -95,7 +95,11 @@ class ArtifactStore:
     def _record(
         self, job_id: str, name: str, digest: str, manifest: Mapping[str, Mapping[str, Any]], facts: dict[str, Any]
     ) -> ArtifactRecord:
-        """Add a database row for an artifact whose files and manifest are stored already, and return it as a record."""
+        """Add a database row for an artifact whose files are stored already, and return the row as a record.
+
+        `digest` identifies the artifact's manifest, and `manifest` has the entry of each file by its path in the
+        artifact. `facts` are properties that are stored with the artifact. A row of the same job and name is replaced.
+        """
         num_bytes = sum(entry["bytes"] for entry in manifest.values())
         record = ArtifactRecord(job_id, name, digest, num_bytes, time.time(), facts)
         table = schema.artifacts

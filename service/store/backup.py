@@ -156,7 +156,11 @@ def _check_place(out: Path) -> None:
 
 
 def _transfer(source: BlobStore, target: BlobStore, digest: str, scratch: Path) -> None:
-    """Copy a file from one store of files to another, unless `target` has it, and check the copy's digest."""
+    """Copy a file from one store of files to another, unless `target` has it, and check the copy's digest.
+
+    `digest` names the file. `scratch` is a directory for the temporary copy. Raises Conflict if the file is missing in
+    `source` or has changed.
+    """
     if target.stored(digest) is not None:
         return
     file = scratch / "file"

@@ -66,7 +66,7 @@ class BenchmarkFacts:
         task_digest: Digest of the task (`TaskSpec.digest`). Samples of tasks with other digests are not comparable.
         num_samples: Number of samples of the task.
         subtasks: Names and sizes of the subtasks, if the task is a group of several.
-        categories: Subtasks by name of the group within the task that they belong to.
+        categories: Groups of subtasks within the task: the names of the subtasks, by the name of the group.
         seed: Seed of the order of the samples (`workers.evaluation.built_tasks.permutation`).
         attack: The option `attack` of the study file; None if the benchmark is not attacked.
         template: The prompt template that is attacked.

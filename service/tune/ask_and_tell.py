@@ -33,12 +33,16 @@ __all__ = ["AskAndTell"]
 class AskAndTell:
     """Ask-and-tell loop of one study: the searcher proposes trials, and the scheduler promotes or prunes them.
 
+    - `plan`, `space`: the study's settings, and its search space
+    - `trials`: the trials of the study, to which the loop adds the proposed ones
     - `brackets`: the brackets that are stored with the study
+    - `samples`: the scored samples, from which the values of trials are computed
+    - `writer`, `proposer`: store results, and ask the searcher for proposals
     - `observer`: called with a word for the event that has just happened or follows next ("ask", "rung", "promotion"),
       so that tests can stop the process at this event
     - `is_out_of_budget`: called before a new trial starts; returns the study's limit that is exhausted as a text, or
       None
-    - `num_charged`: the number of samples that the searcher's stored steps, such as gradients, count as
+    - `num_charged`: how many samples the searcher's stored steps, such as gradients, have used of the limit of samples
     - `num_steps`: the number of stored gradient steps and policy updates
 
     The constructor makes all decisions on promotion again, from the brackets and the stored trials. Decisions that were
@@ -138,9 +142,9 @@ class AskAndTell:
             self._feasibility.know(trial.number, lower)
 
     def stop(self, reason: str, *, running: Collection[int]) -> None:
-        """End the search now, for this reason, and all trials except those in `running`.
+        """End the search now, and end all trials except those in `running` as pruned; `reason` is stored as the reason.
 
-        The trials that end are pruned. Each trial in `running` ends with its next result.
+        `running` has the numbers of the trials that are being evaluated. Each of them ends with its next result.
         """
         if not self.table.is_finished:
             self.end_reason = reason

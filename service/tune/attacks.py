@@ -25,16 +25,18 @@ __all__ = ["Attacks", "samples_name"]
 def samples_name(task: TaskSpec) -> str:
     """Name under which the samples of a task with a changed prompt template are stored.
 
-    It differs from the names of objectives and benchmarks. Benchmarks with equal tasks share the samples.
+    The name depends only on the task, so benchmarks with equal tasks share the samples. It begins with "@", so it
+    differs from the names of objectives and benchmarks.
     """
     return f"@{task.digest[:40]}"
 
 
 @dataclass
 class _Running:
-    """A running prompt attack: the search for the worst template, and the templates whose scores it waits for.
+    """A running prompt attack on one recipe: a search for the prompt template with the worst metric.
 
-    `names` has one entry for each of these templates: the name under which its samples are stored.
+    `steps` is the search. It waits for the scores of some templates. `names` has, for each of these templates, the name
+    under which the template's samples are stored.
     """
 
     steps: Search
@@ -116,7 +118,11 @@ class Attacks:
         )
 
     def _end(self, digest: str, index: int, found: Attacked) -> None:
-        """Store the result of a finished prompt attack on a recipe."""
+        """Store the result of a finished prompt attack on a recipe.
+
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. `found` has
+        the worst template and the number of templates that were scored.
+        """
         benchmark = self._plan.benchmarks[index]
         task = replace(benchmark.task, template=found.template)
         is_original = benchmark.attack is not None and found.template == benchmark.attack.original.text

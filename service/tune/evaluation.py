@@ -68,9 +68,10 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Crash:
-    """A crash of an engine while it scored a chunk of samples.
+    """A crash of an engine while it scored the samples `chunk`.
 
-    `scored_others` says whether the engine had scored another recipe before. `kind` is the kind of crash
+    `replica` is the engine's replica. `scored_others` says whether the engine had scored another recipe before; if it
+    had, the engine itself worked, and the recipe is the likely cause. `kind` is the kind of crash
     (`workers.errors.CrashKind`).
     """
 

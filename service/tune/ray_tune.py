@@ -191,12 +191,12 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
     An evaluation stops when the coordinator has all its samples. The scheduler also changes how Tune handles trial
     actors:
 
-    - Tune ends an idle actor unless a trial waits for one, and would so start and kill a process for almost every
+    - Tune ends an idle actor unless a trial waits for one. This would start and kill a process for almost every
       evaluation. The scheduler keeps idle actors for new trials.
-    - Tune gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor. While
-      chunks are quick, all actors would therefore never run. The scheduler prevents this (`_IdleActors`).
-    - Chunks wait until all actors run, or until no further actor is expected soon, because on a busy cluster an actor
-      may never start.
+    - Tune gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor. If
+      chunks are quick, some actors would therefore never run. The scheduler prevents this (`_IdleActors`).
+    - On a busy cluster an actor may never start. First chunks wait only until all actors run, or until no further actor
+      is expected soon.
     """
 
     def __init__(

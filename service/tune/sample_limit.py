@@ -22,7 +22,8 @@ __all__ = ["SampleLimit"]
 class SampleLimit:
     """The samples that a study has used, compared with the limit of its plan (`max_samples`).
 
-    `num_charged` is the number of samples that the searcher's stored steps, such as gradients, count as.
+    `table` is the scheduler, from which the samples that trials can still take are computed. `samples` has the scored
+    samples. `num_charged` is how many samples the searcher's stored steps, such as gradients, have used of the limit.
     """
 
     def __init__(self, plan: Plan, *, table: RungTable, samples: SampleCache, num_charged: int) -> None:

@@ -168,9 +168,11 @@ def place_study(
 def _divided(
     needs: MemoryRequirements, profile: MachineProfile, *, processes: int
 ) -> tuple[EngineMemory | None, str, list[str]]:
-    """Divide a machine's memory between engines and source weights, as engines that share the source weights divide it.
+    """Divide the memory of a machine with GPUs between engines and source weights.
 
-    Returns the division, its reason, and reasons why the engines do not fit. The division is None if they do not fit.
+    `needs` is the memory that the study needs, and `processes` the number of engine processes that share the source
+    weights on the machine. Returns the division, its reason, and reasons why the engines do not fit. The division is
+    None if they do not fit.
     """
     try:
         found = divide_memory(

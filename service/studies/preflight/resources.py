@@ -248,10 +248,11 @@ def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
     """Number of source layers that an engine keeps in host memory for building layer paths, at least `max_layers`.
 
-    If there is room, the pool holds all layers of all sources and, in addition, the `max_layers` layers of the longest
-    path. Otherwise it holds as many layers as fit, together with the tensors outside layers, into HOST_SHARE of the
-    `available` bytes. Each element of a tensor takes `bytes_of_value` bytes. 0 means that the pool takes no host
-    memory, so that it always fits.
+    A layer path is the sequence of source models' layers of which a merge consists; the longest has `max_layers`
+    layers. If there is room, the pool holds all layers of all sources and `max_layers` further ones. Otherwise it holds
+    as many layers as fit, together with the tensors outside layers, into HOST_SHARE of the `available` bytes. Each
+    element of a tensor takes `bytes_of_value` bytes. If `bytes_of_value` is 0, the pool takes no host memory, so all
+    layers fit.
     """
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:

@@ -138,8 +138,9 @@ class GradientActor:
         """Convert a loss's derivatives with respect to a merge's coefficients to derivatives by parameter name.
 
         `result` has the derivatives with respect to the coefficients of the merge. Several coefficients may have the
-        value of one parameter. The derivative with respect to this parameter is the sum of the derivatives with respect
-        to these coefficients. If a tensor has a coefficient for each source, those that its sources share are fixed.
+        value of one parameter; the derivative with respect to the parameter is then the sum over these coefficients. If
+        a tensor has a coefficient for each source, the coefficients that its sources have in common are not parameters,
+        and are left out.
         """
         space = self._known_space
         slopes: dict[str, float] = {}

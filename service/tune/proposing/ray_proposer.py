@@ -174,9 +174,10 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _message(self) -> dict[str, Any]:
-        """The arguments for a call to the searcher's actor: those of the current proposal, with observations by index.
+        """The arguments for a call to the searcher's actor: those of the current proposal, observations as indices.
 
-        Observations that the actor does not have yet are sent to it first.
+        Observations that the actor does not have yet are sent to it first. The call then names each observation by the
+        index under which the actor has stored it.
         """
         new, indices = self._sent.add(self._call["observations"])
         if new:

@@ -53,8 +53,9 @@ class Rung:
     """A rung of one bracket, with its members: the trials that have arrived at the rung.
 
     - `order`: the members in the order of their arrival
-    - `members`: for each member, the number of the newest trial whose first result was needed to promote the member to
-      this rung; it never decreases along `order`
+    - `members`: for each member, the number of the trial that caused its promotion to this rung: the newest trial whose
+      first result the decision needed. The number says which proposals may use the member's result at this rung. It
+      never decreases along `order`.
     - `num_decided`: the number of members, from the first one on, on which decisions have been made
     - `ranking`: the members on which decisions have been made, without those that failed
     - `is_closed`: no further decision is made at this rung

@@ -270,6 +270,10 @@ def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
 def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode, vector: int) -> dict[str, Any]:
     """The configuration that an episode proposes: the policy's own layer path, or a mutant of it or of a good path.
 
+    A layer path is the sequence of source models' layers of which a merge consists; a mutant is a random change of a
+    path. `played` is the episode, with the policy's path. `vector` is the index of its preference vector, which becomes
+    a part of the configuration.
+
     A share of the episodes propose a mutant of one of the best paths in the archive. A policy's path that was proposed
     before is replaced by a mutant of it, if a new one is found. The archive of the episode's preference vector has only
     results of baselines, and of iterations that are finished whenever the episode is built. Therefore the archive is
