@@ -140,7 +140,8 @@ class Logins:
         """Give a user the roles that the provider's groups imply, begin a session, and return it.
 
         `name` is the name of the user, who is added if the settings allow it. `roles` has the role in each team; None
-        ends the membership. Raises LoginRefused if the user is not known or is disabled.
+        ends the membership. `next_path` is the path to which the browser goes, and `address` the address of the
+        browser, for the audit log. Raises LoginRefused if the user is not known or is disabled.
         """
         actor = Actor(name, address)
         try:

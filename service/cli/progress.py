@@ -167,7 +167,10 @@ STATE_STYLES = {
 
 
 def _panel(snapshot: ProgressSnapshot, pace: Pace, *, width: int) -> RenderableType:
-    """Draw a progress snapshot as a panel: trials by state, rungs, the best trial, and samples."""
+    """Draw a progress snapshot as a panel: trials by state, rungs, the best trial, and samples.
+
+    `pace` has the speed and the time left. `width` is the width of the panel in characters.
+    """
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()

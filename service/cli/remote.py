@@ -69,7 +69,8 @@ def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None 
 class ServerVerbs:
     """Commands of `mergesearch` that use a server, one method each, which returns the exit code.
 
-    Results go to standard output, progress and messages to standard error.
+    Results go to standard output, progress and messages to standard error. The argument `reference` of a method names a
+    job by its id, a prefix of its id, or its name.
     """
 
     def __init__(self, client: Client, *, as_json: bool) -> None:

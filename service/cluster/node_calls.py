@@ -176,7 +176,11 @@ class NodeCalls:
         raise value
 
     def _run(self, digest: str, node: Node, timeout_s: float) -> str:
-        """Run a remote function call as a Ray Job, and return the sha256 under which its result is stored."""
+        """Run a stored function call on `node` as a Ray Job, and return the sha256 under which its result is stored.
+
+        `digest` is the sha256 under which the call is stored. Raises ConnectionError if Ray does not answer, or if the
+        job ends without a result or not within `timeout_s` seconds and START_GRACE_S more.
+        """
         client, _ = self._connected()
         if client is None:
             raise ConnectionError("Ray's dashboard does not answer")

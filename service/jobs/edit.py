@@ -38,7 +38,10 @@ class JobEdit(BaseModel):
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], *, prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the options that differ between two documents, each as its dotted path, its old and its new value."""
+    """Yield the options that differ between two documents, each as (dotted path, old value, new value).
+
+    A value is None if the document does not have the option. `prefix` is put before each path.
+    """
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):

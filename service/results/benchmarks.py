@@ -223,7 +223,11 @@ def benchmark_table(
 def _judged(
     facts: Iterable[BenchmarkFacts], samples: Mapping[str, Samples], judgments: Iterable[JudgmentRecord]
 ) -> dict[str, dict[str, JudgedValue]]:
-    """Collect judged values as recipe digest -> benchmark -> value, for recipes whose completions are all judged."""
+    """Collect the judges' preferences as recipe digest -> benchmark -> value.
+
+    Recipes of which a judgment is missing are left out. `facts` describes the benchmarks. `samples` has the lengths of
+    completions by recipe digest and benchmark.
+    """
     by_benchmark: dict[str, list[JudgmentRecord]] = {}
     for judgment in judgments:
         by_benchmark.setdefault(judgment.benchmark, []).append(judgment)
@@ -238,10 +242,11 @@ def _judged(
 
 
 def _with_judged(of_recipe: Samples, facts: Mapping[str, BenchmarkFacts], judged: Mapping[str, JudgedValue]) -> Samples:
-    """Return the samples of one recipe, with a judge's preferences as the values of each judged benchmark.
+    """Replace a recipe's sample values on judged benchmarks by the judge's preferences.
 
-    Before this, a judged benchmark has the lengths of completions as its values. The samples of a benchmark are left
-    out as long as judgments are missing, or have too few verdicts.
+    `of_recipe` has the recipe's sample values by benchmark; on a judged benchmark these are the lengths of completions.
+    `judged` has the preferences by benchmark. A judged benchmark is left out as long as judgments are missing, or if
+    they have too few verdicts.
     """
     values = {n: array for n, array in of_recipe.items() if n not in facts or facts[n].judge is None}
     return values | {name: each.judged.values for name, each in judged.items() if each.judged.problem is None}
@@ -265,8 +270,9 @@ def _attacks(
 ) -> dict[str, AttackedValue]:
     """Results of one merge with adversarial prompt templates, by benchmark.
 
-    A benchmark is left out until all its samples are scored. `samples` has the merge's values on all benchmarks with
-    all templates, and `own` has the values with the original templates.
+    `found` has the result of the attack on each benchmark. `samples` has the merge's values on all benchmarks with all
+    templates, and `own` has the values with the original templates. `facts` describes the benchmarks, and `bounds` has
+    the lowest and the highest value of a sample. A benchmark is left out until all its samples are scored.
     """
     values = {}
     for name, each in found.items():
@@ -345,7 +351,8 @@ def _has_parts(column: BenchmarkColumn, own: Samples) -> bool:
 def _subtasks(facts: BenchmarkFacts, values: NDArray[np.float64]) -> dict[str, Estimate]:
     """Estimates, by name, for the subtasks of a benchmark and for the benchmark's groups of subtasks.
 
-    `values` are in the order of the benchmark's samples. The value of a group is the mean over its samples.
+    `facts` describes the benchmark. `values` are in the order of the benchmark's samples. The value of a group is the
+    mean over its samples.
     """
     names = [name for name, _ in facts.subtasks]
     places: dict[str, list[int]] = {name: [] for name in names}

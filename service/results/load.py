@@ -317,7 +317,10 @@ def _benchmark_table(
     *,
     failures: Iterable[EventRecord],
 ) -> BenchmarkTable:
-    """Read a study's samples on benchmarks, and compute the results; empty before a benchmark is scored."""
+    """Read a study's samples on benchmarks, and compute the results; empty before a benchmark is scored.
+
+    `failures` are the events of trials that could not be scored on a benchmark.
+    """
     specs, data = {spec.name: spec for spec in file.benchmarks}, _data_of(file.benchmarks)
     facts = [facts for facts in read_benchmarks(store.document(study_id, BENCHMARKS)) if facts.name in specs]
     if not facts:

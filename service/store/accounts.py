@@ -125,9 +125,10 @@ class AccountStore:
     def change_user(
         self, name: str, *, actor: Actor, is_admin: bool | None = None, is_disabled: bool | None = None
     ) -> UserRecord:
-        """Change whether a user is an administrator or disabled (None: unchanged), and return the user.
+        """Change whether a user is an administrator or disabled, and return the user.
 
-        The sessions of a user who is disabled end.
+        `is_admin` and `is_disabled` are the new values; None leaves a value unchanged. The sessions of a user who is
+        disabled end.
 
         Raises NotFound if there is no such user, and Conflict if no administrator would be left.
         """
@@ -424,7 +425,8 @@ class AccountStore:
     def share(self, job_id: str, *, actor: Actor, sharing: Sharing, team: str | None) -> JobRecord:
         """Change the team of a job and who may read it, and return the job.
 
-        Raises NotFound if there is no such job or team.
+        `team` is the new team, or None for no team. `sharing` says who may read the job besides its owner and
+        administrators. Raises NotFound if there is no such job or team.
         """
         table = schema.studies
         with transaction(self._engine) as connection:

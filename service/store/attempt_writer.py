@@ -420,8 +420,9 @@ def lock_job(connection: sa.Connection, job_id: str) -> int | None:
 def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Mapping[str, Any]) -> None:
     """Insert an event of a job, whose row must be locked or changed in this transaction.
 
-    Transactions that add events of the same job therefore end one after another, in the order of the events' ids.
-    Therefore a reader that continues after the last id that it has read misses no event.
+    `payload` has the event's details as JSON. Because of the lock, transactions that add events of the same job end one
+    after another, in the order of the events' ids. A reader that continues after the last id that it has read therefore
+    misses no event.
     """
     time_s = clock(connection)
     connection.execute(

@@ -96,9 +96,9 @@ def reading(engine: sa.Engine) -> sa.Engine:
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Context with a write transaction, which is committed at the end.
 
-    On PostgreSQL the transaction also stores a token, a text that no other transaction stores. If the connection is
-    lost during the commit, the stored tokens show whether the transaction was committed. An error therefore means that
-    nothing was stored.
+    On PostgreSQL the transaction also stores a token, which is a text that no other transaction stores. If the
+    connection is lost during the commit, the token shows whether the transaction was committed. An error that leaves
+    the context therefore means that nothing was stored.
     """
     with engine.connect() as connection, connection.begin() as begun:
         yield connection

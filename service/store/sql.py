@@ -844,10 +844,10 @@ class Store:
     def remove_texts(self, job_id: str, *, num_samples: int, num_bytes: int) -> None:
         """Remove the model responses and tokens of a study's samples; values and flags are kept.
 
-        The removal is stored first, with the number of samples and the bytes; from then on the study cannot be resumed.
-        Responses are removed a recipe at a time, so that drivers of other jobs may write in between. An interrupted
-        removal is completed by the next call. Raises NotFound if there is no such study, and Conflict if the study is
-        neither COMPLETE nor CANCELLED.
+        `num_samples` and `num_bytes` are the numbers of samples and bytes that are removed, for the record of the
+        removal. This record is stored first; from then on the study cannot be resumed. Responses are removed a recipe
+        at a time, so that drivers of other jobs may write in between. An interrupted removal is completed by the next
+        call. Raises NotFound if there is no such study, and Conflict if the study is neither COMPLETE nor CANCELLED.
         """
         table, documents = schema.studies, schema.documents
         removed = RemovedResponses(self.now(), num_samples, num_bytes)

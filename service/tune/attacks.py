@@ -76,9 +76,10 @@ class Attacks:
     def advance(self, digest: str, index: int) -> bool:
         """Continue a recipe's search for the worst prompt template until it needs the scores of further templates.
 
-        Call this method when all samples that the attack has requested are stored. Afterwards the sample cache lists
-        the samples of the further templates as missing, unless they are stored. Returns False if the attack has ended.
-        Raises InvalidModel if the fill-mask model cannot be used.
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. Call this
+        method when all samples that the attack has requested are stored. Afterwards the sample cache lists the samples
+        of the further templates as missing, unless they are stored. Returns False if the attack has ended, or if the
+        benchmark has none. Raises InvalidModel if the fill-mask model cannot be used.
         """
         benchmark = self._plan.benchmarks[index]
         if benchmark.attack is None or self.is_ended(digest, index):
@@ -103,7 +104,10 @@ class Attacks:
         return True
 
     def drop(self, digest: str, index: int) -> None:
-        """Stop the prompt attack on a recipe, and keep its stored samples."""
+        """Stop the prompt attack on a recipe, and keep its stored samples.
+
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`.
+        """
         self._running.pop((digest, index), None)
         self._samples.set_attacked(digest, index, ())
 
@@ -144,5 +148,9 @@ def _replacements(attack: PromptAttack) -> Replacements | None:
 
 @cache
 def _masked_model(model: str, encoder: str | None) -> MaskedModel:
-    """The fill-mask model that proposes word replacements; it stays loaded for further attacks by this process."""
+    """The fill-mask model that proposes word replacements; it stays loaded for further attacks by this process.
+
+    `model` and `encoder` are directories or hub ids. `encoder` is the model by which texts are compared; None for
+    `model`.
+    """
     return MaskedModel(model, encoder=encoder)

@@ -327,14 +327,17 @@ class Coordinator:
             self._release(evaluation)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
-        """Store an event that fewer trial actors run than are wanted; `text` gives the reason."""
+        """Store an event that fewer trial actors run than are wanted.
+
+        `running` and `wanted` are the two numbers of actors, and `text` is the reason.
+        """
         self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
     def on_engine_fault(self, fault: EngineFault) -> None:
-        """Record that an engine failed a check of its weights or outputs.
+        """Record that an engine failed a check of its weights or outputs, which `fault` describes.
 
-        The samples that it scored since its last passed check must be scored again. Raises StudyFailed if too many
-        engines have failed a check.
+        The samples that the engine scored since its last passed check must be scored again. Raises StudyFailed if too
+        many engines have failed a check.
         """
         logger.warning("%s", fault)
         self._chunks.report_fault(fault)

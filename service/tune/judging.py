@@ -75,17 +75,18 @@ class Judging:
     def is_ended(self, digest: str, index: int) -> bool:
         """Whether the judge has answered for all completions of a recipe on a benchmark; True without a judge.
 
-        `digest` identifies the recipe.
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`.
         """
         return self._plan.benchmarks[index].judge is None or (digest, index) in self._ended
 
     def begin(self, digest: str, index: int) -> bool:
         """Request the missing judgments of a recipe's stored completions on a benchmark.
 
-        Returns whether judgments are pending. Once none is pending, `take` returns the recipe and the benchmark.
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. Returns
+        whether judgments are pending. Once none is pending, `take` returns the recipe and the benchmark.
 
         Raises:
-            JudgeFailed: Completions are no longer stored, or the judgments have too few verdicts.
+            JudgeFailed: Completions are no longer stored, or the judge's answers have too few verdicts.
             InvalidTask: The task cannot be built.
         """
         benchmark, key = self._plan.benchmarks[index], (digest, index)

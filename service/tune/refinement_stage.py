@@ -220,7 +220,7 @@ class RefinementStage:
         return self._descent
 
     def _may_start(self, descent: _Descent) -> bool:
-        """Whether the study's limits allow the rest of a refinement: its remaining steps and the trial after them.
+        """Whether the study's limits allow the remaining steps of `descent` and the trial after them.
 
         If they do not, the stage ends. The result is also False as long as the answer depends on running evaluations.
         """

@@ -467,7 +467,11 @@ def _own_key(sender: Principal, key: str | None) -> str | None:
 def _record(
     services: Services, sender: Principal, action: str, before: JobRecord | None, after: JobRecord | None
 ) -> None:
-    """Add a change of a job to the audit log."""
+    """Add a change of a job to the audit log.
+
+    `action` is the kind of change. `before` and `after` are the job before and after the change; `before` is None for a
+    new job, `after` for a deleted one.
+    """
     job = before or after
     assert job is not None
     documents = (

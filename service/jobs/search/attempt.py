@@ -334,8 +334,8 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
     """Number of gradient steps and policy updates that a study makes if nothing ends it early.
 
-    The number includes the steps of the refinement (gradient descents from trials of the front) with the largest number
-    of paths.
+    `algorithm` is the name of the searcher. For searchers other than `gradient`, the number includes the steps of the
+    refinement (gradient descents from trials of the front) with the largest number of paths.
     """
     options = setting.options
     refined = 0 if options.refinement is None else options.refinement.paths * options.refinement.steps
@@ -477,7 +477,7 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 
 
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
-    """Check every running engine with a canary: the comparison of its log-probabilities with those of transformers.
+    """Check every running engine of `scorer` with a canary: the comparison of its log-probabilities with transformers.
 
     A sample counts as checked once its engine has passed a later canary. The number of the study's samples that are not
     checked is stored with the study.

@@ -113,7 +113,10 @@ def has_values(document: AnalysisDocument) -> bool:
 
 
 def merge_text(row: MergeLossDocument) -> str:
-    """Text of a merge's metric and loss, with the coefficient that gives them."""
+    """Text of a merge's metric and loss, with the coefficient that gives them, such as `0.612 (loss 1.204) at 0.4`.
+
+    If `row`, the merge's entry in the analysis, has no metric, the text has only the loss.
+    """
     at = "" if row["coefficient"] is None else f" at {row['coefficient']:g}"
     loss, value = _loss_text(row["mean"]), row.get("value")
     return f"{loss}{at}" if value is None else f"{number_text(value)} (loss {loss}){at}"
@@ -168,7 +171,8 @@ def _loss_text(loss: float | None) -> str:
 def num_experts(fleet: FleetAnalysisDocument, row: MergeLossDocument) -> int:
     """Number of experts that each merge in a row of the table combines.
 
-    Files of earlier versions do not state it; their merges combine all experts.
+    `row` is the entry of the merges in the analysis of `fleet` (the experts of one fine-tuning). Files of earlier
+    versions do not have the number; their merges combine all experts of the fleet.
     """
     return row.get("num_experts", len(fleet["task_vectors"]))
 

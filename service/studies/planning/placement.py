@@ -194,7 +194,10 @@ def _divided(
 
 
 def _larger_ranks(needs: MemoryRequirements, usable: int) -> str:
-    """Advice for an engine that does not fit: more GPUs for it (a power of two), a smaller dtype, or shorter texts."""
+    """Advice for an engine that does not fit: more GPUs for it (a power of two), a smaller dtype, or shorter texts.
+
+    `needs` is the memory that an engine needs. `usable` is the number of bytes of a GPU that the engine may use.
+    """
     whole = needs.weights * needs.ranks
     fixed = needs.engine(1) - needs.weights - needs.max_length * needs.kv_token
     kv = needs.max_length * needs.kv_token * needs.ranks
@@ -245,7 +248,11 @@ def _lack_of_host(placement: StudyPlacement, study: Study, profile: MachineProfi
 
 
 def _texts(needs: MemoryRequirements, kv_bytes: int) -> int:
-    """Number of texts of at most TEXT_TOKENS tokens whose keys and values fit into `kv_bytes` bytes."""
+    """Number of texts that an engine serves at the same time.
+
+    This many texts of TEXT_TOKENS tokens, or of the largest length if that is smaller, have keys and values that fit
+    into `kv_bytes` bytes. The number is at least 1 and at most MAX_NUM_SEQS.
+    """
     each = min(TEXT_TOKENS, needs.max_length) * needs.kv_token
     return max(1, min(MAX_NUM_SEQS, kv_bytes // each if each else MAX_NUM_SEQS))
 

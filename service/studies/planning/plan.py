@@ -159,5 +159,9 @@ def engine_speeds(
 
 
 def _threads(profile: MachineProfile, replicas: int) -> int:
-    """Number of threads of each engine on a CPU; one core is left to other processes."""
+    """Number of threads of each engine on machines without GPUs.
+
+    The `replicas` engines are divided equally between the machines of `profile`. One core of each machine is left to
+    other processes.
+    """
     return max(1, (profile.cores - 1) // max(1, -(-replicas // profile.nodes)))

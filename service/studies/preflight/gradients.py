@@ -80,8 +80,9 @@ def _on_gpu(
 ) -> tuple[GradientPlace | None, str]:
     """Plan gradients on a GPU that has no engine; return (place, ""), or (None, reason) if they do not fit there.
 
-    `value_bytes` is the size of a number in the gradients' dtype. `max_layers` is the number of layers of the longest
-    merge if merges have any number of layers, else 0.
+    `machines` are the groups of machines, whose smallest GPU counts. `value_bytes` is the size of a number in the
+    gradients' dtype. `max_layers` is the number of layers of the longest merge if merges have any number of layers,
+    else 0.
     """
     known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
     if not known:

@@ -71,7 +71,7 @@ class PolicyCheckpoints:
 def kept_iterations(num_finished: int, num_policies: int) -> range:
     """The iterations whose checkpoints must be kept once `num_finished` iterations are finished.
 
-    They are the last two iterations of each policy.
+    They are the last two iterations of each of the `num_policies` policies, which are trained in turn.
     """
     return range(max(0, num_finished - 2 * num_policies), num_finished)
 
@@ -88,7 +88,10 @@ def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
 def store_policy(
     artifacts: ArtifactStore, study_id: str, name: str, content: bytes, *, facts: dict[str, int] | None = None
 ) -> None:
-    """Store a policy's checkpoint as the study's artifact `name`, in place of an earlier artifact of that name."""
+    """Store a policy's checkpoint as the study's artifact `name`, in place of an earlier artifact of that name.
+
+    `content` is the checkpoint. `facts` are numbers that are stored with the artifact; None stores none.
+    """
     with TemporaryDirectory() as temporary:
         (Path(temporary) / FILE).write_bytes(content)
         artifacts.put(study_id, name, Path(temporary), facts=facts or {})

@@ -165,7 +165,10 @@ class SentObservations:
 
 
 def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int) -> tuple[UpdateResult, bytes | None]:
-    """Call `searcher.learn` and measure its time; return its result, with the seconds added, and its checkpoint."""
+    """Compute the policy update of `iteration` with `searcher.learn`, and measure the time.
+
+    Returns the update's result with the seconds, and the policy's checkpoint (None if nothing was learned).
+    """
     started = time.perf_counter()
     result, content = searcher.learn(context, iteration=iteration)
     return replace(result, seconds=time.perf_counter() - started), content

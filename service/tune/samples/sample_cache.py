@@ -62,7 +62,11 @@ class SampleCache:
         self._num_scored[split] += len(samples)
 
     def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
-        """Remove a sample from the cache, so that it is scored again."""
+        """Remove a sample from the cache, so that it is scored again.
+
+        `digest` identifies the recipe. `position` is the sample's index in the order in which the objective's samples
+        are scored.
+        """
         values = self._values[split][digest][objective]
         if split == Split.SEARCH:
             self._void[digest, objective, position] = float(values[position])

@@ -85,7 +85,10 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 
 
 def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
-    """The number of gradient steps needed for the first `num_proposals` proposals after the baselines."""
+    """The number of gradient steps that must be made before the first `num_proposals` proposals are known.
+
+    Proposals are points of the `descents`, in order. Baselines are not counted.
+    """
     total = 0
     for descent in descents:
         if num_proposals <= 0:

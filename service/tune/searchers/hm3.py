@@ -255,9 +255,9 @@ def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
     """Statistics of the weights of each layer that paths may use, as input to the policy.
 
-    One of the models may itself be merged from several models, with coefficients that follow from the preference vector
-    (the importances of the objectives). Its layers get the mean statistics of the other models, because the policy
-    receives the preference vector anyway.
+    `family` has the models. `paths` are the layer paths, in which the layers of one of the models may be merged from
+    all others, with coefficients that follow from the preference vector (the importances of the objectives). Merged
+    layers get the mean statistics of the other models, because the policy receives the preference vector anyway.
     """
     import torch
 
