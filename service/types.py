@@ -173,9 +173,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)  # a study has tens of thousands
 class RungRecord:
-    """A rung that a trial has finished: mean of the rung's samples and its standard error, by objective.
+    """A rung that a trial has finished.
 
-    The standard error is None if there is a single sample.
+    By objective, `num_samples` has the number of the rung's samples, `values` their mean, and `standard_errors` the
+    standard error of the mean. The standard error is None if there is a single sample.
     """
 
     rung: int
@@ -346,7 +347,11 @@ class Account:
 
 @dataclass(frozen=True)
 class UserRecord:
-    """A stored user. `is_admin` says whether the user administers the server. A disabled user has no rights."""
+    """A stored user.
+
+    `is_admin` says whether the user administers the server. A disabled user (`is_disabled`) has no rights. `roles` has
+    the user's role in each team. `created_at` is in seconds since the epoch.
+    """
 
     name: str
     is_admin: bool
@@ -373,7 +378,9 @@ class TeamRecord:
 class TokenRecord:
     """Record of an API token, without the hash by which the server recognizes the token.
 
-    `prefix` is the token's beginning, by which users recognize it. Times are in seconds since the epoch; None is never.
+    `user` is the token's user, and `name` the name that the user gave the token. `prefix` is the token's beginning, by
+    which users recognize it. `scope` says for which requests the token may be used. Times are in seconds since the
+    epoch; None is never.
     """
 
     id: str
@@ -434,10 +441,12 @@ class LoginRecord:
 class AuditRecord:
     """An entry of the audit log: a user's change of an object, its origin, and the object before and after.
 
-    `user` is None if the server had no accounts. `origin` is the address that the request came from, or names the user
-    and the machine of a command. `token` is the prefix of the token that was used, or "session" and the
-    beginning of the session's id. `before` and `after` are JSON
-    objects; None if the object did not exist.
+    - `user`: the user, or None if the server had no accounts
+    - `origin`: the address that the request came from, or the user and the machine of a command
+    - `token`: the prefix of the token that was used, or "session" and the beginning of the session's id
+    - `action`: the kind of change, such as "job.share"
+    - `target`: the changed object, such as "job ID"
+    - `before`, `after`: the object before and after the change, as JSON; None if there is nothing to describe
     """
 
     id: int

@@ -58,7 +58,10 @@ def frame(data: Mapping[str, Any], *, event: str, id: int | None = None) -> byte
 
 
 class EventHub:
-    """Streams of job events to HTTP clients. A hub is bound to one asyncio event loop."""
+    """Streams of job events to HTTP clients. A hub is bound to one asyncio event loop.
+
+    While the database announces no events, new events are read every `poll_s` seconds.
+    """
 
     def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
         self._store = store

@@ -33,7 +33,8 @@ Job = Mapping[str, Any]
 class JobView:
     """Terminal display of a server's jobs of one kind: results on standard output, progress on standard error.
 
-    Its subclasses, such as `StudyView`, show more of the jobs of one kind.
+    `client` is the client of the server. If `as_json` is True, results are JSON. Subclasses, such as `StudyView`, show
+    more of the jobs of one kind.
     """
 
     def __init__(self, kind: JobKind, client: Client, *, as_json: bool) -> None:

@@ -41,11 +41,11 @@ class ProgressStyle(StrEnum):
 
 
 class ProgressView:
-    """Progress reporter that shows a study's progress on `stream` (default: standard error).
+    """Progress reporter that shows a study's progress on `stream` (default: standard error), in the given `style`.
 
     Use it as a context manager. It is thread-safe. Its method `update` is cheap enough to be called for every sample.
     Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` is the number of seconds that
-    earlier attempts worked on the study.
+    earlier attempts worked on the study. `clock` returns a time in seconds, which tests replace.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ class Host:
     """Supervisor of the Ray cluster that the server runs on its own machine.
 
     The cluster is a process of `service.cluster.local_ray`. It is started again if it dies. It continues when the
-    server ends, and the next server uses it.
+    server ends, and the next server uses it. `dashboard_host` and `dashboard_port` are the address and the port of
+    Ray's dashboard; the port None means 8265, or the next free port.
     """
 
     def __init__(self, data_dir: Path, dashboard_host: str, dashboard_port: int | None) -> None:

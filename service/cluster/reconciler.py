@@ -204,8 +204,9 @@ class RayCluster:
     Ray. The other servers compute the same decisions from the stored state, so that all servers give the same answers.
     If the leader ends, another server becomes the leader.
 
-    The cluster is the one that RAY_ADDRESS names, or one that the server runs on this machine. The method `start`
-    returns at once. The method `not_ready` says why no job can continue yet.
+    The cluster is the one that RAY_ADDRESS names, or one that the server runs on this machine, with Ray's dashboard at
+    `dashboard_host` and `dashboard_port`. `files` is the location of artifacts; None is a directory in `data_dir`. The
+    method `start` returns at once. The method `not_ready` says why no job can continue yet.
     """
 
     def __init__(

@@ -143,8 +143,11 @@ class BenchmarkTest:
 class BenchmarkTable:
     """Results of all trials on the benchmarks of a study.
 
-    `reference` is the number of the trial that differences are relative to, the best trial on search data; None if it
-    was scored on no benchmark. `failures` has (trial number, benchmark, reason).
+    - `columns`, `rows`: the benchmarks, and the values of each trial on them
+    - `reference`: the number of the trial that differences are relative to, the best trial on search data; None if that
+      trial was scored on no benchmark
+    - `tests`: comparisons of all merges with the best baselines
+    - `failures`: trials that could not be scored, as (trial number, benchmark, reason)
     """
 
     columns: tuple[BenchmarkColumn, ...] = ()

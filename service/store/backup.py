@@ -78,7 +78,11 @@ class Backup:
 
 @dataclass(frozen=True)
 class Restored:
-    """Result of a restoration: the backup, and the number of exports that must be requested again."""
+    """Result of a restoration.
+
+    `backup` describes the restored backup. `removed_exports` is the number of exports (merged models for download) that
+    were not part of the backup, and must be requested again.
+    """
 
     backup: Backup
     removed_exports: int

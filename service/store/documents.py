@@ -209,7 +209,8 @@ class WarmStart:
     """Results of an earlier study with which a study's searcher starts.
 
     `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results at every rung are used, or
-    "full" if only those at the full budget are. `digest` is the digest of the artifact that has the results.
+    "full" if only those at the full budget are. `num_trials` and `num_observations` are the numbers of trials and of
+    results that are used. `digest` is the digest of the artifact that has the results.
     """
 
     study: str
@@ -222,7 +223,11 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RemovedResponses:
-    """Removal of a study's model responses and tokens: its time, and the numbers of removed samples and bytes."""
+    """Removal of a study's model responses and tokens.
+
+    `removed_at` is the time in seconds since the epoch. `num_samples` and `num_bytes` are the numbers of samples and
+    bytes that were removed.
+    """
 
     removed_at: float
     num_samples: int

@@ -72,7 +72,8 @@ class _Measurement(_Request):
 
     The merge is the one at `point` in the search space. `point` has the values of all parameters of the search space,
     in the order of the space. `positions` has the positions of the samples, by objective. For the objectives in
-    `completions`, the reference answers are correct completions by the source models.
+    `completions`, the reference answers are correct completions by the source models. Each sample counts as `charge`
+    samples against the study's limit of samples.
     """
 
     point: tuple[float, ...]

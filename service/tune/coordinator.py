@@ -46,11 +46,15 @@ MAX_LOST_ACTORS = 6
 class Coordinator:
     """The coordinator of one study: it decides which evaluation runs next, and stores the results.
 
-    The coordinator is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for
-    the event that has just happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests
-    can stop the process at this event. `gradients` computes the steps of the refinement, if the plan has a refinement.
-    `is_out_of_budget` is called before a new trial starts; it returns the limit that is exhausted, or None if no limit
-    is exhausted.
+    - `plan`, `space`: the study's settings, and its search space
+    - `store`, `writer`: the database with earlier results, and the writer of new results
+    - `proposer`: asks the searcher for proposals
+    - `gradients`: computes the steps of the refinement, if the plan has a refinement
+    - `observer`: called with a word for the event that has just happened or follows next ("ask", "chunk", "commit",
+      "rung", "promotion", ...), so that tests can stop the process at this event
+    - `is_out_of_budget`: called before a new trial starts; returns the limit that is exhausted, or None
+
+    The coordinator is not thread-safe: Tune's controller loop is its only caller.
     """
 
     def __init__(

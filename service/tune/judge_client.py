@@ -34,7 +34,7 @@ class JudgeFailed(Exception):
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """The answer of an LLM judge, and the name of the model that the endpoint reported."""
+    """The answer of an LLM judge: its `text`, and the name of the `model` that the endpoint reported."""
 
     model: str
     text: str

@@ -28,7 +28,10 @@ Key = tuple[str, int]  # digest of a recipe, position of the benchmark in the pl
 
 @dataclass
 class _Pending:
-    """The judgment requests for one recipe on a benchmark: how many are unanswered, and whether they are cancelled."""
+    """The judgment requests for one recipe on a benchmark.
+
+    `num_left` is the number of requests that are unanswered. `is_cancelled` is set once the requests are cancelled.
+    """
 
     num_left: int
     is_cancelled: threading.Event = field(default_factory=threading.Event)
@@ -36,7 +39,12 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _Question:
-    """One request to an LLM judge: its prompt, and the recipe, benchmark and sample that it is about."""
+    """One request to an LLM judge, with the `prompt` to send.
+
+    `key` has the recipe's digest and the position of the benchmark, `benchmark` the benchmark's name. `position` is the
+    position of the sample whose completion is judged. `is_swapped` says whether the completion is the second answer in
+    the prompt, after the reference answer.
+    """
 
     key: Key
     benchmark: str

@@ -93,6 +93,10 @@ class Plan:
     - `tasks`, `holdout_tasks`: the tasks of search and holdout data by objective
     - `benchmarks`: the benchmarks, scored whole after the search
     - `cycle`: the brackets that the scheduler repeats
+    - `eta`: the reduction factor of successive halving; about 1/eta of a rung's trials are promoted
+    - `max_trials`: the number of trials that the searcher proposes
+    - `chunk_samples`: the largest number of samples that are scored and stored at once
+    - `bank_fingerprint`: the fingerprint of the source models
     - `waits_for_baselines`: the searcher is asked for its first proposal once all `baselines` have ended
     - `max_staleness`: how many trials proposals may run ahead of evaluations
     - `batch`: how many consecutive proposals are made from the same results

@@ -141,7 +141,10 @@ class _Raised:
 
 
 class _EvaluationSource(_NotPickled, Searcher):
-    """A search algorithm for Tune that gives it the coordinator's evaluations, at most `concurrency` at a time."""
+    """A search algorithm for Tune that gives it the coordinator's evaluations, at most `concurrency` at a time.
+
+    `interrupt` says whether the run must end. `raised` keeps an error of the coordinator.
+    """
 
     def __init__(self, coordinator: Coordinator, concurrency: int, interrupt: _Interrupt, raised: _Raised) -> None:
         super().__init__(metric=None, mode=None)

@@ -296,8 +296,9 @@ class RefinementStage:
 class _Descent:
     """Gradient descent on the coefficients of one layer path, computed from the study's stored steps.
 
-    The first step computes the losses at the path's own coefficients. Later losses are divided by these losses, so that
-    objectives with equal weights have the same importance. All further steps are gradients.
+    `index` is the index of `path` among the refined paths. `coefficients` describes the parameters that the descent
+    changes. The first step computes the losses at the path's own coefficients. Later losses are divided by these
+    losses, so that objectives with equal weights have the same importance. All further steps are gradients.
     """
 
     def __init__(self, index: int, path: _Path, coefficients: Coefficients, plan: Plan) -> None:

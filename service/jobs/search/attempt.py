@@ -380,8 +380,9 @@ class _WaitWatch:
 class _Snapshots:
     """Source of progress snapshots of a running study.
 
-    The method `due` returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now`
-    always returns a snapshot.
+    `planned` is the expected number of samples of the whole study, and `planned_steps` the expected number of gradient
+    steps and policy updates. The method `due` returns a snapshot if the last one was taken at least 0.25 s ago, else
+    None. The method `now` always returns a snapshot.
     """
 
     def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int, planned_steps: int) -> None:

@@ -23,7 +23,7 @@ __all__ = ["StudyEdit", "edited"]
 
 
 class LimitsEdit(BaseModel):
-    """Limits of a study that may change while it runs; null is no limit."""
+    """Limits of a study that may change while it runs; null (None) removes a limit."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -161,9 +161,10 @@ class Plot:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a heatmap, `span` columns wide.
+    """A cell of a heatmap, from the column with index `column` on, `span` columns wide.
 
-    `share` in [-1, 1] gives its colour: 0 has no colour, -1 and 1 are the two extremes.
+    `share` in [-1, 1] gives its colour: 0 has no colour, -1 and 1 are the two extremes. `title` is the text that
+    browsers show at the cell.
     """
 
     column: int
@@ -213,7 +214,8 @@ def heatmap(
 class Interval:
     """A row of a forest plot: a value with its interval from `low` to `high`.
 
-    `css` is the CSS class of the row's marks.
+    `label` is the name of the row. `css` is the CSS class of the row's marks. `title` is the text that browsers show at
+    the row.
     """
 
     label: str
@@ -278,7 +280,10 @@ def forest(
 
 @dataclass(frozen=True)
 class Bar:
-    """A part of a stacked bar; `share`, in [0, 1], is its length."""
+    """A part of a stacked bar; `share`, in [0, 1], is its length.
+
+    `label` is its name, and `style` the inline CSS style of the part.
+    """
 
     label: str
     share: float
@@ -297,7 +302,10 @@ def stacked_bar(parts: Sequence[Bar]) -> Markup:
 
 @dataclass(frozen=True)
 class Legend:
-    """An entry of a legend: a symbol as drawn in the chart, and its meaning."""
+    """An entry of a legend: a symbol as drawn in the chart, and its meaning.
+
+    `label` is the meaning. `shape`, the CSS class `css` and the inline style `style` are those of the symbol.
+    """
 
     label: str
     css: str

@@ -42,7 +42,11 @@ VERIFICATION_COPIES = 5
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a study on a machine, such as engine weights: its place, and its bytes on each GPU and each host."""
+    """A part of a study on a machine, such as engine weights.
+
+    `place` says in words where the part is kept. `gpu_bytes` and `host_bytes` are the bytes that the part takes on each
+    GPU and on each host.
+    """
 
     name: str
     place: str

@@ -103,7 +103,8 @@ class Device:
     """Speeds of the device that computes passes: all GPUs of one engine together, or threads of a CPU.
 
     `products` is in operations per second, `bandwidth` in bytes per second. `source_bandwidth` is the rate, in bytes
-    per second, at which merging reads the sources from where they are kept.
+    per second, at which merging reads the sources from where they are kept. `calibration` has the shares of these
+    speeds that programs reach.
     """
 
     products: float

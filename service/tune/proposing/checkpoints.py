@@ -22,10 +22,11 @@ FILE = "policy.pt"
 
 
 class PolicyCheckpoints:
-    """The checkpoints of the policies that one study trains, stored as artifacts.
+    """The checkpoints of the policies that one study trains, stored in `artifacts`.
 
-    The last two checkpoints of each policy are kept, each in its own artifact. If an attempt ends after it has stored a
-    checkpoint and before it has stored the checkpoint's step, the previous checkpoint is still available.
+    `searcher` trains the policies, and `setting` has the facts from which it computes their number. The last two
+    checkpoints of each policy are kept, each in its own artifact. If an attempt ends after it has stored a checkpoint
+    and before it has stored the checkpoint's step, the previous checkpoint is still available.
     """
 
     def __init__(

@@ -113,7 +113,11 @@ class Asking:
 
 
 class Observations:
-    """Converts stored trials to the observations that a searcher may use for a proposal."""
+    """Converts stored trials to the observations that a searcher may use for a proposal.
+
+    `space` and `plan` are the study's search space and settings. `feasibility` computes by how much a trial violates
+    the study's constraints.
+    """
 
     def __init__(self, space: SearchSpace, plan: Plan, feasibility: Feasibility) -> None:
         self._space = space

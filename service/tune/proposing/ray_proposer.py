@@ -48,6 +48,10 @@ logger = logging.getLogger(__name__)
 class RayProposer:
     """A `Proposer` that runs the searcher and the gradient actor as Ray actors.
 
+    - `algorithm`: the name of the searcher
+    - `parameters`: the parameters of the search space
+    - `seed`: the seed of the search
+    - `setting`: further facts about the study that searchers need
     - `steps`: the steps that the study already has
     - `gradient_inputs`: the input of the gradient actor; None for a searcher that needs no gradients
     - `completions`: reads correct completions of the study's source models

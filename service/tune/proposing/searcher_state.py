@@ -19,9 +19,9 @@ __all__ = ["SearcherState", "SentObservations"]
 class SearcherState:
     """Actor that runs a study's searcher and keeps in memory what proposals need: steps, observations and checkpoints.
 
-    In its methods, `call` has the fields of `ProposalContext` that differ between proposals: `number`, `seed`,
-    `observations` and `pending`. `observations` may have an index in place of an observation: the index of one of the
-    observations that the method `receive` has received.
+    `algorithm` is the name of the searcher, and `parameters` are those of the search space. In the methods, `call` has
+    the fields of `ProposalContext` that differ between proposals: `number`, `seed`, `observations` and `pending`. In
+    `observations`, an index may stand for an observation that the method `receive` has received before.
     """
 
     def __init__(
@@ -176,10 +176,10 @@ def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int)
 
 @dataclass(frozen=True)
 class _Ahead:
-    """An update of a policy that was computed before it was requested.
+    """The update of a policy in `iteration`, computed before it was requested.
 
-    `known` are the observations from which it was computed; the update is used if these are still the same. `content`
-    is the policy's checkpoint, or None if nothing was learned.
+    `known` are the observations from which the update was computed; the update is used only if they are still the same.
+    `result` is the update's result, and `content` the policy's checkpoint, or None if nothing was learned.
     """
 
     iteration: int

@@ -111,6 +111,8 @@ class Decision:
 class RungTable(ABC):
     """Base class of schedulers, with the rungs and brackets of one study.
 
+    - `num_rungs`: the number of rungs
+    - `eta`: the reduction factor of successive halving; about 1/eta of a rung's trials are promoted
     - `cycle`: the brackets, which repeat until `max_trials` configurations are proposed
     - `num_baselines`: the number of baselines, which are the first trials and are evaluated once, at the last rung
     - `max_staleness`: how many trials proposals may run ahead of evaluations, which keeps replicas busy

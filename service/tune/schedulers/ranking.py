@@ -88,10 +88,11 @@ class _Line:
 class _Fronts:
     """Trials with several objectives in the order of promotion: by front, crowding distance, then trial number.
 
-    The trials are candidates for promotion. The first front consists of the candidates that no other one dominates. The
-    second front consists of those that only candidates of the first front dominate, and so on. Within a front, a larger
-    crowding distance comes first. Candidates are numbered in the order of arrival, and named by these numbers.
-    `_fronts` has the first fronts. `_rest` has the candidates behind them, which are not divided into fronts yet.
+    The trials are candidates for promotion; each has `num_costs` costs. The first front consists of the candidates that
+    no other one dominates. The second front consists of those that only candidates of the first front dominate, and so
+    on. Within a front, a larger crowding distance comes first. Candidates are numbered in the order of arrival, and
+    named by these numbers. `_fronts` has the first fronts. `_rest` has the candidates behind them, which are not
+    divided into fronts yet.
     """
 
     def __init__(self, num_costs: int) -> None:

@@ -28,7 +28,12 @@ _NUM_DRAWN = 64
 
 @dataclass(frozen=True)
 class GridSearcher:
-    """Grid search, which avoids known configurations and ignores their results."""
+    """Grid search, which avoids known configurations and ignores their results.
+
+    On the first grid a number has `first_levels` values, from one end of its range to the other. When all points of a
+    grid are known, the distance between values is halved, up to `finer` times. All points of a grid are listed if they
+    are at most `max_points`; of a larger grid, random points are drawn.
+    """
 
     first_levels: int = 5  # values of a number: the ends of its range, and evenly between
     finer: int = 4  # how often the distance between values is halved when a grid is exhausted

@@ -38,11 +38,17 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 class SmacSearcher:
     """The searcher SMAC, a random forest with expected improvement; its options are those of `search.smac`.
 
-    It proposes the candidate with the largest expected improvement. Candidates are `num_uniform` random configurations,
-    `num_tied` configurations in which all layers have the same values, and `num_mutants` random changes of each of the
-    `num_parents` scored configurations that the forest predicts to be best. A configuration that violates constraints
-    counts as worse than all configurations that do not, and as worse the larger its violation is. The defaults were
-    chosen with tests/benchmarks/bench_searchers.py.
+    It draws configurations at random until `num_initial` trials have results. Afterwards it proposes the candidate with
+    the largest expected improvement. Candidates are `num_uniform` random configurations, `num_tied` configurations in
+    which all layers have the same values, and `num_mutants` random changes of each of the `num_parents` scored
+    configurations that the forest predicts to be best. A random change moves each parameter with the probability
+    `mutation_rate`, by a step of standard deviation `mutation_step`, as a share of the parameter's range. For the share
+    `tied_share` of the proposals, all candidates have the same values in all layers.
+
+    The forest has `num_trees` trees, and learns from at most `max_numbers` values of parameters. With several
+    objectives, a weight vector is drawn for each proposal, from at most `max_weight_vectors` vectors. A configuration
+    that violates constraints counts as worse than all configurations that do not, and as worse the larger its violation
+    is. The defaults were chosen with tests/benchmarks/bench_searchers.py.
     """
 
     # Configurations with results, baselines included, before the forest is used; with `highest_budget`, at one rung.
