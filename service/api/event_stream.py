@@ -99,7 +99,10 @@ class EventHub:
         return max(self._poll_s, ANNOUNCED_POLL_S) if self._notifications.is_listening else self._poll_s
 
     def job(self, job_id: str) -> JobRecord | None:
-        """Return the job as it was last read for its streams; None if it was not read yet, or has no stream."""
+        """Return the job in the state in which the hub last read it for its streams.
+
+        Returns None if no HTTP client follows the job, or if the job was not read yet.
+        """
         feed = self._feeds.get(job_id)
         return None if feed is None else feed.job
 

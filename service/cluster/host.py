@@ -45,9 +45,9 @@ class Host:
         return record.dashboard_url if record is not None else None
 
     def not_ready(self, *, may_start: bool = True) -> str | None:
-        """Start Ray if it is not running, and return the reason why it is not ready yet; None if it is ready.
+        """Start Ray if it is not running, and return the reason why Ray is not ready yet; None if Ray is ready.
 
-        Ray is not started if `may_start` is False, which means that another server runs it.
+        If `may_start` is False, another server runs Ray, and this method does not start it.
         """
         record = read_host(self._data_dir)
         started = self._process.pid if self._process is not None else None

@@ -36,7 +36,8 @@ def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Calla
     - the directory with the path `name`, relative to the folder of `file` or to the current directory
     - `name` as a hub id
 
-    `warn` is called if a revision in the name has no effect. Raises InvalidRecipe if none of these fits.
+    `warn` is called if `name` has a revision ("model@revision") that has no effect. Raises InvalidRecipe if `name` is
+    none of these.
     """
     if name in directories:
         return directories[name]

@@ -372,8 +372,9 @@ class JobWriter:
     def _notify_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
         """Report a replica's failed check to each COMPLETE study that now has void samples.
 
-        Void samples were scored by the replica after its last passed canary. Each study with such samples receives an
-        event, and their number and `reason` are added to the reason of its state.
+        Void samples are those that the replica scored after its last passed canary (a check with fixed prompts). Each
+        study with void samples receives an event. The number of its void samples and `reason` are added to the reason
+        of its state.
         """
         studies, held = schema.studies, holdings()
         study = held.c.study

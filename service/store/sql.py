@@ -131,13 +131,13 @@ class _OneConnection:
 class Store:
     """Store of all jobs in one database; thread-safe, and must be closed after use.
 
-    Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. If the store
-    `waits`, its calls and those of its writers wait while the database does not answer, and are then repeated.
-    Otherwise they raise the error.
+    Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. `waits` says what
+    happens while the database does not answer. If it is True, calls of the store and of its writers wait, and are then
+    repeated. Otherwise they raise the error.
 
     Raises:
         Conflict: `url` is not a database, is a database of a newer version, or may not be used by this user.
-        DatabaseUnavailable: The database does not answer, and the store does not wait.
+        DatabaseUnavailable: The database does not answer, and `waits` is False.
     """
 
     def __init__(self, url: str | sa.URL, *, waits: bool = False) -> None:

@@ -313,8 +313,8 @@ def on_server(store: Store, *, reader: Account | None) -> OpenStudy:
     """Return a function that opens a study of the server's store by its id.
 
     A study file can name other studies by id, for example to continue their search. `reader` has the rights of the user
-    who submitted the file; None permits every study. The returned function raises NotFound for a study that does not
-    exist, and for a study that the user may not read.
+    who submitted the file; None permits every study. The returned function raises NotFound if the study does not exist
+    or the user may not read it.
     """
 
     @contextmanager

@@ -87,10 +87,10 @@ def with_warm_start(
 
 
 def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Observation, ...]:
-    """The stored observations of a study's warm start, in the order of the earlier study's trials.
+    """The stored results of an earlier study with which a study's search begins, in the order of the earlier trials.
 
     `start` has the digest that the stored file must have. The earlier trials have negative numbers, so that they come
-    before the study's own. Raises NotFound if no observations are stored, Conflict if they differ from those that the
+    before the study's own. Raises NotFound if no results are stored, and Conflict if they differ from those that the
     study began with.
     """
     record = artifacts.get(study_id, ARTIFACT)
@@ -116,11 +116,14 @@ def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Ob
 
 
 def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: OpenStudy) -> tuple[WarmStart, bytes]:
-    """Find the results of the study that `search.warm_start` in the study file names, and the content of their file.
+    """Find the results of the earlier study that `search.warm_start` in the study file names.
 
-    `resolved` is the record that is stored with the new study. The digest of the artifact is left empty, because the
-    artifact is not stored yet. Raises NotFound if there is no such study, Conflict if it has no results, or if its
-    models, search space or objectives differ.
+    Returns a description of the results, and the content of the file in which they are stored. The description has no
+    digest of the artifact yet. `resolved` is the record that is stored with the new study, and `open_study` opens the
+    earlier study.
+
+    Raises NotFound if there is no such study. Raises Conflict if it has no results, or if its models, search space or
+    objectives differ from those of the new study.
     """
     given = preflight.study.search.warm_start
     assert given is not None

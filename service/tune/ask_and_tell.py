@@ -130,10 +130,11 @@ class AskAndTell:
                 self._trials.finish(pruned, TrialState.PRUNED, reason)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
-        """Record a baseline's costs at every rung below the last, computed from the samples that it was scored on.
+        """Record a baseline's costs at every rung below the last, for comparisons with trials at these rungs.
 
-        A baseline is scored once, at the last rung, whose samples include those of the lower rungs. Nothing happens if
-        the trial is not a baseline, or has not been scored at the last rung.
+        A baseline is scored only once, at the last rung. Its samples there include those of the lower rungs, from which
+        the costs are computed. For a trial of a bracket, and for a baseline that is not scored yet, the method does
+        nothing.
         """
         if trial.bracket is None and trial.state is TrialState.COMPLETE:
             records = (self._samples.rung_record(trial.recipe, rung) for rung in range(self.table.last_rung))
@@ -178,10 +179,10 @@ class AskAndTell:
     # -- proposals -------------------------------------------------------------------------------------------------
 
     def ask(self, *, timeout_s: float) -> bool:
-        """Request the searcher's next configuration, and add it as a trial once it is ready.
+        """Request the searcher's next configuration, and add the configuration as a trial once it is ready.
 
-        Waits up to `timeout_s` seconds; a later call continues to wait for the same configuration. Returns True if a
-        trial was added.
+        The method waits up to `timeout_s` seconds. If the configuration is not ready by then, the next call continues
+        to wait for it. Returns True if a trial was added.
         """
         if self.table.is_search_over or not self._feasibility.is_known():
             return False

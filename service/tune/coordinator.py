@@ -240,7 +240,7 @@ class Coordinator:
     def _num_unstarted(self) -> int:
         """The number of proposed trials that wait for an engine.
 
-        These trials have no result yet, and no running evaluation has the recipe of such a trial.
+        A trial is counted if it has no result yet, and if no running evaluation scores the trial's recipe.
         """
         busy = self._recipes_in_flight()
         new = (self._trials[number] for number, _, split in self._ready() if split is Split.SEARCH)

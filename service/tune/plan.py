@@ -33,10 +33,11 @@ It has an origin, a label and the recipe.
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark of a study: its stored description (`facts`), its evaluation task, and which trials are scored on it.
+    """A benchmark of a study.
 
-    `trials` has the rules that choose these trials. `attack` is the attack on its prompts, and `judge` the judge of its
-    completions; None for no attack or judge.
+    `facts` is the benchmark's stored description, and `task` the task that scores it. `trials` has the rules that
+    choose the trials that are scored. `attack` is the attack on the benchmark's prompts, or None. `judge` is the LLM
+    judge of the completions, or None.
     """
 
     facts: BenchmarkFacts
@@ -182,11 +183,13 @@ class Plan:
 
 
 def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, has_begun: bool) -> tuple[Baseline, ...]:
-    """The baselines of a study: the baselines among its stored `trials`, then the `known` ones that are not stored yet.
+    """The baselines of a study, which is new or resumed.
 
-    The stored baselines are in the order of their trial numbers. `known` are the baselines that a new study would have.
-    A study whose search has begun (`has_begun`) has only the stored ones, because the numbers of all other trials
-    depend on the number of baselines. Therefore a program version with other baselines does not change such a study.
+    These are the baselines among the stored `trials`, in the order of their trial numbers. If the search has not begun
+    (`has_begun` is False), those of `known` that are not stored yet follow. `known` are the baselines that a new study
+    would have. Once the search has begun, no baseline is added, because the numbers of all other trials depend on the
+    number of baselines. A program version with other baselines therefore does not change a study whose search has
+    begun.
     """
     stored = sorted((t for t in trials if t.origin.is_given), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)

@@ -40,12 +40,15 @@ class SampleLimit:
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
-        """Whether the limit allows the trial of `proposal` or, if `num_charged` is above 0, a step that it needs.
+        """Whether the limit allows the trial of `proposal`, or a step that the trial needs.
 
-        The step, such as a gradient, counts as `num_charged` samples. The worst case is the sum of three numbers: the
-        samples used so far, the most that the trials in the rung table can still take, and the most that the new trial
-        or step can take. The result is True if this sum is within the limit. Otherwise it is None while evaluations are
-        left, because they may use fewer samples than in the worst case, and False if no evaluations are left.
+        The question is about a step, such as a gradient, if `num_charged` is above 0: the number of samples that the
+        step counts as. The worst case is the sum of three numbers: the samples used so far, the most that the trials in
+        the rung table can still take, and the most that the new trial or step can take.
+
+        - True: the worst case is within the limit.
+        - None: the worst case is not within the limit, but evaluations are left, which may use fewer samples.
+        - False: the worst case is not within the limit, and no evaluation is left.
         """
         return self._admits(self._needed(proposal, num_charged) + self._kept)
 

@@ -180,10 +180,10 @@ def remove_team(team: TeamName, services: Context, sender: Admin) -> Response:
 
 
 def _managed(team: TeamName, services: Context, sender: Checked) -> TeamRecord:
-    """Return the team that the path names, after checking that the sender administers it or the server.
+    """Return the team that the path names, after checking that the sender administers the team or the server.
 
-    Raises Refusal (404) if the team does not exist or the sender may not see it, and Refusal (403) if the sender does
-    not administer it.
+    Raises Refusal with status 404 if the team does not exist or the sender may not see it. Raises Refusal with status
+    403 if the sender may see the team but not administer it.
     """
     try:
         record = services.accounts.team(team)

@@ -326,10 +326,14 @@ def _tag(job: JobRecord) -> str:
 def _edit(
     services: Services, sender: Principal, kind: JobKind, job: JobRecord, body: JobEdit, if_match: str | None
 ) -> JobRecord:
-    """Edit a job as the request's `body` says, and return it. An edit that changes nothing is not stored.
+    """Edit a job as the request's `body` says, and return the job. An edit that changes nothing is not stored.
 
-    Raises Refusal with status 428 without `if_match`, 412 if the job was edited since, and 403 for a priority above 0
-    if the sender is no administrator.
+    `if_match` is the request's header If-Match, which names the version of the job that the sender has read. Raises
+    Refusal with one of these statuses:
+
+    - 428: the header is missing
+    - 412: the job was edited after the sender had read it
+    - 403: the priority is above 0 and the sender is no administrator
     """
     if if_match is None:
         raise Refusal(

@@ -303,7 +303,7 @@ def described_recipes(
 def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]) -> None:
     """Store the task, data and metric of each benchmark, so that later drivers notice if they change.
 
-    Raises StudyFailed if samples of a benchmark with the same name but another task or other data are stored.
+    Raises StudyFailed if a benchmark of the same name is stored with another task or other data.
     """
     stored = {facts.name: facts for facts in read_benchmarks(store.document(writer.job_id, BENCHMARKS))}
     for benchmark in benchmarks:

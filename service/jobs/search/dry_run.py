@@ -205,12 +205,12 @@ def check(
     """Check a study that would run in `directory`, and compute its expected cost.
 
     No engine is started, and no weights are downloaded. Sources that are merges of other studies are exported to a
-    temporary directory. `exports` also checks whether the best merge can be exported. With `metadata_only`, models need
-    no weights: their sizes are computed from their configurations.
+    temporary directory. If `exports` is True, the check includes whether the best merge can be exported. If
+    `metadata_only` is True, models need no weights: their sizes are computed from their configurations.
 
-    With a `profile`, the study is planned for the machines of the profile. If their memory is too small, the plan says
-    so. Without a profile, the study is planned for this machine or the machines in the study file, and too little
-    memory is a problem. Raises InvalidStudy with every problem.
+    `profile` describes the machines for which the study is planned. If their memory is too small, the plan says so. If
+    `profile` is None, the study is planned for this machine or the machines in the study file, and too little memory is
+    a problem. Raises InvalidStudy with every problem.
     """
     study = _outlined(study) if metadata_only else study
     with TemporaryDirectory() as temporary:

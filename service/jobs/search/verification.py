@@ -110,11 +110,11 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 
 
 def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
-    """Whether an earlier verification of a trial found all its samples equal; `digest` is the hash of the samples.
+    """Whether an earlier verification of a trial found all its samples equal.
 
-    `report` is the stored report of that verification. The result is False if `report` is None, or if it is about
-    another recipe or other samples. Reports of earlier versions do not say which samples they compared, so their trials
-    count as not verified.
+    `report` is the stored report of that verification, and `digest` the hash of the trial's present samples. The result
+    is False if there is no report, or if the report is about another recipe or other samples. Reports of earlier
+    versions do not say which samples they compared, so their trials count as not verified.
     """
     return (
         report is not None

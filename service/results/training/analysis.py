@@ -266,8 +266,8 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
     """Name each fleet (the experts of one fine-tuning) by its optimizer, in the order of `fleets`.
 
-    If several fleets have the same optimizer, their names also have the training options that differ; if no options
-    differ, the names have numbers.
+    The names of fleets with the same optimizer also have the training options in which these fleets differ. If no
+    options differ, the names have numbers.
     """
     kinds = ["/".join(dict.fromkeys(spec.method.kind for spec in experts.values())) for experts in fleets]
     names = []

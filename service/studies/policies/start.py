@@ -117,11 +117,12 @@ def _found(
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """Choose, for each policy of the new study, the iteration of the other study whose checkpoint it starts from.
+    """Choose, for each policy of the new study, the iteration of the other study from whose checkpoint it starts.
 
-    A policy for one preference vector takes the latest checkpoint of the other study's policy for this vector. A single
-    policy for all vectors takes the latest checkpoint. `other` is the other study's setting, and `checkpoints` has the
-    other study's checkpoints by iteration. Raises Conflict if the other study has no policy for one of the vectors.
+    If the new study has one policy for each preference vector, the policy takes the latest checkpoint of the other
+    study's policy for its vector. If it has a single policy for all vectors, that policy takes the latest checkpoint of
+    all. `other` is the other study's setting, and `checkpoints` has the other study's checkpoints by iteration. Raises
+    Conflict if the other study has no policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]

@@ -69,8 +69,8 @@ def algorithm_of(
 def _warning_of_draws(study: Study) -> str:
     """Warning for a search in which most layer paths are drawn at random and few are chosen by its policies.
 
-    Mutants (random changes) of the best known paths are not counted: `elite_share` states their share. Returns "" if
-    policies choose at least half of the other trials.
+    Trials with mutants (random changes) of the best known paths are left out of the count; the option `elite_share`
+    sets their share. Returns "" if policies choose at least half of the counted trials.
     """
     drawn, chosen = _draws_of(study)
     if chosen >= drawn:
@@ -107,8 +107,8 @@ def _draws_of(study: Study) -> tuple[float, float]:
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
     """Warning for a length penalty so large that the shortest layer paths win regardless of their scores.
 
-    The penalty is too large if it costs the longest path at least 1 more than the shortest, because scores differ by at
-    most 1. Returns "" if the penalty is not too large, or if the space has no layer paths.
+    The penalty is too large if the longest path loses at least 1 more by it than the shortest, because scores differ by
+    at most 1. Otherwise, and for a space without layer paths, the result is "".
     """
     penalty, paths = study.search.hm3.length_penalty, space.parameters.structure
     if not isinstance(paths, LayerPaths) or penalty * (paths.longest - paths.shortest) < 1:

@@ -27,8 +27,8 @@ REDUCTION_CHUNK_BYTES = 6 * 4 * (1 << 22)
 class GradientPlace:
     """The device on which a study computes gradients, and whether activations are recomputed there.
 
-    The gradient actor uses no other device. `recomputes` says whether activations are computed twice to save their
-    memory. `reason` says in words why this is the device; it is "" where machines have no GPUs.
+    The gradient actor uses this device alone. `recomputes` says whether activations are computed twice to save memory.
+    `reason` says in words why this device was chosen; it is "" if no machine has a GPU.
     """
 
     device: Literal["cuda", "cpu"]

@@ -226,10 +226,11 @@ class PreflightResult:
     def _max_staleness(self) -> int:
         """The largest number of trials that proposals may run ahead of results.
 
-        The study file may state it; the default depends on the number of replicas. A searcher that trains a policy
-        learns from whole iterations. By default its proposals may run ahead by at least half an iteration, so that
-        engines do not wait while the searcher learns or proposes repeated paths, which need no scoring. They run ahead
-        by at most as many iterations as there are replicas, and at most `iterations_ahead`.
+        The study file may state the number. The default depends on the number of replicas and on the searcher. A
+        searcher that trains a policy learns from whole iterations. Its proposals may run ahead by at least half an
+        iteration, so that engines have work while the searcher learns, or proposes repeated paths, which need no
+        scoring. They may run ahead by at most as many iterations as there are replicas, and at most by
+        `iterations_ahead`.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness

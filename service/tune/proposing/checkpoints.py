@@ -63,7 +63,7 @@ class PolicyCheckpoints:
         """The name of the artifact that holds the checkpoint of an iteration.
 
         Iteration i trains the policy with number i modulo the number of policies. Each policy has two artifacts, which
-        its iterations use in turn, so a checkpoint is replaced two iterations of its policy later.
+        its iterations use in turn. A policy's new checkpoint therefore replaces the one before its last.
         """
         turn, policy = divmod(iteration, self._num_policies)
         return f"hm3-policy-{policy}-{turn % 2}"

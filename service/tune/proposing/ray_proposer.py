@@ -98,9 +98,9 @@ class RayProposer:
     def submit(self, **call: Any) -> None:
         """Begin to compute a proposal in the background; `call` has the arguments of `Proposer.submit`.
 
-        If the searcher computes no steps (`proposes_at_once`), the actor also computes the other proposals of the
-        batch, which are made from the same results. When one of these proposals is submitted later, it is not computed
-        again.
+        If the searcher computes no steps (`proposes_at_once`), the actor also computes in advance the remaining
+        proposals of the batch, which are made from the same results. A proposal that was computed in advance is not
+        computed again when it is submitted.
         """
         is_next = bool(self._next) and self._follows(call)
         self._call = {"seed": self._seed, **call}
@@ -124,9 +124,11 @@ class RayProposer:
     def _follows(self, call: Mapping[str, Any]) -> bool:
         """Whether the next proposal computed in advance can be used for `call`, the arguments of `submit`.
 
-        Three conditions must hold: the number of `call` follows the number of the last proposal, the observations of
-        `call` are those of the last proposal, and its pending configurations are those of the last proposal with the
-        last proposal added.
+        It can be used under three conditions:
+
+        - the number of `call` follows that of the last proposal
+        - the observations of `call` are those of the last proposal
+        - the pending configurations of `call` are those of the last proposal and the last proposal itself
         """
         last = self._call
         pending = (*last["pending"], self._answered)

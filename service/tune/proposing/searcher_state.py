@@ -145,7 +145,7 @@ class SearcherState:
 class SentObservations:
     """The observations that a `SearcherState` in another process has received, with their indices there.
 
-    An observation is recognised as the same Python object, not by its content.
+    Two observations count as equal if they are the same Python object; their contents are not compared.
     """
 
     def __init__(self) -> None:

@@ -35,9 +35,9 @@ Key = tuple[str, int]  # objective, position
 class Rescoring:
     """Samples of one study that are scored again, because their engine failed a check after it had scored them.
 
-    A sample is void if its engine passed no check between scoring it and failing. The old value of a void sample stays
-    in the store until a sample with the same value replaces it. If the sample has another value when it is scored
-    again, that value is never stored and the study fails. If the study is resumed, it fails again.
+    A sample is void if its engine passed no check between scoring the sample and failing. The old value of a void
+    sample stays in the store until the sample is scored again with the same value. If the new value differs, it is
+    never stored, and the study fails. If such a study is resumed, it fails again.
     """
 
     def __init__(self, study_id: str, store: Store, writer: JobWriter, samples: SampleCache) -> None:
@@ -106,7 +106,7 @@ class Rescoring:
     def _take_out(self) -> tuple[set[str], int]:
         """Remove samples of engines that failed a check from the sample cache, so that they are scored again.
 
-        Returns the ids of the replicas that scored them, and the number of samples.
+        Returns the ids of the replicas whose engines had scored the samples, and the number of samples.
         """
         replicas, num_samples = set(), 0
         for sample in self._store.void_samples(self._study_id):

@@ -220,9 +220,10 @@ class RungTable(ABC):
         return () if self._is_stopped else self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
-        """Record the costs at the lower rungs of a trial that is evaluated only at the last rung.
+        """Record the costs of a trial at rungs at which the trial was not evaluated itself.
 
-        Baselines are such trials. `costs` has the costs for each of these rungs.
+        Baselines are such trials: they are evaluated only at the last rung. `costs` has the costs by rung, for the
+        lower rungs.
         """
         self._at_looks[number] = dict(costs)
 
@@ -234,10 +235,11 @@ class RungTable(ABC):
         return () if self._is_stopped else self._decide_for(entry)
 
     def stop(self, *, running: Collection[int]) -> None:
-        """End the search now, and all trials except those in `running`.
+        """End the search now, and end all trials except those in `running`.
 
-        No trial is promoted any more: each trial in `running` ends with its next result. Brackets keep their sizes, so
-        that a resumed search makes the same decisions up to the stop.
+        `running` has the numbers of the trials that are being evaluated. Each of them ends with its next result,
+        because no trial is promoted any more. Brackets keep their sizes, so that a resumed search makes the same
+        decisions up to the stop.
         """
         self._is_search_over = self._is_stopped = True
         for entry in self._entries.values():
@@ -247,9 +249,9 @@ class RungTable(ABC):
     def end_search(self) -> tuple[int, ...]:
         """Stop proposals, because a limit is reached or the searcher repeats known configurations.
 
-        Evaluations at open rungs still finish. The size of a bracket of several rungs that is not full is reduced to
-        the number of its trials; the indices of these brackets are returned. A bracket of one rung promotes nothing,
-        and keeps its size in case the search continues later.
+        Evaluations at open rungs still finish. A bracket of several rungs that is not full gets the number of its
+        trials as its size. Returns the indices of these brackets. A bracket of one rung promotes nothing, and keeps its
+        size in case the search continues later.
         """
         self._is_search_over = True
         short = [
@@ -304,9 +306,10 @@ class RungTable(ABC):
     # -- decisions -------------------------------------------------------------------------------------------------
 
     def decide(self, bracket: int) -> tuple[Decision, ...]:
-        """Promote and prune trials of a bracket as far as its results allow.
+        """Promote and prune trials of a bracket as far as the known results allow.
 
-        Calling it again without new results changes nothing.
+        `bracket` is the bracket's index. Until there are new results, a second call changes nothing. Returns the
+        decisions.
         """
         decisions = []
         is_complete = self._is_full(bracket)

@@ -155,7 +155,7 @@ class _Fronts:
     def _first_undominated(self, costs: Costs) -> int:
         """The index of the first known front in which no candidate dominates a point with these `costs`.
 
-        If every known front has a candidate that dominates `costs`, this is the number of known fronts.
+        The result is the number of known fronts if every known front has a candidate that dominates the point.
         """
         low, high = 0, len(self._fronts)
         while low < high:

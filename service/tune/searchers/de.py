@@ -53,8 +53,8 @@ class DifferentialEvolution:
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
         """The members of the population after all `trials`, by their index in the population.
 
-        Trial n competes for the index n modulo `population_size` and becomes the member there if it is not worse than
-        the current one. An index for which no trial has succeeded has no member.
+        Trial n competes for the index n modulo `population_size`. It replaces the current member there if it is at
+        least as good. An index stays without a member until a trial for it has succeeded.
         """
         members: dict[int, Observation] = {}
         for trial in trials:

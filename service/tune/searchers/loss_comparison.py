@@ -45,11 +45,11 @@ Correlations = Mapping[str, float]
 
 
 def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | NoteRequest:
-    """The decision whether a search uses gradients, or a request for losses or completions on which it depends.
+    """Decide whether a search uses gradients, or request losses or completions on which the decision depends.
 
-    First the losses of the baselines are computed on the tasks' reference answers. If, for some objectives, these
-    losses do not rank the baselines in the same order as the scores, the losses of these objectives are computed on the
-    source models' correct completions. The decision is a NoteRequest; the step that stores it contains the decision.
+    First the losses of the baselines are computed on the tasks' reference answers. For some objectives, these losses
+    may rank the baselines in another order than the scores do. The losses of these objectives are then computed on the
+    source models' correct completions. The decision is a NoteRequest, whose text the step stores.
     """
     setting, steps = context.setting, context.steps
     known = [o for o in context.observations if not o.is_proposed and o.costs is not None]
