@@ -146,8 +146,8 @@ def existing(directory: Path) -> Path:
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
     """Reason why a model of `num_bytes` does not fit on the disk of `directory`; None if it fits.
 
-    The model fits if MARGIN_BYTES remain free. The result is also None if `directory` is not empty, because such a
-    directory has the model already or will be refused.
+    The model fits if MARGIN_BYTES remain free. For a directory that is not empty, the result is also None, because the
+    directory either has the model already or is refused by another check.
     """
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None

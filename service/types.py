@@ -287,7 +287,10 @@ class TrialRecord(TrialResult):
 
 
 class Scope(StrEnum):
-    """Scope of a token: to read, to submit and change jobs as well, or to manage accounts as well."""
+    """Scope of a token, from the smallest to the largest.
+
+    A token may be used to read, or also to submit and change jobs, or also to manage accounts.
+    """
 
     READ = "read"
     SUBMIT = "submit"
@@ -299,7 +302,10 @@ class Scope(StrEnum):
 
 
 class Role(StrEnum):
-    """Role of a user in a team: reads its jobs (`viewer`), also submits jobs (`member`), also manages it (`admin`)."""
+    """Role of a user in a team, from the smallest rights to the largest.
+
+    A `viewer` reads the team's jobs. A `member` can also submit jobs. An `admin` can also manage the team.
+    """
 
     VIEWER = "viewer"
     MEMBER = "member"
@@ -307,7 +313,10 @@ class Role(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Permission to read a job, besides its owner and administrators: nobody, its team, or every user of the server."""
+    """Permission to read a job: for nobody else, for the job's team, or for every user of the server.
+
+    The job's owner and administrators may always read it.
+    """
 
     PRIVATE = "private"
     TEAM = "team"

@@ -407,9 +407,9 @@ def _tests(
 
 
 def _is_merge(origin: Origin) -> bool:
-    """Whether a trial of this origin is tested against the best baselines.
+    """Whether trials of this origin are tested against the best baselines.
 
-    It is if the search found its merge, or the user gave it.
+    The result is True for merges that the search found or the user gave.
     """
     return origin.is_searched or origin is Origin.USER
 

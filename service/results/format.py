@@ -75,10 +75,10 @@ def sample_count(samples: Mapping[str, int]) -> str:
 
 
 def search_sentences(search: SearchDocument) -> list[str]:
-    """Return sentences that say which searcher a study used, how the search started, and what it cost.
+    """Return sentences that say which searcher a study used, how the search started, and how many samples it took.
 
     The first sentence names the searcher and the reason why it was chosen. Sentences about the start of the search and
-    the searcher's notes (its stored decisions) follow. The last sentence says how many samples the search has cost.
+    the searcher's notes (its stored decisions) follow. The last sentence has the number of samples.
     """
     chosen = search["algorithm"] or "a searcher that is not stored"
     cost = f"{search['trial_samples']:,} samples scored for its trials"

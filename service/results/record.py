@@ -58,16 +58,17 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class SearchFigures:
-    """The searcher of a study, and how many gradients and policy updates it took.
+    """The searcher of a study, and how many gradients and policy updates the search took.
 
     Attributes:
         algorithm: Name of the searcher; None in studies of early versions.
-        reason: Reason why it was chosen; None in studies of early versions.
+        reason: Reason why the searcher was chosen; None in studies of early versions.
         notes: Notes that the searcher stored during the study.
         start: Policies of another study that the searcher started with (`service.studies.policies.start`).
         warm_start: Results of an earlier study that the searcher began with (`service.studies.warm_start`).
         steps: Number of steps that the searcher computed for its proposals.
-        charges: Samples that the steps count as, by the number of the trial that they were computed for.
+        charges: Samples that steps have used of the study's limit, by the number of the trial for whose proposal the
+            steps were computed.
     """
 
     algorithm: str | None = None

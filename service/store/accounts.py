@@ -327,9 +327,11 @@ class AccountStore:
             connection.execute(sa.insert(table).values(**row, expires_at=now + lifetime_s))
 
     def take_login(self, *, state: str, browser: str) -> LoginRecord | None:
-        """Remove the login of a state and a browser, and return it.
+        """Remove a login that a browser has begun, and return it.
 
-        Returns None if there is no such login, or it has expired. Of simultaneous calls, one gets the login.
+        `state` is the sha256 of the login's state, and `browser` that of the value in the browser's cookie. Returns
+        None if there is no such login, or if it has expired. If several calls ask for the same login at once, only one
+        of them gets it.
         """
         table = schema.logins
         is_this = (table.c.state == state) & (table.c.browser == browser)
@@ -366,10 +368,10 @@ class AccountStore:
         return session
 
     def find_session(self, digest: str, *, idle_s: float) -> tuple[SessionRecord, Account] | None:
-        """Find a valid session by the sha256 of its cookie's value: its record, and its user's rights.
+        """Find a valid session; return its record and the rights of its user.
 
-        Returns None if there is no such session, it has expired, it was unused for `idle_s` seconds, or its user is
-        disabled.
+        `digest` is the sha256 of the value in the session's cookie. Returns None if there is no such session, if the
+        session has expired or was unused for `idle_s` seconds, or if its user is disabled.
         """
         sessions, users, members = schema.sessions, schema.users, schema.memberships
         columns = [column for column in sessions.c if column.name != "digest"]

@@ -44,11 +44,11 @@ def connect(url: sa.URL) -> sa.Engine:
     """Create the SQLAlchemy engine for the database at `url` without connecting to the database.
 
     Write transactions on SQLite take the write lock when they begin. NaN and infinite numbers in values of JSON columns
-    are refused (ValueError).
+    are refused (ValueError). The first connection to a PostgreSQL database with another encoding than UTF8 raises
+    Conflict.
 
     Raises:
-        Conflict: The driver for this kind of database is not installed. The first connection raises it for a PostgreSQL
-            database with another encoding than UTF8.
+        Conflict: The driver for this kind of database is not installed.
     """
     is_postgresql = url.get_backend_name() == "postgresql"
     settings = {name: value for name, value in POSTGRESQL_SETTINGS.items() if name not in url.query}

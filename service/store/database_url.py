@@ -117,8 +117,7 @@ def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
     """Find the URL of a server's database, as `database_url` does, but refuse an SQLite file that does not exist.
 
     Raises:
-        Conflict: There is no such database: neither `given` nor this machine's environment names one, and `data_dir`
-            has none.
+        Conflict: The URL that is found is that of a missing SQLite file, or is not the URL of a database.
     """
     url = database_url(data_dir, given)
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():

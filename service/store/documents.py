@@ -136,10 +136,10 @@ class Overlap:
         section: "holdout" or "benchmarks".
         name: Name of the entry.
         num_items: Number of its items.
-        num_exact: Items whose whole text is also an item of the search data.
-        num_ngrams: Items that have 13 consecutive words in common with an item of the search data, the exact ones
-            included.
-        by_objective: Number of overlapping items by objective whose search data they overlap with.
+        num_exact: Number of items whose whole text is also an item of the search data.
+        num_ngrams: Number of items that have 13 consecutive words in common with an item of the search data, the exact
+            ones included.
+        by_objective: Number of items that overlap with the search data of an objective, by objective.
         examples: Positions of some overlapping items in the task's data.
         is_allowed: Whether the study file names the entry in `contamination.allowed`.
     """

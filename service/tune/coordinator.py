@@ -286,10 +286,10 @@ class Coordinator:
     # -- what comes back -------------------------------------------------------------------------------------------
 
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
-        """Handle a trial actor's report on a chunk of samples: their result, or the failure to score them.
+        """Handle a trial actor's report on a chunk of samples of `evaluation`.
 
-        Returns True if the evaluation is finished. Errors that end the study, or only this driver's attempt at it, are
-        raised.
+        `outcome` is the samples' result, or the failure to score them. Returns True if the evaluation is finished.
+        Errors that end the study, or only this driver's attempt at it, are raised.
 
         Raises:
             EvidenceMismatch: The result belongs to another recipe, other sources or other prompts than requested; the
@@ -349,7 +349,7 @@ class Coordinator:
     def look_for_faults(self, *, at_once: bool = True) -> None:
         """Find engines that failed a check in any study, and schedule this study's affected samples for rescoring.
 
-        Without `at_once`, the store is read no more often than once a second.
+        If `at_once` is False, the store is read at most once a second.
         """
         self._chunks.look_for_faults(at_once=at_once)
 

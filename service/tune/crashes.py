@@ -71,7 +71,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The largest number of times that engines crashed with one of the chunks in `evaluation`."""
+        """The largest number of times that engines crashed with the same chunk, over the chunks of `evaluation`."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

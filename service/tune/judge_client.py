@@ -29,7 +29,10 @@ QUOTED = 300
 
 
 class JudgeFailed(Exception):
-    """Raised if an LLM judge refuses a request, gives no chat completion, or answers nothing for `wait_s` seconds."""
+    """Raised if an LLM judge refuses a request, sends no valid chat completion, or does not answer in time.
+
+    The option `wait_s` of the judge is the time in seconds.
+    """
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,10 @@ class RefinementStage:
         return self._plan.refinement is None or (is_over and self._next() is None)
 
     def stop(self) -> None:
-        """End the refinement now. A path whose gradient descent has not reached its end is not refined."""
+        """End the refinement now.
+
+        A path whose gradient descent is unfinished keeps its coefficients, and gets no further trial.
+        """
         self._is_stopped = True
 
     def start(self) -> bool:

@@ -287,9 +287,10 @@ async def create_token(request: Request, services: Context, sender: Manager) -> 
 
 
 def _own_token(token_id: TokenId, services: Context, sender: Checked) -> TokenRecord:
-    """Return the token that the path names, after checking that it is the sender's or the sender is an administrator.
+    """Return the token that the path names, after checking the sender's right on the token.
 
-    Raises Refusal (404) if the token does not exist, or is another user's and the sender is no administrator.
+    The right belongs to the token's user and to administrators. Raises Refusal with status 404 if the token does not
+    exist, or is another user's and the sender is no administrator.
     """
     try:
         record = services.accounts.token(token_id)

@@ -209,8 +209,8 @@ def check_refinement(
 ) -> None:
     """Add a problem to `problems` if a study refines its front by gradients, but the gradients cannot be computed.
 
-    Every objective must have reference answers. `lack_of_room` says why no device has enough memory for gradients; it
-    is "" if a device has.
+    Every objective must have reference answers. `lack_of_room` is the reason why no device has enough memory for
+    gradients, or "" if a device has enough.
     """
     if study.search.refinement is None:
         return

@@ -168,8 +168,9 @@ class PreflightResult:
         access: Files that the study may read; None for all.
         start: Checkpoints from which the policies start (`service.studies.policies.start`).
         observed: Results of an earlier study that the searcher begins with (`service.studies.warm_start`).
-        recipes: Given recipes, which are scored in place of a search, with their names.
-        lacks: What does not fit into the memory of the machines, for a plan that is made nevertheless.
+        recipes: Recipes that the study file lists, with their names; they are scored in place of a search.
+        lacks: Reasons why the study does not fit into the memory of the machines. They are kept here only if a plan is
+            to be made; otherwise they are problems.
     """
 
     study: Study

@@ -81,10 +81,10 @@ class Asking:
         self._proposer.submit(number=proposal.number, observations=found, pending=pending)
 
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
-        """The proposal, its configuration and the seconds that it took, or None if it is not ready in time.
+        """The finished proposal, or None if it is not ready within `timeout_s` seconds.
 
-        The method waits up to `timeout_s` seconds. Steps that are ready are stored. Raises StaleAttempt if another
-        driver has replaced this one.
+        Returns three values: the proposal, its configuration, and the seconds since `submit`. Steps that are ready are
+        stored. Raises StaleAttempt if another driver has replaced this one.
         """
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s
@@ -132,8 +132,8 @@ class Observations:
         """The observations that a searcher may use for a proposal: the visible results, and the failed trials.
 
         `proposal.visible` and `proposal.failed` list them. `trials` are the study's trials by number. Trials whose
-        recipe has no configuration in the search space are left out. For the same result, every call returns the same
-        `Observation` object.
+        recipe has no configuration in the search space are left out. Every call returns the same `Observation` object
+        for the same result, so that each observation is sent to the searcher's process only once.
         """
         for seen in proposal.visible:
             if seen not in self._built:

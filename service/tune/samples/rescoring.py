@@ -60,11 +60,11 @@ class Rescoring:
         return bool(self._void)
 
     def is_void(self, replica: str, canaries: int | None) -> bool:
-        """Whether samples of one engine must be scored again: it failed a check later, and passed none in between.
+        """Whether samples of one engine must be scored again, because it failed its next check after scoring them.
 
-        `replica` is the id of the engine's replica. `canaries` is the number of canaries that the engine had passed
-        when it scored the samples; a canary is a check of its output on fixed prompts. If `canaries` is None, an
-        earlier version stored the samples, and they are not void.
+        `replica` is the id of the engine's replica. A canary is a check of an engine's output on fixed prompts.
+        `canaries` is the number of canaries that the engine had passed when it scored the samples. It is None for
+        samples that an earlier version stored; these are not void.
         """
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries

@@ -118,10 +118,11 @@ class SampleCache:
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
-        """A function that gives the differences in cost between two trials on each sample of a rung.
+        """Make a function that computes how the costs of two trials differ on each sample of a rung.
 
-        It calls `cost_differences`. Its arguments are a trial's number, its rival's number and a rung. `trials` has the
-        trials by number; their recipes are looked up when the function is called.
+        The returned function calls `cost_differences`. Its arguments are a trial's number, the number of the trial's
+        rival, and a rung. `trials` has the trials by number; their recipes are looked up whenever the returned function
+        is called.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 

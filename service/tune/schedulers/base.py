@@ -79,11 +79,12 @@ class Proposal:
     """The next configuration to request from the searcher, and the results that the searcher may use for it.
 
     - `number`: the trial's number
-    - `bracket`: the number of its bracket
+    - `bracket`: the number of the trial's bracket
     - `visible`: the results that may be used, as (trial, rung)
     - `failed`: trials that are known to have failed
     - `pending`: trials whose results must not be used
-    - `opens`: the bracket if the trial is the first in it; the bracket is then stored before the trial
+    - `opens`: the new bracket if the trial is the first in it, else None; the caller stores the bracket before the
+      trial
     """
 
     number: int
@@ -494,10 +495,10 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
-        """Promote those of the best `num_best` members of `rung` that were not promoted before, to the rung `above`.
+        """Promote the best `num_best` members of `rung` to the rung `above`, unless they were promoted before.
 
-        Only members on which decisions have been made are ranked. Returns the numbers of the promoted trials. `cause`
-        is the number of the newest trial whose first result was needed for this decision.
+        Only members on which decisions have been made are ranked. `cause` is the number of the newest trial whose first
+        result was needed for this decision. Returns the numbers of the trials that are promoted now.
         """
         promoted = rung.ranking.take(num_best)
         for number in promoted:
