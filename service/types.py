@@ -489,7 +489,7 @@ class Steering:
         return {"action": self.action, "user": self.user, "reason": self.reason, **changes}
 
     def describe(self, done: str) -> str:
-        """Text such as "paused by ann: the GPUs are needed", in which `done` is the first word."""
+        """Text such as "paused by ann: the GPUs are needed"; `done` is the first word of the text."""
         text = f"{done} by {self.user or 'request'}"
         return f"{text}: {self.reason}" if self.reason else text
 

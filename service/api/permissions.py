@@ -76,8 +76,8 @@ class Right(StrEnum):
 class Rule:
     """Requirements of a route on the sender of a request.
 
-    - `scope`: the scope of the token; None if everybody may send the request, without a token too
-    - `right`: the right on the object that the path names; None if the path names none
+    - `scope`: the scope that the token must have; None if everybody may send the request, even without a token
+    - `right`: the right that the sender must have on the object that the path names; None if the path names no object
     - `is_for_admins`: whether only administrators of the server may send the request
     """
 
@@ -231,7 +231,7 @@ def _declared(rule: Rule, check: Callable[..., Any]) -> Any:
 def sender_with(scope: Scope) -> Any:
     """Make a FastAPI dependency that finds the sender, and refuses tokens that lack the `scope` (403).
 
-    It does not declare the route's `Rule`; another dependency of the route must declare it.
+    Another dependency of the route must declare the route's `Rule`.
     """
 
     def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:

@@ -375,10 +375,10 @@ class RayCluster:
         return self._too_many_machines()
 
     def _too_many_machines(self) -> str | None:
-        """Reason why no driver may start: an SQLite database is a file on one of several machines.
+        """Reason why no driver may start, if Ray has several machines and the database is a file on one of them.
 
-        Returns None if drivers may start. The machines are counted every NODES_S seconds, because some may join or
-        leave.
+        Such a database is an SQLite file. Returns None if drivers may start. The machines are counted again every
+        NODES_S seconds.
         """
         if self._host is not None or not self._store.is_on_one_machine:
             return None

@@ -80,7 +80,7 @@ class Accepted:
     def stored_facts(self) -> dict[str, Any]:
         """Findings of the checks in the form that is stored with the job, as JSON.
 
-        They are `facts` and, unless it is 0, `artifact_bytes`.
+        The document has the entries of `facts` and, if it is above 0, `artifact_bytes`.
         """
         return {**self.facts, **({"artifact_bytes": self.artifact_bytes} if self.artifact_bytes else {})}
 

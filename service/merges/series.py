@@ -111,8 +111,8 @@ def merge_all(
 def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_Document]:
     """Read the documents of a merge file, ordered so that each merge follows the merges that are its sources.
 
-    `note` is called with warnings, unless `strict`, which treats warnings as errors. Raises InvalidRecipe with every
-    problem.
+    `note` is called with each warning. If `strict` is True, warnings are problems instead. Raises InvalidRecipe with
+    every problem.
     """
     warnings: list[str] = []
     contents = read_documents(file, warn=warnings.append)

@@ -372,8 +372,9 @@ def _warnings(
 ) -> tuple[OutOfRange, ...]:
     """Collect warnings about samples outside their objective's range, sorted by trial, objective and split.
 
-    Drivers store such warnings as events. Earlier versions stored none; so warnings are also made from the loaded
-    samples of the held-out stage. There is at most one for each trial, objective and split.
+    `stored` are the events in which drivers have stored warnings. Because earlier versions stored none, warnings are
+    also made from the samples that `stage`, the held-out stage, has loaded. The result has at most one warning for each
+    trial, objective and split.
     """
     found = [OutOfRange.from_json(event.payload) for event in stored]
     for split, scored in ((Split.SEARCH, stage.inputs.search), (Split.HOLDOUT, stage.inputs.holdout)):

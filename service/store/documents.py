@@ -194,9 +194,10 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """Trained policies of another study from which a study's policies start: policy i from entry i of `policies`.
+    """Trained policies of another study from which a study's policies start.
 
-    `study` and `name` are the id and name of the study that trained them.
+    `study` and `name` are the id and name of the study that trained the policies. `policies` has an entry for each
+    policy of the new study, in order.
     """
 
     study: str

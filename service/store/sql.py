@@ -360,9 +360,9 @@ class Store:
     def open_attempt(self, job_id: str, *, because: str | None = None, as_driver: bool = False) -> JobWriter:
         """Start a new attempt at a job, and return the writer that alone may write to the job from now on.
 
-        `because` says why another attempt was needed; None states no reason. With `as_driver`, the attempt counts as a
-        driver's heartbeat, and is refused while the servers are drained or the job is paused. Raises NotFound if there
-        is no such job. Raises StaleAttempt if the job was cancelled, or if a driver may not begin now.
+        `because` says why another attempt was needed; None states no reason. If `as_driver` is True, the attempt counts
+        as a driver's heartbeat, and is refused while the servers are drained or the job is paused. Raises NotFound if
+        there is no such job. Raises StaleAttempt if the job was cancelled, or if a driver may not begin now.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -1063,11 +1063,11 @@ DRAINS_LOCK = 0x6D65726A
 
 
 def _lock_drains(connection: sa.Connection, *, is_shared: bool = False) -> None:
-    """Lock, until the transaction ends, the state of whether the servers are draining.
+    """Lock, until the transaction ends, the information whether the servers are draining.
 
-    With `is_shared`, the transaction only relies on the state, and several transactions may hold the lock. Otherwise it
-    changes the state, and waits until no other transaction holds the lock. On SQLite no lock is needed, because
-    transactions that write wait for each other anyway.
+    A transaction that changes the information waits until no other transaction holds the lock. If `is_shared` is True,
+    the transaction only reads the information, and several such transactions may hold the lock at once. On SQLite no
+    lock is needed, because transactions that write wait for each other anyway.
     """
     if connection.dialect.name == "postgresql":
         name = "pg_advisory_xact_lock_shared" if is_shared else "pg_advisory_xact_lock"

@@ -168,7 +168,7 @@ class AskAndTell:
     def admits_refinement(self, num_samples: int) -> bool | None:
         """Whether the study's limit of samples allows a refinement that takes `num_samples` samples.
 
-        None means that the answer depends on running evaluations (`SampleLimit`).
+        The result is None as long as the answer depends on running evaluations (`SampleLimit`).
         """
         return self._limit.admits_refinement(num_samples)
 

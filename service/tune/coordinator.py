@@ -384,8 +384,8 @@ class Coordinator:
         """Finish an evaluation whose samples are all stored.
 
         An evaluation on holdout data or on a benchmark finishes the trial in the holdout stage or the benchmark stage.
-        An evaluation on search data finishes the trial's rung in the search. If the evaluation scored samples again
-        (`is_again`), the evaluation ends without finishing anything else.
+        An evaluation on search data finishes the trial's rung in the search. For an evaluation that scored samples
+        again (`is_again`), nothing is left to do, because the trial was finished before.
         """
         self._release(evaluation)
         if evaluation.is_again:

@@ -192,10 +192,10 @@ class Judging:
 
 
 class _Judge:
-    """A pool of threads, at most `concurrency`, that send requests to one LLM judge.
+    """A pool of at most `concurrency` threads, which send requests to one LLM judge.
 
-    A thread ends when no request is left. The threads put each judgment, or the reason why there is none, into
-    `answers`.
+    The threads put each judgment, or the reason why there is none, into `answers`. A thread ends when no request is
+    left.
     """
 
     def __init__(self, judge: JudgeSpec, answers: SimpleQueue[tuple[_Question, JudgmentRecord | JudgeFailed]]) -> None:

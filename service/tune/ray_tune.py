@@ -286,8 +286,8 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 class _IdleActors:
     """Assigns the idle actors of a Tune `controller` to trials, first to trials without an actor.
 
-    A trial whose own actor is still starting gets an idle actor only if one has been idle for IDLE_S seconds. In this
-    case no new trial needs the idle actor, or the starting actor lacks a CPU.
+    A trial whose own actor is still starting gets an idle actor only if one has been idle for IDLE_S seconds. After
+    this time either no new trial needs the idle actor, or the starting actor has no CPU to start on.
     """
 
     def __init__(self, controller: Any) -> None:

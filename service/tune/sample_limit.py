@@ -36,7 +36,7 @@ class SampleLimit:
 
     @property
     def num_used(self) -> int:
-        """Number of samples that the study has used, which counts towards the limit."""
+        """Number of samples that count towards the limit: those of the search, and those that steps count as."""
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:

@@ -67,7 +67,7 @@ class Trials(Mapping[int, TrialRecord]):
     def finish_rung(self, number: int, rung: RungRecord, *, is_last: bool) -> None:
         """Store a trial's estimated objective values at a rung.
 
-        With `is_last` the rung is the last one, and the trial is complete.
+        `number` is the trial's number. If `is_last` is True, the rung is the last one, and the trial becomes COMPLETE.
         """
         trial = self._trials[number]
         rungs = (*trial.rungs, rung)

@@ -103,7 +103,8 @@ def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], f
     """Moving average of a gradient descent's losses over WINDOW gradients.
 
     Returns:
-        For each gradient its number, the mean loss by objective divided by the mean loss of the baselines, and the mean
+        A tuple for each gradient: its number; by objective, the mean loss divided by the mean loss of the baselines;
+            the mean
         of the weighted sum of losses.
     """
 

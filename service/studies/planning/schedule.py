@@ -175,9 +175,10 @@ def _rungs(preflight: PreflightResult) -> Iterator[tuple[int, Mapping[str, float
 
 
 def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple[Work, Work]:
-    """Work of scoring samples of several tasks: with answers as long as the references, and with the longest answers.
+    """Work of scoring samples of several tasks, under two assumptions about the answers.
 
-    `samples` has the number of samples and `lengths` the mean lengths, by task.
+    Returns (work if answers are as long as the references, work if all answers have their largest length). `samples`
+    has the number of samples and `lengths` the mean lengths, by task.
     """
     total = sum(samples.get(name, 0.0) for name in lengths)
     if not total:

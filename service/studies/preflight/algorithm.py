@@ -166,9 +166,9 @@ def num_policies_of(study: Study) -> int:
 
 
 def iterations_ahead(num_policies: int) -> int:
-    """Largest number of iterations that proposals may run ahead of results, with `num_policies` policies.
+    """Largest number of iterations that proposals may run ahead of results, if `num_policies` policies train in turn.
 
-    The policies train in turn. The result is at least 1, and below the number of policies if there are several.
+    The result is one less than the number of policies, but at least 1.
     """
     return max(1, num_policies - 1)
 

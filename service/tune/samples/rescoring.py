@@ -144,9 +144,10 @@ class Rescoring:
     ) -> tuple[set[Key], set[Key]]:
         """Compare rescored samples with the earlier values that they replace.
 
-        Returns the samples with an equal value, and those with another value, which must not be stored. Raises
+        `result` has new values of samples of `evaluation`. Returns two sets of samples, each sample as (objective,
+        position): those with an equal value, and those with another value. The second ones must not be stored. Raises
         StudyFailed once all void samples have been scored again and some have another value. The message names the
-        trials, among `trials`, that have the recipe, and the objectives and positions of the samples.
+        objectives and positions of the samples, and those of the `trials` that have the recipe.
         """
         held = evaluation.recipe.digest, evaluation.split
         void = self._void.get(held, {})

@@ -142,7 +142,7 @@ class _Fronts:
         return [self._numbers[place] for place in new.tolist()]
 
     def _num_fronts(self, rank: int) -> int:
-        """The number of known fronts, after the front with index `rank` is computed if it is the next unknown one.
+        """Compute the front with index `rank` if it is the next unknown one, and return the number of known fronts.
 
         The computed front has the candidates in `_rest` that no other candidate there dominates.
         """

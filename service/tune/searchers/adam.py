@@ -56,9 +56,9 @@ def point_after(
 
 
 def share_of(batch: int, num_objectives: int) -> int:
-    """The number of samples per objective in a minibatch that divides `batch` samples among the objectives.
+    """The number of samples per objective in a minibatch; it is at least one.
 
-    It is at least one.
+    The minibatch divides `batch` samples equally among `num_objectives` objectives.
     """
     return max(1, batch // num_objectives)
 

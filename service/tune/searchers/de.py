@@ -27,8 +27,9 @@ _NUM_CHILDREN = 16
 class DifferentialEvolution:
     """The searcher by differential evolution, for one objective.
 
-    It changes the members of a population by the differences between other members, times `scale`. Choices and inactive
-    parameters are treated as numbers in [0, 1], like numeric parameters.
+    It changes the members of a population by the differences between other members, times `scale` (F in the paper).
+    `population_size` is the number of members, and `crossover_rate` is CR in the paper. Choices and inactive parameters
+    are treated as numbers in [0, 1], like numeric parameters.
     """
 
     population_size: int = 20

@@ -51,8 +51,8 @@ class Descent:
 def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) -> tuple[Descent, ...]:
     """The gradient descents of a search in their order, one for each preference vector.
 
-    The number of points that become trials, `options.points`, is divided equally, at least one for each descent. The
-    first descent also has the remainder.
+    `options.points` is the number of trials of all descents together. It is divided equally between the descents, but
+    each descent has at least one. The first descent also has the remainder.
     """
     steps, count = options.steps, len(vectors)
     warm_steps = max(1, steps // 4) if options.warm_steps is None else options.warm_steps

@@ -89,9 +89,9 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 
 
 def most_compared_samples(setting: SearchSetting) -> int:
-    """The largest number of samples that comparing losses with scores can count as, against the study's limit.
+    """The largest number of samples of the study's limit that the comparison of losses with scores can use.
 
-    It is reached if the losses of all baselines are computed both on reference answers and on completions.
+    This number is used if the losses of all baselines are computed both on reference answers and on completions.
     """
     compared = sum(min(NUM_COMPARED, len(setting.fitted(name))) for name in setting.objectives)
     return 2 * setting.num_baselines * compared * LossesRequest.charge

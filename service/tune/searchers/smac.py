@@ -243,10 +243,11 @@ class _Acquisition:
 
 
 def _log_scaled(costs: Rows) -> Rows:
-    """Logarithms of costs after scaling to (0, 1], in the same way as in SMAC (`RunHistoryLogScaledEncoder`).
+    """Logarithms of costs after scaling to (0, 1], as SMAC does it (`RunHistoryLogScaledEncoder`).
 
-    The lower end of the scale is as far below the best cost as the 5th percentile is above it, so that the logarithm of
-    the best cost is finite.
+    The largest cost becomes 1 before the logarithm is taken. The cost that would become 0 is chosen below the best
+    cost, at the distance between the best cost and the 5th percentile. The logarithm of the best cost is therefore
+    finite.
     """
     best = costs.min()
     low = 2 * best - np.percentile(costs, 5) - 1e-10
