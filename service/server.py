@@ -185,7 +185,7 @@ def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
 
 
 def _public_hosts(oidc: OidcSettings | None) -> tuple[str, ...]:
-    """The name in the URL under which browsers reach the server, if it is given."""
+    """Host and port of the URL under which browsers reach the server, as a tuple; empty if no such URL is set."""
     return () if oidc is None or oidc.public_url is None else (urlsplit(oidc.public_url).netloc,)
 
 

@@ -370,7 +370,7 @@ class UserRecord:
 
     @property
     def account(self) -> Account:
-        """Rights of the user; a disabled user has them too, so check `is_disabled` first."""
+        """Rights of the user, whether or not the user is disabled; callers must check `is_disabled` first."""
         return Account(self.name, self.is_admin, self.roles)
 
 
@@ -421,7 +421,10 @@ class SessionRecord:
     last_used_at: float
 
     def is_valid(self, *, now: float, idle_s: float) -> bool:
-        """Whether the session has neither expired nor been unused for `idle_s` seconds."""
+        """Whether the session may still be used at the time `now`, in seconds since the epoch.
+
+        A session ends at its expiry, or earlier if it was not used for `idle_s` seconds.
+        """
         return now < self.expires_at and now < self.last_used_at + idle_s
 
     @property

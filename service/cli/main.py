@@ -757,7 +757,10 @@ def _add_oidc(command: argparse.ArgumentParser) -> None:
 
 
 def _group_role(text: str) -> GroupRole:
-    """Parse GROUP=TEAM:ROLE. Raises ArgumentTypeError for an invalid text."""
+    """Parse a rule GROUP=TEAM:ROLE, which gives the members of a group a role in a team.
+
+    Raises ArgumentTypeError for an invalid text.
+    """
     try:
         return GroupRole.parse(text)
     except ValueError as error:

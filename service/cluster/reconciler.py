@@ -488,7 +488,10 @@ class RayCluster:
         return not is_idle
 
     def _interrupt(self, job: JobRecord) -> None:
-        """Ask the driver of a job to end after the samples that are being scored, once."""
+        """Ask the driver of a job to end after the samples that are being scored.
+
+        Each driver is asked only once.
+        """
         name = submission_id(job, job.submissions)
         if name not in self._interrupted:
             logger.info("job %s: stopping %s: the job %s", job.id, name, "pauses" if job.is_paused else "was edited")

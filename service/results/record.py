@@ -81,7 +81,7 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Samples that all gradients and policy updates of the searcher count as, against the study's sample limit."""
+        """Number of samples of the study's limit that the searcher's gradients and policy updates have used."""
         return sum(self.charges.values())
 
 

@@ -398,7 +398,7 @@ class AccountStore:
         return (session, account) if session.is_valid(now=first["now"], idle_s=idle_s) else None
 
     def end_session(self, session: SessionRecord, *, actor: Actor) -> bool:
-        """End a session. Returns whether it had not ended already."""
+        """End a session. Returns True, or False if the session had ended already."""
         table = schema.sessions
         with transaction(self._engine) as connection:
             was_there = connection.execute(sa.delete(table).where(table.c.id == session.id)).rowcount > 0

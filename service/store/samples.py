@@ -388,7 +388,7 @@ def remove_texts(connection: sa.Connection, study: str) -> int:
 
 
 def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
-    """Group samples with adjacent positions of one objective, ordered by objective and position."""
+    """Yield groups of samples that have adjacent positions of one objective, ordered by objective and position."""
     ordered = sorted(samples, key=lambda sample: (sample.objective, sample.position))
     numbered = enumerate(ordered)
     for _, run in itertools.groupby(numbered, key=lambda item: (item[1].objective, item[1].position - item[0])):

@@ -929,7 +929,7 @@ class Store:
             return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples that a study's steps (computations such as gradients) count as against the sample limit."""
+        """Number of samples of a study's limit that its steps (computations such as gradients) have used."""
         table = schema.search_steps
         with self._reads.connect() as connection:
             charged = sa.select(sa.func.coalesce(sa.func.sum(table.c.charged), 0)).where(table.c.study == study_id)

@@ -59,10 +59,7 @@ class _Request:
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the step counts as against the study's limit of samples.
-
-        The number is 0 for most kinds of steps.
-        """
+        """Number of samples of the study's limit that the step uses; 0 for most kinds of steps."""
         return 0
 
 

@@ -264,7 +264,7 @@ def list_tokens(
     openapi_extra=body_of(NewToken),
 )
 async def create_token(request: Request, services: Context, sender: Manager) -> Response:
-    """Create a token of the sender or, for administrators of the server, of another user. It is shown once."""
+    """Create a token of the sender or, for administrators of the server, of another user. The token is shown once."""
     body = await read_object(request, NewToken)
     account = sender.account
     user = body.user or (None if account is None else account.user)
@@ -312,7 +312,7 @@ OwnToken = Annotated[TokenRecord, declares(Rule(Scope.ADMIN, Right.OWN), _own_to
 def revoke_token(token: OwnToken, services: Context, sender: Sender) -> Response:
     """Revoke a token of the sender or, for administrators of the server, of another user.
 
-    Every server refuses it within a second.
+    Every server refuses the token within a second.
     """
     revoked = services.accounts.revoke_token(token.id, actor=sender.actor)
     services.authenticator.forget()

@@ -163,7 +163,7 @@ async def _end_previous(request: Request, services: Services, address: str) -> N
 
 @router.get("/session", response_model=None, responses={200: {"model": SessionDocument}})
 def get_session(request: Request, services: Context, sender: Reader) -> Response:
-    """Show who is logged in, and the value that requests of the session need to change something."""
+    """Show who is logged in, and the CSRF token that requests of the session must send to change something."""
     if sender.account is None:
         return Json(SessionDocument(user=None, scope=None, expires_at=None, csrf_token=None))
     user = services.accounts.user(sender.account.user)
@@ -179,7 +179,7 @@ def get_session(request: Request, services: Context, sender: Reader) -> Response
 
 @router.post("/logout", response_model=None, responses={200: {"model": LogoutDocument}})
 async def log_out(request: Request, services: Context, sender: Reader) -> Response:
-    """End the session of the browser; every server refuses it within a second. A token stays valid."""
+    """End the session of the browser. Every server refuses the session within a second. A token stays valid."""
     was_logged_in = False
     if sender.session is not None:
         was_logged_in = await run_in_threadpool(services.accounts.end_session, sender.session, actor=sender.actor)
