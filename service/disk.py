@@ -77,8 +77,8 @@ def data_dir_of(work_dir: Path) -> Path:
 def locked(directory: Path, *, is_shared: bool = False) -> Iterator[bool]:
     """Context in which this process holds the file lock of `directory`, which is created if it does not exist.
 
-    With `is_shared`, several processes may hold the lock at the same time, provided all of them use `is_shared`. Yields
-    True if no other process held the lock when this one took it, else False.
+    If `is_shared` is True, other processes that also share the lock may hold it at the same time. Yields True if no
+    other process held the lock when this process took it, else False.
 
     Raises:
         InUse: Another process holds the lock, and one of the two does not share it.
@@ -146,8 +146,8 @@ def existing(directory: Path) -> Path:
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
     """Reason why a model of `num_bytes` does not fit on the disk of `directory`; None if it fits.
 
-    The model fits if MARGIN_BYTES remain free. The result is also None if `directory` is not empty, because such a
-    directory has the model already or will be refused.
+    The model fits if MARGIN_BYTES remain free. For a directory that is not empty, the result is also None, because the
+    directory either has the model already or is refused by another check.
     """
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None

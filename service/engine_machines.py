@@ -46,7 +46,10 @@ _planned: ContextVar[tuple[EngineMachines, ...]] = ContextVar("planned machines"
 
 @contextmanager
 def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
-    """Context in which `stated_machines` returns `machines`, so that studies are checked for them on any machine."""
+    """Context in which studies are checked and planned for `machines`, whatever machine this process runs on.
+
+    The function `stated_machines` returns `machines` inside the context.
+    """
     token = _planned.set(tuple(machines))
     try:
         yield
@@ -55,7 +58,10 @@ def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
 
 
 def stated_machines() -> tuple[EngineMachines, ...]:
-    """Groups of machines for engines, from `planned_for` or else from MERGESEARCH_ENGINE_NODES; empty without both.
+    """Groups of machines for engines that are stated for this installation.
+
+    They are those of the enclosing `planned_for`, or else those of the environment variable MERGESEARCH_ENGINE_NODES.
+    The result is empty without both.
 
     Raises:
         Conflict: The variable cannot be read.

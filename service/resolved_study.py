@@ -75,7 +75,7 @@ class ResolvedStudy:
     def to_json(self) -> dict[str, Any]:
         """Convert this record to the JSON document that is stored.
 
-        The document has the key `lag` for the field `max_staleness`.
+        Keys are the names of the fields, except that `max_staleness` is stored under its earlier name `lag`.
         """
         return {
             "fingerprints": dict(self.fingerprints),

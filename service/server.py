@@ -185,7 +185,7 @@ def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
 
 
 def _public_hosts(oidc: OidcSettings | None) -> tuple[str, ...]:
-    """The name in the URL under which browsers reach the server, if it is given."""
+    """Host and port of the URL under which browsers reach the server, as a tuple; empty if no such URL is set."""
     return () if oidc is None or oidc.public_url is None else (urlsplit(oidc.public_url).netloc,)
 
 
@@ -202,8 +202,9 @@ def _is_loopback(host: str) -> bool:
 def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Iterator[None]:
     """Context that keeps other servers from the data directory and the database, unless they may share both.
 
-    Several servers may use the same data directory and the same PostgreSQL database, whose URL is `address`, at the
-    same time, unless `is_shared` is False.
+    `address` is the URL of the database. Servers may share a data directory and a PostgreSQL database; they must then
+    use the same database. An SQLite database cannot be shared. If `is_shared` is False, nothing is shared. If it is
+    None, sharing is allowed with a PostgreSQL database.
 
     Raises:
         InUse: Another server uses one of them and may not share it, or uses the data directory with another database.

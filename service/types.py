@@ -173,9 +173,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)  # a study has tens of thousands
 class RungRecord:
-    """A rung that a trial has finished: mean of the rung's samples and its standard error, by objective.
+    """A rung that a trial has finished.
 
-    The standard error is None if there is a single sample.
+    By objective, `num_samples` has the number of the rung's samples, `values` their mean, and `standard_errors` the
+    standard error of the mean. The standard error is None if there is a single sample.
     """
 
     rung: int
@@ -200,8 +201,9 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether merges keep all elements whose magnitude equals the threshold, even if these exceed the density.
+        """Whether merges keep all elements whose magnitude equals the threshold of a sparse method.
 
+        If True, the share of elements that are kept may exceed the method's density (the share that was asked for).
         `Recipe.keeps_equal` is the same property of a parsed recipe. The recipe is parsed only if its text may have
         this setting (`may_keep_equal`).
         """
@@ -225,10 +227,12 @@ class RecipeDigest:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Result of a trial. It has no configuration, and need not have the recipe: these two are most of a trial's data.
+    """Result of a trial, without its configuration and, possibly, without its recipe.
+
+    Configuration and recipe are most of a trial's data, so they are read only where they are needed.
 
     - `number`: unique in the study and never reused.
-    - `recipe`: at least the recipe's digest.
+    - `recipe`: the recipe, or only the recipe's digest.
     - `bracket`: None for baselines, which belong to no bracket.
     - `reason`: why the trial ended as PRUNED or FAIL.
     - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if it is valid.
@@ -237,6 +241,7 @@ class TrialResult:
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
     - `timings_s`: the seconds that parts of scoring took, by name.
     - `values`: the objectives' values at full budget; empty if the trial did not reach the full budget.
+    - `standard_errors`: the standard errors of `values`; None if an error is not known.
     """
 
     number: int
@@ -284,7 +289,10 @@ class TrialRecord(TrialResult):
 
 
 class Scope(StrEnum):
-    """Scope of a token: to read, to submit and change jobs as well, or to manage accounts as well."""
+    """Scope of a token, from the smallest to the largest.
+
+    A token may be used to read, or also to submit and change jobs, or also to manage accounts.
+    """
 
     READ = "read"
     SUBMIT = "submit"
@@ -296,7 +304,10 @@ class Scope(StrEnum):
 
 
 class Role(StrEnum):
-    """Role of a user in a team: reads its jobs (`viewer`), also submits jobs (`member`), also manages it (`admin`)."""
+    """Role of a user in a team, from the smallest rights to the largest.
+
+    A `viewer` reads the team's jobs. A `member` can also submit jobs. An `admin` can also manage the team.
+    """
 
     VIEWER = "viewer"
     MEMBER = "member"
@@ -304,7 +315,10 @@ class Role(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Permission to read a job, besides its owner and administrators: nobody, its team, or every user of the server."""
+    """Permission to read a job: for nobody else, for the job's team, or for every user of the server.
+
+    The job's owner and administrators may always read it.
+    """
 
     PRIVATE = "private"
     TEAM = "team"
@@ -313,9 +327,10 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True)
 class Account:
-    """A user's rights: the user's name, whether the user administers the server, and the user's role in each team.
+    """A user's rights on a server.
 
-    The administrators of a job are those of the server and those of the job's team.
+    `user` is the user's name, `is_admin` says whether the user administers the server, and `roles` has the user's role
+    in each team. The administrators of a job are those of the server and those of the job's team.
     """
 
     user: str
@@ -343,7 +358,10 @@ class Account:
 
 @dataclass(frozen=True)
 class UserRecord:
-    """A stored user. `is_admin` says whether the user administers the server. A disabled user has no rights.
+    """A stored user.
+
+    `is_admin` says whether the user administers the server. A disabled user (`is_disabled`) has no rights. `roles` has
+    the user's role in each team. `created_at` is in seconds since the epoch.
 
     `identity` has the issuer and the subject of the identity at a provider that has logged in as the user. No other
     identity may log in as the user. None if nobody has logged in yet.
@@ -358,7 +376,7 @@ class UserRecord:
 
     @property
     def account(self) -> Account:
-        """Rights of the user; a disabled user has them too, so check `is_disabled` first."""
+        """Rights of the user, whether or not the user is disabled; callers must check `is_disabled` first."""
         return Account(self.name, self.is_admin, self.roles)
 
 
@@ -375,7 +393,9 @@ class TeamRecord:
 class TokenRecord:
     """Record of an API token, without the hash by which the server recognizes the token.
 
-    `prefix` is the token's beginning, by which users recognize it. Times are in seconds since the epoch; None is never.
+    `user` is the token's user, and `name` the name that the user gave the token. `prefix` is the token's beginning, by
+    which users recognize it. `scope` says for which requests the token may be used. Times are in seconds since the
+    epoch; None is never.
     """
 
     id: str
@@ -394,9 +414,10 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """What is stored of a browser's session besides the hash by which it is recognized.
+    """A stored session of a browser, without the hash by which the server recognises its cookie.
 
-    Times are in seconds since the epoch. `last_used_at` is that of the beginning until the first use is stored.
+    Times are in seconds since the epoch. Before the first use is stored, `last_used_at` is the time at which the
+    session began.
     """
 
     id: str
@@ -406,12 +427,15 @@ class SessionRecord:
     last_used_at: float
 
     def is_valid(self, *, now: float, idle_s: float) -> bool:
-        """Whether the session has neither expired nor been unused for `idle_s` seconds."""
+        """Whether the session may still be used at the time `now`, in seconds since the epoch.
+
+        A session ends at its expiry, or earlier if it was not used for `idle_s` seconds.
+        """
         return now < self.expires_at and now < self.last_used_at + idle_s
 
     @property
     def label(self) -> str:
-        """The session in the audit log, in place of a token's prefix."""
+        """Text that stands for the session in the audit log, where requests with a token have the token's prefix."""
         return f"session {self.id[:8]}"
 
 
@@ -435,10 +459,12 @@ class LoginRecord:
 class AuditRecord:
     """An entry of the audit log: a user's change of an object, its origin, and the object before and after.
 
-    `user` is None if the server had no accounts. `origin` is the address that the request came from, or names the user
-    and the machine of a command. `token` is the prefix of the token that was used, or "session" and the
-    beginning of the session's id. `before` and `after` are JSON
-    objects; None if the object did not exist.
+    - `user`: the user, or None if the server had no accounts
+    - `origin`: the address that the request came from, or the user and the machine of a command
+    - `token`: the prefix of the token that was used, or "session" and the beginning of the session's id
+    - `action`: the kind of change, such as "job.share"
+    - `target`: the changed object, such as "job ID"
+    - `before`, `after`: the object before and after the change, as JSON; None if there is nothing to describe
     """
 
     id: int
@@ -472,7 +498,7 @@ class Steering:
         return {"action": self.action, "user": self.user, "reason": self.reason, **changes}
 
     def describe(self, done: str) -> str:
-        """Text such as "paused by ann: the GPUs are needed", in which `done` is the first word."""
+        """Text such as "paused by ann: the GPUs are needed"; `done` is the first word of the text."""
         text = f"{done} by {self.user or 'request'}"
         return f"{text}: {self.reason}" if self.reason else text
 
@@ -586,11 +612,13 @@ class ExportRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Values of one trial on the holdout data, compared with those of the best trial.
+    """Values of one trial on the holdout data, compared with those of the best finalist (the reference).
 
-    `label` is the trial's name, `trial` its number. `values` has the estimate of each objective. `mean` is the mean
-    over the accuracy objectives; None if there is none. `differences` are this trial's values minus those of the best
-    finalist, paired by sample, by objective, and the difference of the means under "mean".
+    - `label`, `trial`: name and number of the trial
+    - `values`: the estimate of each objective
+    - `mean`: the mean over the accuracy objectives; None if there are none
+    - `differences`: by objective, the trial's value minus that of the reference, paired by sample; "mean" has the
+      difference of the means
     """
 
     label: str

@@ -225,8 +225,8 @@ def _work(connection: Connection[Any, Any], warm_up: Callable[[], None] | None) 
 def _limit(kind: int, value: int | None) -> None:
     """Set the soft limit of the current process for a resource, such as processor time, to `value`.
 
-    `kind` is a constant of the module `resource`, such as RLIMIT_CPU. If `value` is None, the limit is set to the hard
-    limit, the highest that is possible.
+    `kind` is a constant of the module `resource`, such as RLIMIT_CPU. If `value` is None or above the hard limit, the
+    soft limit is set to the hard limit.
     """
     _, hard = resource.getrlimit(kind)
     is_free = hard == resource.RLIM_INFINITY

@@ -58,7 +58,10 @@ def frame(data: Mapping[str, Any], *, event: str, id: int | None = None) -> byte
 
 
 class EventHub:
-    """Streams of job events to HTTP clients. A hub is bound to one asyncio event loop."""
+    """Streams of job events to HTTP clients. A hub is bound to one asyncio event loop.
+
+    While the database announces no events, new events are read every `poll_s` seconds.
+    """
 
     def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
         self._store = store
@@ -96,7 +99,10 @@ class EventHub:
         return max(self._poll_s, ANNOUNCED_POLL_S) if self._notifications.is_listening else self._poll_s
 
     def job(self, job_id: str) -> JobRecord | None:
-        """Return the job as it was last read for its streams; None if it was not read yet, or has no stream."""
+        """Return the job in the state in which the hub last read it for its streams.
+
+        Returns None if no HTTP client follows the job, or if the job was not read yet.
+        """
         feed = self._feeds.get(job_id)
         return None if feed is None else feed.job
 

@@ -64,10 +64,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Scrape:
-    """Inputs from which the metrics of one scrape are computed.
+    """Inputs from which the metrics of one scrape (a request by Prometheus) are computed.
 
-    `stored` is None while the database does not answer. `not_ready` is the reason why no job can make progress, or None
-    if jobs can. The server's files are in `data_dir`.
+    `stored` has the data from the database; None while the database does not answer. `not_ready` is the reason why no
+    job can make progress, or None if jobs can. `requests` counts the HTTP requests. `data_dir` is the directory of the
+    server's files.
     """
 
     stored: Stored | None

@@ -58,9 +58,11 @@ NO_ACCOUNTS = (
 class Right(StrEnum):
     """Rights on the object that a request's path names.
 
-    The first three are rights on a job: to read it, to have its models exported, or to change and delete it. MANAGE is
-    the right to change the members of a team. OWN is the right on a token, which the token's user and administrators
-    have.
+    - READ: to read a job
+    - USE: to have models of a job exported
+    - CHANGE: to change and delete a job
+    - MANAGE: to change the members of a team
+    - OWN: to revoke a token, which its user and administrators may do
     """
 
     READ = "read"
@@ -74,8 +76,8 @@ class Right(StrEnum):
 class Rule:
     """Requirements of a route on the sender of a request.
 
-    - `scope`: the scope of the token; None if everybody may send the request, without a token too
-    - `right`: the right on the object that the path names; None if the path names none
+    - `scope`: the scope that the token must have; None if everybody may send the request, even without a token
+    - `right`: the right that the sender must have on the object that the path names; None if the path names no object
     - `is_for_admins`: whether only administrators of the server may send the request
     """
 
@@ -86,7 +88,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Credential:
-    """What a request has by which its sender is found: a token, else the value of a session's cookie, else nothing."""
+    """The part of a request by which the server finds its sender.
+
+    A request has a token, or the value of a session's cookie, or neither.
+    """
 
     token: str | None = field(default=None, repr=False)
     session: str | None = field(default=None, repr=False)
@@ -108,10 +113,13 @@ class Guard:
     has_login: bool = False
 
     async def identify(self, credential: Credential, address: str) -> Principal:
-        """Find the sender of a request from `address`, and count the request.
+        """Find the sender of a request from `address`, and count the request against the sender's limit.
 
-        Raises Unauthorized if the server has accounts and the token or session is missing or not valid, and
-        TooManyRequests.
+        `credential` is the token or the session's cookie of the request.
+
+        Raises:
+            Unauthorized: The server has accounts, and the token or session is missing or not valid.
+            TooManyRequests: The sender or the address has sent too many requests.
         """
         if not await self.authenticator.needs_token():
             self._count(self.rates.open, address)
@@ -124,9 +132,10 @@ class Guard:
         return _principal(found, address)
 
     async def renewed(self, sender: Principal, credential: Credential) -> Principal | None:
-        """Read the sender's current rights again, for a response that lasts; None if it may not send requests any more.
+        """Read the sender's current rights again, while a long response such as an event stream is being sent.
 
-        While the database does not answer, the result has the last known rights.
+        `credential` is the token or cookie of the request. Returns None if it is no longer valid. While the database
+        does not answer, `sender` is returned unchanged.
         """
         try:
             if not await self.authenticator.needs_token():
@@ -174,7 +183,10 @@ _bearer = HTTPBearer(auto_error=False, description="An API token: `mergesearch t
 
 
 def credential_of(request: Request, bearer: HTTPAuthorizationCredentials | None) -> Credential:
-    """What a request has by which its sender is found. The cookie of a session counts only if there is no token."""
+    """Find the token or the session's cookie by which the sender of a request is identified.
+
+    `bearer` is the request's header Authorization, or None. If it has a token, a session's cookie is ignored.
+    """
     if bearer is not None:
         return Credential(token=bearer.credentials)
     return Credential(session=request.cookies.get(COOKIE))
@@ -208,7 +220,10 @@ async def _renewal(
 
 
 def _declared(rule: Rule, check: Callable[..., Any]) -> Any:
-    """Make `check` a FastAPI dependency that declares `rule`."""
+    """Make `check` a FastAPI dependency that declares `rule`, the requirements of a route on its sender.
+
+    The function `rule_of` reads the declaration.
+    """
     check.rule = rule  # type: ignore[attr-defined]
     return Depends(check)
 
@@ -216,7 +231,7 @@ def _declared(rule: Rule, check: Callable[..., Any]) -> Any:
 def sender_with(scope: Scope) -> Any:
     """Make a FastAPI dependency that finds the sender, and refuses tokens that lack the `scope` (403).
 
-    It does not declare the route's `Rule`; another dependency of the route must declare it.
+    Another dependency of the route must declare the route's `Rule`.
     """
 
     def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:
@@ -227,7 +242,11 @@ def sender_with(scope: Scope) -> Any:
 
 
 def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
-    """Make the FastAPI dependency of a route whose path names no job; it checks and returns the sender."""
+    """Make the FastAPI dependency of a route whose path names no job; it returns the sender of the request.
+
+    At a server with accounts, it refuses requests without a valid token or session, and tokens or sessions that lack
+    `scope`. If `is_for_admins` is True, it also refuses senders who do not administer the server.
+    """
 
     def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:
         _check_scope(sender, scope)
@@ -248,7 +267,10 @@ def open_to_all() -> Any:
 
 
 def logs_in() -> Any:
-    """FastAPI dependency of a route of a login, which everybody may use, but not often; returns the address."""
+    """Make the FastAPI dependency of a route that begins or ends a login; it returns the address of the sender.
+
+    Everybody may use such a route without a token. Each address may send only a limited number of these requests.
+    """
 
     async def counted(request: Request) -> str:
         guard: Guard = request.app.state.guard
@@ -259,7 +281,10 @@ def logs_in() -> Any:
 
 
 def reads_metrics() -> Any:
-    """Make the FastAPI dependency of the metrics, which only administrators may read unless the operator opens them."""
+    """Make the FastAPI dependency of the route of the metrics.
+
+    Only administrators of the server may read the metrics, unless the operator has opened them to everybody.
+    """
 
     async def checked(
         request: Request, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
@@ -272,7 +297,10 @@ def reads_metrics() -> Any:
 
 
 def declares(rule: Rule, check: Callable[..., Any]) -> Any:
-    """Make a FastAPI dependency of the function `check`, which must check the rights that `rule` states."""
+    """Make a FastAPI dependency of the function `check` that declares `rule`.
+
+    The dependency does not check the rule by itself: `check` must check the rights that `rule` states.
+    """
     return _declared(rule, check)
 
 

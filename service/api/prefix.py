@@ -21,8 +21,9 @@ ROOT_PATH: ContextVar[str] = ContextVar("root_path", default="")
 class BelowPrefix:
     """ASGI middleware that serves the application also below the path `prefix`, such as /mergesearch.
 
-    A request below `prefix` reaches the application with `prefix` as its root path. A path in the response's header
-    Location gets the prefix, too. `prefix_problem` says which values of `prefix` are valid.
+    Requests without the prefix are served unchanged. A request below `prefix` reaches the application with `prefix` as
+    its ASGI root path, and a path in the response's header Location gets the prefix too. The function `prefix_problem`
+    says which values of `prefix` are valid.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
@@ -48,14 +49,19 @@ class BelowPrefix:
 
 
 def below_root(path: str) -> str:
-    """URL path of a route, with the path prefix if the current request's path has the prefix."""
+    """URL path of a route as the client of the current request sees it.
+
+    If the path of the current request has the path prefix, the prefix is put before `path`. Otherwise `path` is
+    returned unchanged.
+    """
     return ROOT_PATH.get() + path
 
 
 def with_root(document: Any) -> Any:
-    """Copy of a JSON document in which links have the path prefix if the current request's path has the prefix.
+    """Copy of a JSON document with links that are valid for the client of the current request.
 
-    Links are the texts in every object with the key `links`, at any depth.
+    If the path of the current request has the path prefix of the server, the prefix is put before each link. Links are
+    the texts in the objects under the key `links`, at any depth of the document.
     """
     if isinstance(document, list):
         return [with_root(each) for each in document]

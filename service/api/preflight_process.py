@@ -186,8 +186,9 @@ class PreflightProcess:
     def _context_of(self, reader: Account | None) -> RequestContext:
         """Context for checking a job that `reader` submits.
 
-        A user may refer to other jobs only by their ids, whose rights are checked. Therefore the job may not name paths
-        in the data directory, where the files of other jobs are.
+        A user may refer to other jobs only by their ids, because the user's rights on a job are checked by its id.
+        Therefore the job may not name paths in the data directory, where the files of other jobs are. If `reader` is
+        None, there is no such limit.
         """
         context = self._context
         if reader is None:

@@ -50,9 +50,10 @@ class Cluster(Protocol):
 class Principal:
     """Sender of a request.
 
-    `name` is the name of the user, or the address if the server has no accounts. In this case all else is None, and the
-    sender may do everything. Else the sender has a `token` or a `session`, which may be used for requests of the
-    `scope`.
+    `name` is the name of the user, or the address if the server has no accounts. `address` is the address from which
+    the request came. If the server has no accounts, all other fields are None, and the sender may do everything.
+    Otherwise `account` has the user's rights, and either `token` or `session` is the record of what the request was
+    sent with. `scope` says for what kinds of requests the token or session may be used.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Principal:
 
     @property
     def actor(self) -> Actor:
-        """The sender in the audit log."""
+        """The sender in the form that the audit log stores: user, address, and prefix of the token or session."""
         user = None if self.account is None else self.account.user
         label = None if self.session is None else self.session.label
         return Actor(user, self.address, label if self.token is None else self.token.prefix)

@@ -58,7 +58,7 @@ class RunRecords:
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
     async def version(self, study_id: str) -> str:
-        """Text that changes whenever results of the study may have changed.
+        """Text that changes whenever results of the study may have changed; used as the version in the header ETag.
 
         Raises NotFound if there is no such study.
         """

@@ -42,7 +42,10 @@ MAX_THREADS = 4
 
 @dataclass(frozen=True)
 class Authenticated:
-    """The record of a valid token or session, and the rights of its user. One of `token` and `session` is None."""
+    """A valid token or session, and the rights of its user.
+
+    `account` has the rights. `token` is the record of the token, `session` that of the session; one of the two is None.
+    """
 
     account: Account
     token: TokenRecord | None = None
@@ -57,7 +60,10 @@ class Authenticated:
 
     @property
     def scope(self) -> Scope:
-        """What the token may be used for. A session may manage accounts only if its user administers the server."""
+        """Kinds of requests for which the token or session may be used.
+
+        A session may manage accounts only if its user administers the server.
+        """
         if self.token is not None:
             return self.token.scope
         return Scope.ADMIN if self.account.is_admin else Scope.SUBMIT
@@ -70,7 +76,11 @@ class _Answer:
 
 
 class _Answers:
-    """The answers of the database about tokens, or about sessions, by sha256; `read` asks the database."""
+    """Cache of the database's answers about tokens or about sessions.
+
+    The key of an answer is the sha256 of the token or of the cookie's value. An answer is used again for REMEMBERED_S
+    seconds. `read` asks the database. `limiter` limits the threads that do so. `clock` is a monotonic clock in seconds.
+    """
 
     def __init__(
         self,
@@ -179,7 +189,7 @@ class Authenticator:
             self.store_uses()
 
     def store_uses(self) -> None:
-        """Store the times at which tokens were used since the last call."""
+        """Store the times at which tokens and sessions were used since the last call."""
         used_at, self._used_at = self._used_at, {}
         used_sessions, self._used_sessions = self._used_sessions, set()
         for used, store in (

@@ -43,7 +43,11 @@ ORDER = (Role.VIEWER, Role.MEMBER, Role.ADMIN)
 
 @dataclass(frozen=True)
 class Begun:
-    """A login that has begun: the address at the provider, and the state and the cookie's value of the login."""
+    """A login that has begun.
+
+    `url` is the address of the identity provider to which the browser goes. `state` is the OAuth state, by which the
+    provider's answer is recognised. `browser` is the value of the cookie that binds the login to the browser.
+    """
 
     url: str = field(repr=False)
     state: str = field(repr=False)
@@ -52,14 +56,20 @@ class Begun:
 
 @dataclass(frozen=True)
 class Ended:
-    """A login that has ended with a session: the value of its cookie, and the path to which the browser goes."""
+    """A login that has ended with a session.
+
+    `secret` is the value of the session's cookie. `next` is the path of this server to which the browser goes.
+    """
 
     secret: str = field(repr=False)
     next: str
 
 
 class Logins:
-    """Logins with one identity provider."""
+    """Logins of browsers with one identity provider, from the redirect to the provider until the session begins.
+
+    `settings` are the provider and the rules for its users. `provider` replaces the client of the provider in tests.
+    """
 
     def __init__(self, accounts: AccountStore, settings: OidcSettings, *, provider: Provider | None = None) -> None:
         self._accounts = accounts
@@ -67,7 +77,11 @@ class Logins:
         self.settings = settings
 
     async def begin(self, *, redirect_uri: str, next_path: str) -> Begun:
-        """Begin a login, after which the browser goes to `next_path`. Raises ProviderUnavailable."""
+        """Begin a login.
+
+        `redirect_uri` is the address of this server to which the provider sends the browser back. `next_path` is the
+        path to which the browser goes after the login. Raises ProviderUnavailable if the provider does not answer.
+        """
         state, browser = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         login = LoginRecord(
             nonce=secrets.token_urlsafe(32),
@@ -87,6 +101,9 @@ class Logins:
         self, *, state: str, browser: str | None, code: str | None, error: str | None, address: str
     ) -> Ended:
         """End a login with the answer that the provider gave to the browser: a `code`, or an `error`.
+
+        `state` is the state in the answer. `browser` is the value of the login's cookie; None if the browser has none.
+        `address` is the address of the browser, for the audit log. Returns the new session.
 
         Raises:
             LoginRefused: The login or its answer is not valid, or the user may not log in. The audit log has an entry.
@@ -123,7 +140,13 @@ class Logins:
     def _let_in(
         self, name: str, identity: str, roles: Mapping[str, Role | None], next_path: str, address: str
     ) -> Ended:
-        """Begin a session of the user `name`, with the given roles in teams (None: no member)."""
+        """Give a user the roles that the provider's groups imply, begin a session, and return it.
+
+        `name` is the name of the user, who is added if the settings allow it. `identity` has the provider's issuer and
+        subject, to which the user is bound. `roles` has the role in each team; None ends the membership. `next_path` is
+        the path to which the browser goes, and `address` the address of the browser, for the audit log. Raises
+        LoginRefused if the user is not known, is disabled, or is bound to another identity.
+        """
         actor = Actor(name, address)
         try:
             user = self._accounts.user(name)
@@ -166,15 +189,16 @@ class Logins:
 
 
 def login_cookie(state: str) -> str:
-    """Name of the cookie of the login with the given state."""
+    """Name of the cookie of the login with the given state, which differs between logins of one browser."""
     return LOGIN_COOKIE + hashlib.sha256(state.encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
 def user_name(claims: Mapping[str, Any], claim: str | None) -> str:
-    """The name of the user that the claims are about; letters become lower-case.
+    """Find the name of the user in the claims of an ID token; its letters become lower-case.
 
-    It is the claim of that name, or by default `preferred_username`, or else `email`. An e-mail address counts only if
-    the provider has verified it. Raises LoginRefused.
+    The name is the value of `claim`. If `claim` is None, the name is the value of `preferred_username` or, without this
+    claim, of `email`. An e-mail address counts only if the provider has verified it. Raises LoginRefused if there is no
+    valid name.
     """
     if claim is None:
         claim = "preferred_username" if claims.get("preferred_username") else "email"
@@ -191,9 +215,11 @@ def user_name(claims: Mapping[str, Any], claim: str | None) -> str:
 
 
 def team_roles(claims: Mapping[str, Any], settings: OidcSettings) -> dict[str, Role | None]:
-    """The role of the user in each team of `settings.teams`: the largest one of the user's groups; None if no member.
+    """Compute the user's role in each team of `settings.teams` from the groups in the claims of an ID token.
 
-    Without the claim the user is in no group. Raises LoginRefused if the claim is not a list of texts.
+    If several groups give the user a role in a team, the result has the largest one. If no group gives one, the role is
+    None. If the claim with the groups is missing, the user is in no group. The result is empty if the settings name no
+    such claim. Raises LoginRefused if the claim is not a list of texts.
     """
     if settings.groups_claim is None:
         return {}
@@ -212,7 +238,8 @@ def team_roles(claims: Mapping[str, Any], settings: OidcSettings) -> dict[str, R
 def next_problem(path: str, *, below: str) -> str | None:
     """Reason why a browser may not be sent to `path` after a login; None if it may.
 
-    The path must be one of this server, which is below `below` (empty for the root), as other pages could imitate it.
+    The path must be a path of this server below `below` ("" for the root). Pages of other servers could imitate this
+    server.
     """
     accepted = f"give a path of this server, such as {below}/docs"
     if len(path) > MAX_NEXT:

@@ -40,7 +40,7 @@ ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 
 
 class Provider:
-    """An identity provider, for one server. Its coroutines run in one event loop."""
+    """Client of an identity provider (OpenID Connect). All its coroutines must be called in one event loop."""
 
     def __init__(self, settings: OidcSettings, *, timeout_s: float = TIMEOUT_S) -> None:
         self._settings = settings
@@ -49,7 +49,11 @@ class Provider:
         self._read_at = -math.inf
 
     async def login_url(self, login: LoginRecord, *, state: str) -> str:
-        """The provider's address to which a browser goes to log in. Raises ProviderUnavailable."""
+        """The address at the provider to which a browser goes to log in.
+
+        `login` has the secrets of the login, and `state` is its OAuth state. Raises ProviderUnavailable if the provider
+        does not answer.
+        """
         async with self._answering():
             app = await self._client()
             begun = await app.create_authorization_url(
@@ -58,9 +62,11 @@ class Provider:
         return str(begun["url"])
 
     async def claims(self, login: LoginRecord, *, code: str) -> Mapping[str, Any]:
-        """Exchange the `code` of a login, and return the claims of the ID token, and of the provider's user info.
+        """Exchange the `code` of a login for an ID token, check the token, and return its claims about the user.
 
-        The ID token has the signature of the provider, is for this server and this login, and has not expired.
+        The ID token must have the signature of the provider, must be for this server and this `login`, and must not
+        have expired. If the token lacks a claim that the settings need, the claims of the provider's user info are
+        added.
 
         Raises:
             LoginRefused: The code or the ID token is not valid.
@@ -92,7 +98,10 @@ class Provider:
         return claims
 
     def _lacks(self, claims: Mapping[str, Any]) -> bool:
-        """Whether a claim that is needed is missing, as where a provider puts claims into the user info alone."""
+        """Whether claims lack the user's name or, if the settings use groups, the user's groups.
+
+        Some providers have these claims only in the user info, and not in the ID token.
+        """
         settings = self._settings
         has_name = bool(
             claims.get(settings.user_claim)
@@ -102,7 +111,10 @@ class Provider:
         return not has_name or (settings.groups_claim is not None and settings.groups_claim not in claims)
 
     async def _client(self) -> Any:
-        """Authlib's client, with the provider's metadata, which are read again every hour."""
+        """Authlib's client of the provider, with the provider's metadata.
+
+        The metadata are read again after an hour. Raises ProviderUnavailable if they do not fit the settings.
+        """
         if self._app is None or time.monotonic() - self._read_at > METADATA_S:
             app = _new_client(self._settings, self._timeout_s)
             metadata = await app.load_server_metadata()
@@ -136,7 +148,11 @@ class Provider:
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
-        """Context with a time limit, whose errors say what the provider did wrong, without secrets."""
+        """Context for requests to the provider, which limits their time and converts their errors.
+
+        Errors become LoginRefused or ProviderUnavailable. Their messages say what the provider did wrong, and hold no
+        secrets.
+        """
         import httpx2
         from authlib.integrations.base_client import OAuthError
         from joserfc.errors import JoseError
@@ -196,6 +212,6 @@ def _new_client(settings: OidcSettings, timeout_s: float) -> Any:
 
 
 def _code_of(text: object) -> str:
-    """An error code of OAuth 2.0, if it is one."""
+    """An OAuth 2.0 error code in a form that is safe in messages; "unknown error" if `text` is not such a code."""
     text = str(text)
     return text if text.replace("_", "").isalpha() and text.isascii() and len(text) <= 40 else "unknown error"

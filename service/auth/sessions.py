@@ -20,15 +20,21 @@ IDLE_S = 2 * 3600.0
 
 
 def new_session_secret() -> str:
-    """Make the value of a session's cookie."""
+    """Make a new random value for the cookie of a session."""
     return MARK + secrets.token_urlsafe(NUM_BYTES)
 
 
 def csrf_token_of(secret: str) -> str:
-    """The CSRF token of a session: a keyed hash, which does not tell the session's `secret`."""
+    """The CSRF token of the session whose cookie has the value `secret`.
+
+    The token is a keyed hash from which `secret` cannot be computed.
+    """
     return hmac.new(secret.encode("utf-8", "surrogateescape"), b"mergesearch csrf token", "sha256").hexdigest()
 
 
 def is_csrf_token(text: str, *, secret: str) -> bool:
-    """Whether `text` is the CSRF token of the session with the `secret`, compared in constant time."""
+    """Whether `text` is the CSRF token of the session whose cookie has the value `secret`.
+
+    The texts are compared in constant time.
+    """
     return hmac.compare_digest(text.encode("utf-8", "surrogateescape"), csrf_token_of(secret).encode())

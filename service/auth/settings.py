@@ -23,7 +23,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class GroupRole:
-    """The role that members of a group of the provider have in a team of the server."""
+    """Rule that gives all members of a group of the identity provider a role in a team of this server."""
 
     group: str
     team: str
@@ -31,7 +31,7 @@ class GroupRole:
 
     @classmethod
     def parse(cls, text: str) -> GroupRole:
-        """Read GROUP=TEAM:ROLE. Raises ValueError for another text."""
+        """Read a rule from a text of the form GROUP=TEAM:ROLE. Raises ValueError if the text has another form."""
         group, _, place = text.rpartition("=")
         team, _, role = place.rpartition(":")
         if not re.fullmatch(r"[a-z0-9][a-z0-9._@+-]{0,63}", team) or not group or role not in list(Role):
@@ -44,15 +44,16 @@ class GroupRole:
 
 @dataclass(frozen=True)
 class OidcSettings:
-    """An identity provider, and what its users may do here.
+    """An identity provider (OpenID Connect), and what its users may do on this server.
 
     - `issuer`: the provider's issuer identifier, a URL
-    - `client_id`, `client_secret`: of this server, from its registration at the provider
-    - `scopes`: what is asked for
-    - `user_claim`: the claim that names the user; None for `preferred_username`, or else a verified `email`
-    - `groups_claim`: the claim with the groups of the user, from which `teams` follow; None if teams are set here alone
-    - `creates_users`: whether a user who is not known becomes one
-    - `public_url`: the URL under which browsers reach the server; None if requests tell it
+    - `client_id`, `client_secret`: id and secret that this server got when it was registered at the provider
+    - `scopes`: the OAuth scopes that a login requests, separated by spaces
+    - `user_claim`: the claim that names the user; None for `preferred_username` or, without it, a verified `email`
+    - `groups_claim`: the claim that lists the user's groups; None if logins change no memberships of teams
+    - `teams`: the roles in teams that the members of groups get
+    - `creates_users`: whether a user who logs in for the first time is added to the server
+    - `public_url`: the URL under which browsers reach the server; None if it is taken from each request
     """
 
     issuer: str
@@ -79,10 +80,12 @@ def oidc_settings(
     public_url: str | None,
     environment: MutableMapping[str, str],
 ) -> OidcSettings | None:
-    """Settings from the options of `mergesearch serve`; None if there is no provider.
+    """Make the settings of the identity provider from the options of `mergesearch serve`.
 
-    The client secret is read from `secret_file`, or else taken out of the `environment`, so that other programs that
-    this process starts do not get it. Raises Conflict if options are wrong or do not fit together.
+    The arguments have the meaning of the fields of `OidcSettings`. The client secret is read from `secret_file` or,
+    without it, from a variable of `environment`. The variable is removed, so that programs that this process starts do
+    not get it. Returns None if `issuer` is None, that is, without an identity provider. Raises Conflict if options are
+    wrong or do not fit together.
     """
     teams = tuple(teams)
     others = {
@@ -135,7 +138,10 @@ def oidc_settings(
 
 
 def is_protected(url: str) -> bool:
-    """Whether others on the network cannot read what is sent to `url`: it is HTTPS, or on this machine."""
+    """Whether others on the network cannot read what is sent to `url`.
+
+    The result is True for an HTTPS URL, and for an HTTP URL of this machine.
+    """
     try:
         parts = urlsplit(url)
         return parts.hostname is not None and (

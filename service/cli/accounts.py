@@ -74,7 +74,12 @@ def add_user(options: argparse.Namespace) -> int:
 
 
 def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: str, actor: Actor) -> None:
-    """Store the token of a deployment as a token of the user, and revoke the deployment's earlier token."""
+    """Store the token of a deployment as a token of the user, and revoke the deployment's earlier tokens.
+
+    A deployment's token is one that the operator has made, for example as a Kubernetes secret. `scope` is the name of
+    the token's scope. `actor` is the originator of the change, for the audit log. A token that is stored already is not
+    changed.
+    """
     found = accounts.find_token(token.digest)
     for other in accounts.tokens(user.name):
         is_this = found is not None and other.id == found[0].id
@@ -269,9 +274,10 @@ def _print(
     *,
     one: bool,
 ) -> int:
-    """Print records as a table or, with the option --json, as JSON.
+    """Print records as a table or, with the option --json, as JSON; return the exit code 0.
 
-    The JSON is a list of the records or, with `one`, the only record.
+    `documents` are the records for JSON. `columns` and `rows` are the header and the cells of the table. The JSON is a
+    list or, if `one` is True, the only record itself.
     """
     if options.json:
         print_json(documents[0] if one else documents)

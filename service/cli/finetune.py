@@ -28,10 +28,10 @@ REPORT = "report.html"
 def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], int]) -> int:
     """Run `mergesearch finetune` with the parsed command line `options`, and return the exit code.
 
-    `run_study` is called if the specification has a study of the trained experts; its arguments are the study and the
-    study's directory. It runs the study, exports the best merge, prints the results and returns the exit code. The
-    experts are analysed if the specification asks for it, or if `options.analyse` is not None: a list of directories of
-    earlier fleets to compare with.
+    The experts are analysed if the specification asks for it, or if `options.analyse` is given: a list of directories
+    of earlier fine-tunings to compare with. If the specification has a study of the trained experts, `run_study` is
+    called with the study and its directory. It runs the study, exports the best merge, prints the results and returns
+    the exit code.
     """
     from service.jobs.finetune.directory import EXPERT_DIR, trained_fleet
     from service.jobs.finetune.training import run_fleet

@@ -33,7 +33,8 @@ Job = Mapping[str, Any]
 class JobView:
     """Terminal display of a server's jobs of one kind: results on standard output, progress on standard error.
 
-    Its subclasses, such as `StudyView`, show more of the jobs of one kind.
+    `client` is the client of the server. If `as_json` is True, results are JSON. Subclasses, such as `StudyView`, show
+    more of the jobs of one kind.
     """
 
     def __init__(self, kind: JobKind, client: Client, *, as_json: bool) -> None:
@@ -71,8 +72,10 @@ class JobView:
     def export(self, job: Any, name: str, out: Path, *, dtype: str | None, prefer: Mapping[str, float] | None) -> None:
         """Download a merged model or trained expert of a job to the new directory `out`.
 
-        `name` is the trial of a study or the alias of a fine-tuning's expert. `dtype` and `prefer` (weights of the
-        objectives) are for studies only. Raises Conflict if jobs of this kind have no models.
+        `name` is the trial of a study or the alias of a fine-tuning's expert. `dtype` is the dtype of a study's merged
+        model; None means that of the study's engines. `prefer` has the weight of each objective, by name. If it is
+        given, the weights choose the trial of a study, and `name` is ignored. Raises Conflict if jobs of this kind have
+        no models.
         """
         raise Conflict(f"{job['name']}: is a {self._kind.noun}, which has no models to export")
 

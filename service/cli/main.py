@@ -614,7 +614,10 @@ class _Version(argparse.Action):
 
 
 def _limit(number: Callable[[str], Any], text: str) -> Any:
-    """Parse a limit, or "none". Raises ArgumentTypeError for an invalid text."""
+    """Parse a limit: a number, which the function `number` converts, or "none".
+
+    Raises ArgumentTypeError if `text` is neither.
+    """
     if text == verbs.NO_LIMIT:
         return text
     try:
@@ -763,7 +766,10 @@ def _add_oidc(command: argparse.ArgumentParser) -> None:
 
 
 def _group_role(text: str) -> GroupRole:
-    """Parse GROUP=TEAM:ROLE. Raises ArgumentTypeError for an invalid text."""
+    """Parse a rule GROUP=TEAM:ROLE, which gives the members of a group a role in a team.
+
+    Raises ArgumentTypeError for an invalid text.
+    """
     try:
         return GroupRole.parse(text)
     except ValueError as error:

@@ -41,11 +41,11 @@ class ProgressStyle(StrEnum):
 
 
 class ProgressView:
-    """Progress reporter that shows a study's progress on `stream` (default: standard error).
+    """Progress reporter that shows a study's progress on `stream` (default: standard error), in the given `style`.
 
     Use it as a context manager. It is thread-safe. Its method `update` is cheap enough to be called for every sample.
     Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` is the number of seconds that
-    earlier attempts worked on the study.
+    earlier attempts worked on the study. `clock` returns a time in seconds, which tests replace.
     """
 
     def __init__(
@@ -167,7 +167,10 @@ STATE_STYLES = {
 
 
 def _panel(snapshot: ProgressSnapshot, pace: Pace, *, width: int) -> RenderableType:
-    """Draw a progress snapshot as a panel: trials by state, rungs, the best trial, and samples."""
+    """Draw a progress snapshot as a panel: trials by state, rungs, the best trial, and samples.
+
+    `pace` has the speed and the time left. `width` is the width of the panel in characters.
+    """
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()

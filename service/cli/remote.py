@@ -41,11 +41,13 @@ def server_url(server: str | None) -> str:
 
 @contextmanager
 def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None = None) -> Iterator[ServerVerbs]:
-    """Connect to a server, and yield the commands of `mergesearch` that use the server.
+    """Connect to a server, and yield the commands that use the server as an object with one method for each command.
 
-    The server's address is `server`; if it is None, the environment variable MERGESEARCH_SERVER, or
-    http://127.0.0.1:8080 if the variable is not set. With `as_json` the commands print JSON. `no_directory` is the
-    command's argument if it could be the path of a directory that does not exist; error messages then mention this.
+    `server` is the server's address. If it is None, the address is that of the environment variable MERGESEARCH_SERVER,
+    or http://127.0.0.1:8080 if the variable is not set. If `as_json` is True, the commands print JSON. `no_directory`
+    is the command's argument if it could also have been meant as a directory, but none with this path exists. If the
+    server does not answer, the error message then mentions the missing directory too.
+
     Raises NotFound if the address is invalid, and ServerUnreachable if no server answers.
     """
     url = server or os.environ.get(SERVER_VARIABLE)
@@ -67,7 +69,8 @@ def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None 
 class ServerVerbs:
     """Commands of `mergesearch` that use a server, one method each, which returns the exit code.
 
-    Results go to standard output, progress and messages to standard error.
+    Results go to standard output, progress and messages to standard error. The argument `reference` of a method names a
+    job by its id, a prefix of its id, or its name.
     """
 
     def __init__(self, client: Client, *, as_json: bool) -> None:

@@ -49,7 +49,7 @@ def print_json_line(document: Any) -> None:
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
     """Print where a merged model was written, and which trial the user's weights of the objectives selected.
 
-    `chosen` describes this trial; None if no weights were given.
+    `chosen` describes this trial; None if no weights were given. If `as_json` is True, both are printed as JSON.
     """
     if as_json:
         print_json({"directory": str(directory)} | ({} if chosen is None else {"preferred": chosen}))
@@ -60,7 +60,10 @@ def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: 
 
 
 def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
-    """Print which data were removed, or would be removed: for each kind of data, their number and bytes."""
+    """Print the removed data, and for each kind of data their number and bytes.
+
+    If `is_dry_run` is True, the data would be removed, and the text says so.
+    """
     for removal in removals:
         print(removal)
     verb = "would be removed" if is_dry_run else "removed"
@@ -85,7 +88,11 @@ def print_benchmarks(document: BenchmarksDocument) -> None:
 
 
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
-    """Print the results of a finished study as tables, followed by `places`: labels and paths of its files."""
+    """Print the results of a finished study as tables.
+
+    `pareto` has the Pareto front, and `summary` the other results. The `places` are printed last: each keyword is a
+    label, and its value the path or URL of a file.
+    """
     from service.cli.tables import finding_line, holdout_table, pareto_table, search_line, verification_line
 
     out = console()

@@ -619,9 +619,10 @@ def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerb
 
 
 def _is_directory(options: argparse.Namespace) -> bool:
-    """Whether the command's argument `run` names a directory of `mergesearch run` rather than a server's job.
+    """Whether the command's argument `options.run` is the directory of a `mergesearch run`, not a job of a server.
 
-    It is a directory if no server is given, and the argument is an existing path or contains a path separator.
+    The argument is a directory if the option --server is absent, and the argument is an existing path or contains a
+    path separator.
     """
     return options.server is None and (os.sep in options.run or Path(options.run).exists())
 

@@ -21,7 +21,8 @@ class Host:
     """Supervisor of the Ray cluster that the server runs on its own machine.
 
     The cluster is a process of `service.cluster.local_ray`. It is started again if it dies. It continues when the
-    server ends, and the next server uses it.
+    server ends, and the next server uses it. `dashboard_host` and `dashboard_port` are the address and the port of
+    Ray's dashboard; the port None means 8265, or the next free port.
     """
 
     def __init__(self, data_dir: Path, dashboard_host: str, dashboard_port: int | None) -> None:
@@ -44,9 +45,9 @@ class Host:
         return record.dashboard_url if record is not None else None
 
     def not_ready(self, *, may_start: bool = True) -> str | None:
-        """Start Ray if it is not running, and return the reason why it is not ready yet; None if it is ready.
+        """Start Ray if it is not running, and return the reason why Ray is not ready yet; None if Ray is ready.
 
-        Ray is not started if `may_start` is False, which means that another server runs it.
+        If `may_start` is False, another server runs Ray, and this method does not start it.
         """
         record = read_host(self._data_dir)
         started = self._process.pid if self._process is not None else None

@@ -111,8 +111,8 @@ def stop_processes(record: HostRecord) -> None:
 def _is_of_session(process: psutil.Process, session_dir: str) -> bool:
     """Whether `process` belongs to the Ray cluster with the session directory `session_dir`.
 
-    A worker of Ray, which is known by its title, belongs to the cluster if it has files in the directory open. Another
-    program of Ray belongs to it if its command names the directory.
+    A worker of Ray, which is recognised by its title, belongs to the cluster if it has files in the directory open.
+    Another program of Ray belongs to the cluster if its command names the directory.
     """
     try:
         command = process.cmdline()

@@ -114,13 +114,16 @@ class NodeCalls:
         self._files = files
 
     def place(self) -> tuple[Node | None, tuple[EngineMachines, ...]]:
-        """Select the node on which jobs are checked (None: this process), and list machines that can run engines.
+        """Select the node on which jobs are checked, and list the machines that can run engines.
 
-        The node is the head of the cluster: drivers repeat the checks there later, with the same models and the same
-        database, which other nodes may be unable to reach. Jobs are checked in the current process if the head is on
-        the same machine. The machines are those of all nodes that are alive; the result has none if the cluster
-        consists of this machine alone. If the cluster does not answer, a server that shares its files with the head
-        checks jobs itself. If artifacts are in an object store, ConnectionError is raised instead.
+        The node is the head of the cluster, because drivers repeat the checks there with the same models and database,
+        which other nodes may be unable to reach. The node is None if jobs are checked in this process. This is so if
+        the head is on this machine. It is also so if the cluster does not answer and artifacts are in a directory,
+        which this machine shares with the head. If the cluster does not answer and artifacts are in an object store,
+        ConnectionError is raised.
+
+        The machines are those of all living nodes that can run engines. The list is empty if this machine is the only
+        one, or if the cluster does not answer.
         """
         try:
             client, url = self._connected()
@@ -173,7 +176,11 @@ class NodeCalls:
         raise value
 
     def _run(self, digest: str, node: Node, timeout_s: float) -> str:
-        """Run a remote function call as a Ray Job, and return the sha256 under which its result is stored."""
+        """Run a stored function call on `node` as a Ray Job, and return the sha256 under which its result is stored.
+
+        `digest` is the sha256 under which the call is stored. Raises ConnectionError if Ray does not answer, or if the
+        job ends without a result or not within `timeout_s` seconds and START_GRACE_S more.
+        """
         client, _ = self._connected()
         if client is None:
             raise ConnectionError("Ray's dashboard does not answer")

@@ -67,12 +67,15 @@ MAX_RUNNING = 4
 
 
 class Action(StrEnum):
-    """Next action of the reconciler for an unfinished job.
+    """Next action of the reconciler, which keeps a driver running, for an unfinished job.
 
-    WAIT does nothing. SUBMIT submits a driver. STOP stops the current driver, so that another can be submitted.
-    GIVE_UP ends the job as FAILED. INTERRUPT asks the driver of a job that is to pause, or that was edited, to end
-    after the samples that are being scored. SETTLE stores that a job that is to pause is PAUSED, because its driver has
-    ended.
+    - WAIT: do nothing
+    - SUBMIT: submit a driver
+    - STOP: stop the current driver, so that another can be submitted
+    - GIVE_UP: end the job as FAILED
+    - INTERRUPT: ask the driver to end after the samples that are being scored, because the job is to pause or was
+      edited
+    - SETTLE: store that the job is PAUSED, because it is to pause and its driver has ended
     """
 
     WAIT = "wait"
@@ -87,8 +90,8 @@ class Action(StrEnum):
 class Decision:
     """Next action of the reconciler for an unfinished job, with its reason `because`.
 
-    `again` means that the last driver is submitted again under the same number, because the cluster never received it.
-    `until` is the time at which the next driver is submitted, in seconds since the epoch; None if it need not wait.
+    If `again` is True, the last driver is submitted again under the same number, because the cluster never received it.
+    `until` is the time at which the next driver is submitted, in seconds since the epoch; None means at once.
     """
 
     action: Action
@@ -178,9 +181,9 @@ def _end_of_driver(ray_job: str | None, reason: str) -> str:
 def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str | None:
     """Reason to replace the running driver of `job`; None if the driver may continue.
 
-    A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long. `now` and
-    `watched_since`, since when the database has answered, are in seconds since the epoch. Heartbeats that are missing
-    from before `watched_since` are no reason, because the driver could not store them.
+    A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long. `now` is the
+    current time, and `watched_since` the time since which the database has answered, both in seconds since the epoch.
+    Only the time after `watched_since` counts, because before it the driver could not store heartbeats.
     """
     heard_at = job.heartbeat_at or 0.0
     if job.attempt <= job.submitted_after or heard_at < job.submitted_at:  # the heartbeat is the previous driver's
@@ -201,8 +204,9 @@ class RayCluster:
     Ray. The other servers compute the same decisions from the stored state, so that all servers give the same answers.
     If the leader ends, another server becomes the leader.
 
-    The cluster is the one that RAY_ADDRESS names, or one that the server runs on this machine. The method `start`
-    returns at once. The method `not_ready` says why no job can continue yet.
+    The cluster is the one that RAY_ADDRESS names, or one that the server runs on this machine, with Ray's dashboard at
+    `dashboard_host` and `dashboard_port`. `files` is the location of artifacts; None is a directory in `data_dir`. The
+    method `start` returns at once. The method `not_ready` says why no job can continue yet.
     """
 
     def __init__(
@@ -372,10 +376,10 @@ class RayCluster:
         return self._too_many_machines()
 
     def _too_many_machines(self) -> str | None:
-        """Reason why no driver may start: an SQLite database is a file on one of several machines.
+        """Reason why no driver may start, if Ray has several machines and the database is a file on one of them.
 
-        Returns None if drivers may start. The machines are counted every NODES_S seconds, because some may join or
-        leave.
+        Such a database is an SQLite file. Returns None if drivers may start. The machines are counted again every
+        NODES_S seconds.
         """
         if self._host is not None or not self._store.is_on_one_machine:
             return None
@@ -490,7 +494,10 @@ class RayCluster:
         return not is_idle
 
     def _interrupt(self, job: JobRecord) -> None:
-        """Ask the driver of a job to end after the samples that are being scored, once."""
+        """Ask the driver of a job to end after the samples that are being scored.
+
+        Each driver is asked only once.
+        """
         name = submission_id(job, job.submissions)
         if name not in self._interrupted:
             logger.info("job %s: stopping %s: the job %s", job.id, name, "pauses" if job.is_paused else "was edited")
@@ -583,6 +590,6 @@ def _accepts_no_jobs(error: Exception) -> bool:
 def _is_unknown(error: Exception) -> bool:
     """Whether `error` says that the Ray cluster does not know a Ray Job.
 
-    The text decides, because Ray's client raises the same class for every refusal.
+    The text of the error is searched, because Ray's client raises the same class for every refusal.
     """
     return "does not exist" in str(error) or "status code 404" in str(error)

@@ -44,10 +44,9 @@ def _labels() -> type[JobEdit]:
 class RequestContext:
     """Context in which a submitted job is checked: readable files, the server's other jobs, and limits.
 
-    - `access`: limits the files that the job may read; None is no limit
-    - `store_url`, `data_dir`: the server's database and data directory, which have the other jobs that the job refers
-      to. If only `store_url` is None, the database is the one that drivers on this machine use; if both are None, a job
-      cannot refer to other jobs
+    - `access`: the files that the job may read; None is no limit
+    - `store_url`: the URL of the server's database; None for the database that drivers on this machine use
+    - `data_dir`: the server's data directory. If this and `store_url` are None, a job cannot refer to other jobs
     - `files`: the location of the server's artifacts, a directory or the URL of an object store; None is a directory in
       `data_dir`
     - `machines`: the cluster's machines that can run engines, if any are known
@@ -81,7 +80,7 @@ class Accepted:
     def stored_facts(self) -> dict[str, Any]:
         """Findings of the checks in the form that is stored with the job, as JSON.
 
-        They are `facts` and, unless it is 0, `artifact_bytes`.
+        The document has the entries of `facts` and, if it is above 0, `artifact_bytes`.
         """
         return {**self.facts, **({"artifact_bytes": self.artifact_bytes} if self.artifact_bytes else {})}
 
@@ -92,9 +91,9 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 
 @dataclass(frozen=True)
 class View:
-    """Fields and links that a kind of job adds to the JSON document of a job, each by name.
+    """What a kind of job adds to the JSON document of a job that the server sends to clients.
 
-    The server sends this document to clients.
+    `fields` are further fields of the document, by name. `links` are further links, as URL paths by name.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -121,11 +120,15 @@ class Resources:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One driver's work on a job: the job, and the objects that the driver needs.
+    """One driver's work on a job, with the objects that the driver needs.
 
-    `writer` stores the results of this attempt. `work_dir` is the job's directory for files. `heartbeat` reports that
-    the driver is alive. `resources` are the functions with which the driver uses the cluster. `note` shows a message in
-    the job's log or in a terminal.
+    - `store`: the database with the job
+    - `writer`: stores the results of this attempt
+    - `artifacts`: the files that jobs store, such as trained experts
+    - `work_dir`: the job's directory for files
+    - `heartbeat`: reports that the driver is alive
+    - `resources`: the functions with which the driver uses the cluster
+    - `note`: shows a message in the job's log or in a terminal
     """
 
     store: Store

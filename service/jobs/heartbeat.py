@@ -91,10 +91,10 @@ class Heartbeat:
         self._send(self.wall_clock_s)
 
     def discount(self) -> None:
-        """Store a heartbeat whose working time ends when the driver last stored scored samples.
+        """Store a heartbeat that counts working time only up to the last scored samples that the driver stored.
 
-        A driver calls this method if it has only waited since then, so that the waiting does not count as work. If this
-        driver has stored no scored samples, the stored working time is the time that earlier attempts worked.
+        A driver calls this method if it has only waited since then. If the driver has stored no scored samples, the
+        stored working time is that of the earlier attempts.
         """
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 

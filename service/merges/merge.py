@@ -84,9 +84,13 @@ class DiskBytes:
 class MergePlan:
     """Plan of a merge: its models, the merges in each layer, and the size of the result.
 
-    `merges` are table rows with the columns layers, component, method, sources and coefficients. `digest` is the hash
-    of the recipe. `is_done` says whether the complete merged model exists already. `warnings` are lines about keys of
-    the file that have no effect.
+    - `models`: the models that take part
+    - `merges`: table rows with the columns layers, component, method, sources and coefficients
+    - `num_layers`, `num_parameters`, `dtype`: layers, parameters and dtype of the merged model
+    - `digest`: the hash of the recipe
+    - `disk_bytes`: the disk space that the merge needs, and that is free
+    - `is_done`: whether the complete merged model exists already
+    - `warnings`: lines about keys of the file that have no effect
     """
 
     models: tuple[PlannedModel, ...]

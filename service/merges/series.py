@@ -55,10 +55,10 @@ def check_merges(
 ) -> dict[str, MergePlan | tuple[str, ...]]:
     """Check all merges of a file without writing anything, and return their plans by name, in the order of merging.
 
-    The name of the final merge is "". A merge cannot be checked before the named merges among its sources are written;
-    the result then has the names of these sources instead of the merge's plan. `directories` has directories of models
-    by name. The other arguments and the errors are those of `merge_file`. Problems of several merges are raised as one
-    error.
+    The name of the final merge is "". A merge whose sources are other merges of the file cannot be checked before these
+    are written. In this case the result has the names of the missing sources in place of a plan. `directories` has
+    directories of models by name. The other arguments and the errors are those of `merge_file`. Problems of several
+    merges are raised as one error.
     """
     place = intermediate_dir(out)
     checked: dict[str, MergePlan | tuple[str, ...]] = {}
@@ -111,8 +111,8 @@ def merge_all(
 def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_Document]:
     """Read the documents of a merge file, ordered so that each merge follows the merges that are its sources.
 
-    `note` is called with warnings, unless `strict`, which treats warnings as errors. Raises InvalidRecipe with every
-    problem.
+    `note` is called with each warning. If `strict` is True, warnings are problems instead. Raises InvalidRecipe with
+    every problem.
     """
     warnings: list[str] = []
     contents = read_documents(file, warn=warnings.append)
@@ -153,9 +153,9 @@ def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_D
 def _final(file: Path, names: Sequence[str | None], used: Mapping[int, tuple[str, ...]]) -> int:
     """Index of the final merge among the documents of `file`.
 
-    It is the only document without a name or, if all have names, the only one that no other document uses. `names` are
-    the documents' names. `used` has the names of the merges that each document uses, by index. Raises InvalidRecipe if
-    there is not exactly one such document.
+    The final merge is the only document without a name. If all documents have names, it is the only one that no other
+    document uses. `names` are the documents' names. `used` has the names of the merges that each document uses, by
+    index. Raises InvalidRecipe if there is not exactly one such document.
     """
     unnamed = [number for number, name in enumerate(names) if name is None]
     needed = {name for uses in used.values() for name in uses}
@@ -185,10 +185,10 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Select the entries of `directories` whose names are models of `document`.
+    """Select the entries of `directories`, by name, that the merge of `document` uses as models.
 
-    For the only document of a file, which is read later, all `directories` are returned; unknown names are reported
-    when the document is read.
+    If the file has only one document, `document.content` is not read yet. In this case all `directories` are returned,
+    and unknown names are reported later.
     """
     if document.content is None:
         return dict(directories)

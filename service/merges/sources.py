@@ -36,7 +36,8 @@ def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Calla
     - the directory with the path `name`, relative to the folder of `file` or to the current directory
     - `name` as a hub id
 
-    `warn` is called if a revision in the name has no effect. Raises InvalidRecipe if none of these fits.
+    `warn` is called if `name` has a revision ("model@revision") that has no effect. Raises InvalidRecipe if `name` is
+    none of these.
     """
     if name in directories:
         return directories[name]
@@ -75,7 +76,10 @@ def aliases_of(models: tuple[str, ...]) -> dict[str, str]:
 
 
 def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
-    """Vocabulary of the merged model according to a mergekit configuration: "base", "union", or a model's alias."""
+    """Vocabulary of the merged model according to a mergekit configuration: "base", "union", or a model's alias.
+
+    `aliases` has the alias of each model by its name in the configuration.
+    """
     source = configuration.tokenizer_source
     if source is None or source in ("base", "union", configuration.base):
         return source if source == "union" else "base"
@@ -83,7 +87,10 @@ def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> s
 
 
 def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Convert a mergekit configuration's options about the merged vocabulary to a recipe's key `vocabulary`."""
+    """Convert a mergekit configuration's options about the merged vocabulary to a recipe's key `vocabulary`.
+
+    `aliases` has the alias of each model by its name in the configuration.
+    """
     found: dict[str, Any] = {}
     if configuration.tokenizer_source == "union":
         found["by_id"] = True
@@ -101,8 +108,9 @@ def vocabulary_kept(
 ) -> str:
     """Choose the vocabulary of the merged model: "base" (the base's tokens), "union" (all tokens), or a model's alias.
 
-    The vocabulary is the configured one. If none is configured and adapters have embedding rows for new tokens, it is
-    the union. `warn` is called about rows that are left out, and about tokens without a row.
+    The vocabulary is the one that `configuration` states. If it states none and adapters have embedding rows for new
+    tokens, the vocabulary is the union. `aliases` has the alias of each model by its name in the configuration. `warn`
+    is called about rows that are left out, and about tokens without a row.
     """
     wanted = chosen = tokenizer_of(configuration, aliases)
     for model, alias in aliases.items():

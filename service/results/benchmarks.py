@@ -37,9 +37,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BenchmarkColumn:
-    """A benchmark as a column of the results table: facts about its samples, its group, and the id of its data.
+    """A benchmark as a column of the results table.
 
-    Benchmarks with equal `data` are scored on the same documents, position by position.
+    `facts` describes the benchmark's task and samples. `group` is the name of the group whose values are averaged; None
+    for no group. `data` identifies the benchmark's documents: benchmarks with equal `data` are scored on the same
+    documents in the same order.
     """
 
     facts: BenchmarkFacts
@@ -84,13 +86,15 @@ class BenchmarkRow:
         label: Name of the trial.
         origin: Origin of the trial.
         values: Estimates by benchmark.
-        averages: Unweighted means of groups, by group; only of groups of which the trial has every benchmark.
+        averages: Unweighted means of the benchmarks of a group, by group. A group is left out if the trial lacks one of
+            its benchmarks.
         subtasks: Estimates by benchmark and subtask, of benchmarks that are groups of tasks. Groups within them come
             after the subtasks.
-        differences: This row minus the reference, paired by sample, by benchmark; only where both were scored.
-        average_differences: The same of the averages, by group.
-        attacks: Results with attacked prompts, by benchmark; only of benchmarks of which the attack has ended.
-        judged: Judgments of completions, by benchmark; only of benchmarks with a judge.
+        differences: Value of this trial minus that of the reference trial, paired by sample, by benchmark. Benchmarks
+            on which only one of the two was scored are left out.
+        average_differences: Average of this trial minus that of the reference trial, by group.
+        attacks: Results with attacked prompts, by benchmark, for benchmarks whose attack on this trial has ended.
+        judged: Judgments of completions, by benchmark, for benchmarks with a judge.
     """
 
     trial: int
@@ -139,8 +143,11 @@ class BenchmarkTest:
 class BenchmarkTable:
     """Results of all trials on the benchmarks of a study.
 
-    `reference` is the number of the trial that differences are relative to, the best trial on search data; None if it
-    was scored on no benchmark. `failures` has (trial number, benchmark, reason).
+    - `columns`, `rows`: the benchmarks, and the values of each trial on them
+    - `reference`: the number of the trial that differences are relative to, the best trial on search data; None if that
+      trial was scored on no benchmark
+    - `tests`: comparisons of all merges with the best baselines
+    - `failures`: trials that could not be scored, as (trial number, benchmark, reason)
     """
 
     columns: tuple[BenchmarkColumn, ...] = ()
@@ -219,7 +226,11 @@ def benchmark_table(
 def _judged(
     facts: Iterable[BenchmarkFacts], samples: Mapping[str, Samples], judgments: Iterable[JudgmentRecord]
 ) -> dict[str, dict[str, JudgedValue]]:
-    """Collect judged values as recipe digest -> benchmark -> value, for recipes whose completions are all judged."""
+    """Collect the judges' preferences as recipe digest -> benchmark -> value.
+
+    Recipes of which a judgment is missing are left out. `facts` describes the benchmarks. `samples` has the lengths of
+    completions by recipe digest and benchmark.
+    """
     by_benchmark: dict[str, list[JudgmentRecord]] = {}
     for judgment in judgments:
         by_benchmark.setdefault(judgment.benchmark, []).append(judgment)
@@ -234,10 +245,11 @@ def _judged(
 
 
 def _with_judged(of_recipe: Samples, facts: Mapping[str, BenchmarkFacts], judged: Mapping[str, JudgedValue]) -> Samples:
-    """Return the samples of one recipe, with a judge's preferences as the values of each judged benchmark.
+    """Replace a recipe's sample values on judged benchmarks by the judge's preferences.
 
-    Before this, a judged benchmark has the lengths of completions as its values. The samples of a benchmark are left
-    out as long as judgments are missing, or have too few verdicts.
+    `of_recipe` has the recipe's sample values by benchmark; on a judged benchmark these are the lengths of completions.
+    `judged` has the preferences by benchmark. A judged benchmark is left out as long as judgments are missing, or if
+    they have too few verdicts.
     """
     values = {n: array for n, array in of_recipe.items() if n not in facts or facts[n].judge is None}
     return values | {name: each.judged.values for name, each in judged.items() if each.judged.problem is None}
@@ -261,8 +273,9 @@ def _attacks(
 ) -> dict[str, AttackedValue]:
     """Results of one merge with adversarial prompt templates, by benchmark.
 
-    A benchmark is left out until all its samples are scored. `samples` has the merge's values on all benchmarks with
-    all templates, and `own` has the values with the original templates.
+    `found` has the result of the attack on each benchmark. `samples` has the merge's values on all benchmarks with all
+    templates, and `own` has the values with the original templates. `facts` describes the benchmarks, and `bounds` has
+    the lowest and the highest value of a sample. A benchmark is left out until all its samples are scored.
     """
     values = {}
     for name, each in found.items():
@@ -341,7 +354,8 @@ def _has_parts(column: BenchmarkColumn, own: Samples) -> bool:
 def _subtasks(facts: BenchmarkFacts, values: NDArray[np.float64]) -> dict[str, Estimate]:
     """Estimates, by name, for the subtasks of a benchmark and for the benchmark's groups of subtasks.
 
-    `values` are in the order of the benchmark's samples. The value of a group is the mean over its samples.
+    `facts` describes the benchmark. `values` are in the order of the benchmark's samples. The value of a group is the
+    mean over its samples.
     """
     names = [name for name, _ in facts.subtasks]
     places: dict[str, list[int]] = {name: [] for name in names}
@@ -361,7 +375,13 @@ def _tests(
 ) -> tuple[BenchmarkTest, ...]:
     """Compare all merges with the best source model and the best published recipe.
 
-    There is a test for each benchmark and for each average of a group.
+    There is a test for each benchmark, and for the average of each group of several benchmarks.
+
+    Args:
+        trials: Trials by number.
+        scored: Sample values of the scored trials, as trial number -> benchmark -> values.
+        columns: Benchmarks of the study.
+        bounds: Lowest and highest value that a sample of a benchmark can have, by benchmark, if they are known.
     """
     merges = [number for number in scored if _is_merge(trials[number].origin)]
     objectives = {column.facts.name: column.facts.objective for column in columns}
@@ -387,9 +407,9 @@ def _tests(
 
 
 def _is_merge(origin: Origin) -> bool:
-    """Whether a trial of this origin is tested against the best baselines.
+    """Whether trials of this origin are tested against the best baselines.
 
-    It is if the search found its merge, or the user gave it.
+    The result is True for merges that the search found or the user gave.
     """
     return origin.is_searched or origin is Origin.USER
 
@@ -411,7 +431,12 @@ def _difference(
     bounds: Mapping[str, Bounds],
     level: float,
 ) -> Estimate:
-    """Estimate how much better `first` is than `second`, on average over the benchmarks `names`."""
+    """Estimate how much better `first` is than `second`, on average over the benchmarks `names`.
+
+    `first` and `second` have the sample values of two trials, by benchmark. `objectives` has metric and direction of
+    each benchmark. `data` has the id of each benchmark's documents; benchmarks with equal ids have the same documents.
+    `bounds` are the limits of a sample's value, and `level` is the coverage of the interval.
+    """
     estimates, minus = {}, {}
     for name in names:
         own, other = (first, second) if _sign(objectives[name]) > 0 else (second, first)

@@ -110,9 +110,9 @@ def trial_documents(run: RunRecord) -> list[TrialDocument]:
 
 
 def has_directions(study: JobRecord) -> bool:
-    """Whether the study's search space gives each expert a single share for the whole model.
+    """Whether the study's search space gives each expert a single share for the whole model, as the space m3 does.
 
-    The space m3 does; its merges then have a direction, the shares of all experts.
+    The shares of all experts together are called the direction of a merge.
     """
     kind = study.document.get("search_space", {}).get("kind", "")
     return kind in SPACES and SPACES[kind](kind=kind).has_directions

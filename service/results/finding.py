@@ -156,10 +156,10 @@ def _ordered(one: float, other: float) -> Bounds:
 
 
 def _factor(objective: Objective, *, is_share: bool) -> float:
-    """Compute a factor for an objective's values; larger products are better.
+    """Compute the factor by which an objective's values are multiplied so that larger products are better.
 
-    It is 1 for an objective that is maximised, -1 for one that is minimised. With `is_share`, the product is also
-    divided by the width of the objective's range.
+    The factor is 1 for an objective that is maximised, -1 for one that is minimised. If `is_share` is True, the factor
+    is also divided by the width of the objective's range, so that objectives with different ranges can be averaged.
     """
     low, high = objective.bounds
     return (1 if objective.direction == "maximize" else -1) / (high - low if is_share else 1)

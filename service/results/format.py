@@ -75,10 +75,10 @@ def sample_count(samples: Mapping[str, int]) -> str:
 
 
 def search_sentences(search: SearchDocument) -> list[str]:
-    """Return sentences that say which searcher a study used, how the search started, and what it cost.
+    """Return sentences that say which searcher a study used, how the search started, and how many samples it took.
 
     The first sentence names the searcher and the reason why it was chosen. Sentences about the start of the search and
-    the searcher's notes (its stored decisions) follow. The last sentence says how many samples the search has cost.
+    the searcher's notes (its stored decisions) follow. The last sentence has the number of samples.
     """
     chosen = search["algorithm"] or "a searcher that is not stored"
     cost = f"{search['trial_samples']:,} samples scored for its trials"
@@ -111,6 +111,9 @@ def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
 
 
 def violation_text(violations: Mapping[str, float]) -> str:
-    """Text of the violated constraints with their excesses; empty if no constraint is violated."""
+    """Text of the violated constraints with their excesses; empty if no constraint is violated.
+
+    `violations` has the excess of each violated constraint, in the metric's unit, by the constraint's text.
+    """
     found = (f"{constraint} by {excess:.3g}" for constraint, excess in violations.items())
     return f"violates {', '.join(found)}" if violations else ""

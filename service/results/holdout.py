@@ -159,8 +159,9 @@ def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]
 def _with_exact(row: Comparison, exact: Mapping[int, Mapping[str, float]], reference: int | None) -> Comparison:
     """Add objectives that are properties of the recipe, such as the number of layers, to held-out results.
 
-    `exact` has the values of each trial in these objectives, by trial number and objective. Differences are "this row
-    minus `reference`", the trial with that number; there are none if `reference` is None.
+    `row` has the results of one trial. `exact` has the values of these objectives, by trial number and objective. The
+    added differences are the row's values minus those of the trial with number `reference`; there are none if
+    `reference` is None.
     """
     own = exact[row.trial]
     others = {} if reference is None or not row.differences else exact[reference]
@@ -202,10 +203,11 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 def sample_bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
     """Find the lowest and highest possible sample value of each objective, for confidence intervals.
 
-    If all `samples` of an objective are in its range, the bounds are this range. Otherwise the objective is left
-    out, except if a trial has a single value of it, because only the confidence interval of a single value needs
-    bounds. The bounds are then computed from the lowest number and the highest number among all values and the two ends
-    of the range: both are moved outwards by the distance between them.
+    `samples` has the sample values of each trial, by objective. If all values of an objective are in its range, the
+    bounds are this range. Otherwise the objective is left out, because the true bounds are not known. An exception is
+    an objective of which a trial has a single value, because the interval of a single value needs bounds. These bounds
+    are estimated: the smallest interval that contains the range and all values is extended at both ends by its own
+    length.
     """
     found = {}
     for objective in objectives:
@@ -230,11 +232,14 @@ def _selection_bias(
 ) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
     """Estimate the best trial's selection bias, and how much the baselines differ between the two splits.
 
-    The selection bias is the best trial's lead over the mean of the baselines on search data minus its lead on holdout
-    data. The difference between the splits is the mean of the baselines on search data minus that on holdout data.
-    `compared` are the trials of the held-out table; its baselines that have another recipe than the best trial are
-    used. `rows` has the trials' values on holdout data. Leads are computed sample by sample, so that samples which are
-    easy for all merges do not change them. Both results are empty if the best trial or the baselines lack samples.
+    The selection bias is the best trial's lead on search data minus its lead on holdout data. A lead is the difference
+    from the mean of the baselines. The difference between the splits is the mean of the baselines on search data minus
+    their mean on holdout data.
+
+    `compared` are the trials of the held-out table; its baselines are used, except one with the best trial's recipe.
+    `rows` has the trials' values on holdout data. `search` and `holdout` have the values on both splits. Leads are
+    computed sample by sample, so that samples which are easy for all merges do not change them. Both results are empty
+    if the best trial or the baselines lack samples.
     """
     if best is None or best.number not in rows:
         return {}, {}

@@ -28,14 +28,15 @@ QUOTED = 200
 
 @dataclass(frozen=True)
 class Judged:
-    """A judge's preferences for one recipe's completions.
+    """A judge's preferences for one recipe's completions, in comparison with reference answers.
 
-    Each completion was judged twice: as the first and as the second of two answers.
+    Each completion was judged twice: as the first and as the second of the two answers in the judge's prompt.
 
     Attributes:
         values: Preference for the completion of each sample, in [0, 1], as an array [num_samples].
         agreement: Share of the samples on which both orders gave the same preference.
-        first: Share of the verdicts for one of the two answers that preferred the first one; 0.5 without such verdicts.
+        first: Share of the judge's decisions (verdicts that are not ties) for the answer that came first in the prompt.
+            It is 0.5 without decisions. A share far from 0.5 means that the judge prefers a position.
         num_without_verdict: Number of the judge's answers without a verdict.
         models: Names of the models that judged, as the endpoint reported them.
         problem: Reason why the values are not reported; None if they are.
@@ -52,7 +53,8 @@ class Judged:
 def judged_recipes(judgments: Iterable[JudgmentRecord], *, num_samples: int) -> Mapping[str, Judged]:
     """Compute each recipe's preferences from the judgments of one benchmark, by recipe digest.
 
-    Recipes of which a judgment is missing are left out. The benchmark has `num_samples` samples.
+    `num_samples` is the number of the benchmark's samples, each of which has two judgments. Recipes of which a judgment
+    is missing are left out.
     """
     by_recipe: dict[str, list[JudgmentRecord]] = defaultdict(list)
     for judgment in judgments:

@@ -187,10 +187,12 @@ class RunReader:
     def _with_recipes(
         self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut, *, has_directions: bool
     ) -> tuple[TrialResult, ...]:
-        """Return all `trials`, and add recipe and configuration to those that need them in the results.
+        """Add the recipe and the configuration to those of the `trials` whose recipes are shown in the results.
 
-        They are the best trial, the trials of the held-out table and, if merges have directions, all trials at full
-        budget. Each recipe is read only once. All other trials are returned as they are.
+        These are the best trial and the trials of the held-out table, as `stage` has them. If `has_directions` is True
+        (the search space gives each expert one share for the whole model), all trials at full budget are added too,
+        because a chart shows their shares. Each of these additional trials is read only once. All other trials are
+        returned unchanged.
         """
         if self._is_whole:
             return trials
@@ -315,7 +317,10 @@ def _benchmark_table(
     *,
     failures: Iterable[EventRecord],
 ) -> BenchmarkTable:
-    """Read a study's samples on benchmarks, and compute the results; empty before a benchmark is scored."""
+    """Read a study's samples on benchmarks, and compute the results; empty before a benchmark is scored.
+
+    `failures` are the events of trials that could not be scored on a benchmark.
+    """
     specs, data = {spec.name: spec for spec in file.benchmarks}, _data_of(file.benchmarks)
     facts = [facts for facts in read_benchmarks(store.document(study_id, BENCHMARKS)) if facts.name in specs]
     if not facts:
@@ -367,8 +372,9 @@ def _warnings(
 ) -> tuple[OutOfRange, ...]:
     """Collect warnings about samples outside their objective's range, sorted by trial, objective and split.
 
-    Drivers store such warnings as events. Earlier versions stored none; so warnings are also made from the loaded
-    samples of the held-out stage. There is at most one for each trial, objective and split.
+    `stored` are the events in which drivers have stored warnings. Because earlier versions stored none, warnings are
+    also made from the samples that `stage`, the held-out stage, has loaded. The result has at most one warning for each
+    trial, objective and split.
     """
     found = [OutOfRange.from_json(event.payload) for event in stored]
     for split, scored in ((Split.SEARCH, stage.inputs.search), (Split.HOLDOUT, stage.inputs.holdout)):

@@ -25,16 +25,18 @@ __all__ = ["EngineFigures", "RunRecord", "SearchFigures", "StoredBytes"]
 class EngineFigures:
     """Numbers about the engines of a study: starts, seconds of swaps and scoring, share of busy time.
 
+    A canary is a comparison of an engine with transformers on fixed prompts.
+
     Attributes:
         starts: Number of engine starts, including those of engines that were killed.
-        kinds: Program, dtype, and the size and place of the source weights, of each kind of engine.
-        swap_s: Seconds of each recipe swap: of computing the merge and of writing it into the engine.
+        kinds: Description of each kind of engine: program, dtype, and the size and place of the source weights.
+        swap_s: Seconds of each recipe swap, which computes a merge and writes it into the engine.
         score_s: Seconds in which engines scored samples of the search, added up over engines.
-        busy_fraction: Share of the search's wall-clock in which an engine was scoring or swapping; None if not
+        busy_fraction: Share of the search's wall-clock in which an engine was scoring or swapping; None if it was not
             measured.
-        samples_not_checked: Samples that were scored after the last canary that their engine passed; None before the
-            study has ended.
-        skipped: Reasons of canaries that could not be run at the end.
+        samples_not_checked: Number of samples that were scored after the last canary that their engine passed; None
+            before the study has ended.
+        skipped: Reasons why canaries could not be run at the end of the study.
     """
 
     starts: int = 0
@@ -56,16 +58,17 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class SearchFigures:
-    """The searcher of a study, and how many gradients and policy updates it took.
+    """The searcher of a study, and how many gradients and policy updates the search took.
 
     Attributes:
         algorithm: Name of the searcher; None in studies of early versions.
-        reason: Reason why it was chosen; None in studies of early versions.
+        reason: Reason why the searcher was chosen; None in studies of early versions.
         notes: Notes that the searcher stored during the study.
         start: Policies of another study that the searcher started with (`service.studies.policies.start`).
         warm_start: Results of an earlier study that the searcher began with (`service.studies.warm_start`).
         steps: Number of steps that the searcher computed for its proposals.
-        charges: Samples that the steps count as, by the number of the trial that they were computed for.
+        charges: Samples that steps have used of the study's limit, by the number of the trial for whose proposal the
+            steps were computed.
     """
 
     algorithm: str | None = None
@@ -78,7 +81,7 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Samples that all gradients and policy updates of the searcher count as, against the study's sample limit."""
+        """Number of samples of the study's limit that the searcher's gradients and policy updates have used."""
         return sum(self.charges.values())
 
 
@@ -86,7 +89,8 @@ class SearchFigures:
 class RunRecord:
     """All data from which a study's result files and report are computed.
 
-    The fields of the held-out stage (`holdout` to `split_difference`) are those of `service.results.holdout.HeldOut`.
+    The fields from `holdout` to `split_difference` are those of `service.results.holdout.HeldOut`, and are empty before
+    the held-out stage.
 
     Attributes:
         full_budget: Samples per objective at the last rung.
@@ -94,15 +98,17 @@ class RunRecord:
         benchmarks: Results of the benchmark stage.
         contamination: Overlaps of holdout data and benchmarks with the search data.
         warnings: Samples with values outside the range of their objective.
+        verifications: Reports on the trials whose samples were compared with plain transformers.
         verification_reason: Reason why no trial was verified.
         gradients: Steps that computed losses and their gradients for the searcher.
         updates: Steps in which policies learned.
-        alignment_s: Seconds that were needed to learn the alignments of layer paths; 0 if there are none.
+        alignment_s: Seconds that were needed to learn the alignments (maps between layers) of layer paths; 0 if there
+            are none.
         steering: Requests to pause, resume, stop or cancel the study, each with its time in seconds since the epoch.
         max_samples: Limit of samples of the search; None if there is none.
-        samples_per_second: Rate of the search; None if nothing was scored.
+        samples_per_second: Samples that the search scored per second; None if nothing was scored.
         removed_responses: When responses and tokens of the samples were removed; None if they are stored.
-        tokens_per_second: Rate of the held-out stage by recipe digest.
+        tokens_per_second: Tokens that each recipe's merge generated per second in the held-out stage, by recipe digest.
     """
 
     study: JobRecord

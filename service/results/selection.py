@@ -124,10 +124,10 @@ def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple
 def best_of_front(
     trials: Iterable[Trial], objectives: Sequence[Objective], *, most: int, origin: Origin | None = None
 ) -> tuple[Trial, ...]:
-    """Select at most `most` trials of the Pareto front, in the order that `best_trial` describes.
+    """Select at most `most` trials of the Pareto front, the best first, in the order that `best_trial` describes.
 
-    With `origin`, only trials of this origin are on the front. The other trials are still the references of
-    constraints.
+    If `origin` is given, the front is that of the trials of this origin. The bounds of constraints may still refer to
+    trials of other origins.
     """
     front = front_of(candidates(trials, objectives, origin=origin))
     return tuple(sorted(front, key=_merit(objectives))[:most])
@@ -151,10 +151,10 @@ def front_of(candidates: Sequence[tuple[Trial, Candidate]]) -> tuple[Trial, ...]
 def candidates(
     trials: Iterable[Trial], objectives: Sequence[Objective], *, origin: Origin | None = None
 ) -> tuple[tuple[Trial, Candidate], ...]:
-    """Pair each trial at full budget with its costs and constraint violation, for the Pareto front.
+    """Pair each trial at full budget with its costs and constraint violation, from which the Pareto front is selected.
 
-    A candidate has the trial's costs and constraint violation. Of trials with the same recipe only the first is in the
-    result. With `origin`, trials of other origins are left out.
+    Of trials with the same recipe only the first is in the result. If `origin` is given, trials of other origins are
+    left out, but the bounds of constraints may still refer to them.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
@@ -220,7 +220,8 @@ def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]
 def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Select the trials that are scored on the holdout data, in the order of their numbers.
 
-    They are the finalists, every baseline and every given recipe.
+    They are the finalists (the best trials of the Pareto front), every baseline, and every merge that the study file
+    lists.
     """
     complete = full_budget_trials(trials)
     return compared_with(finalists(complete, objectives), complete)
@@ -231,8 +232,9 @@ def chosen_trials(
 ) -> tuple[Trial, ...]:
     """Select the trials that a benchmark is scored on, in the order of their numbers.
 
-    A choice is a word (`BenchmarkSpec.trials`), or the number of a trial, which need not have reached the full budget.
-    Trials that failed are left out.
+    A choice is the number of a trial or one of these words: "finalists", "best", "sources", "published", or "recipes"
+    for the merges in the study file. A trial that is chosen by number need not have reached the full budget. Trials
+    that failed are left out.
     """
     trials = tuple(trial for trial in trials if trial.state is not TrialState.FAIL)
     origins = {"sources": Origin.SOURCE, "published": Origin.PUBLISHED, "recipes": Origin.USER}

@@ -202,7 +202,7 @@ def _finding_document(run: RunRecord, best: TrialResult | None) -> FindingDocume
 
 
 def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str, Estimate]:
-    """Estimate, by objective, the best trial's value on search data minus that on holdout data.
+    """Estimate, by objective, the best trial's value on search data minus its value on holdout data.
 
     The two values are independent estimates, because they are of different samples. Objectives that are costs of the
     recipe are left out, because their values are the same on both splits. The result is empty if the best trial has no

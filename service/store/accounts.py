@@ -47,7 +47,11 @@ ACCOUNTS_LOCK = 0x6D656163
 
 @dataclass(frozen=True)
 class Actor:
-    """The originator of a change, for the audit log: the user, where the request came from, and the token's prefix."""
+    """The originator of a change, for the audit log.
+
+    `user` is the name of the user, or None if there is none. `origin` says where the request came from. `token` is the
+    prefix of the token that the request used.
+    """
 
     user: str | None
     origin: str
@@ -121,9 +125,10 @@ class AccountStore:
     def change_user(
         self, name: str, *, actor: Actor, is_admin: bool | None = None, is_disabled: bool | None = None
     ) -> UserRecord:
-        """Change whether a user is an administrator or disabled (None: unchanged), and return the user.
+        """Change whether a user is an administrator or disabled, and return the user.
 
-        The sessions of a user who is disabled end.
+        `is_admin` and `is_disabled` are the new values; None leaves a value unchanged. The sessions of a user who is
+        disabled end.
 
         Raises NotFound if there is no such user, and Conflict if no administrator would be left.
         """
@@ -299,9 +304,11 @@ class AccountStore:
         return after
 
     def find_token(self, digest: str) -> tuple[TokenRecord, Account, float] | None:
-        """Find a valid token by its sha256; return its record, its user's rights, and the time by the database's clock.
+        """Find a valid token by its sha256, `digest`.
 
-        Returns None if there is no such token, it is revoked or expired, or its user is disabled.
+        Returns three values: the token's record, the rights of the token's user, and the current time by the database's
+        clock (seconds since the epoch). Returns None if there is no such token, if the token is revoked or expired, or
+        if its user is disabled.
         """
         tokens, users, members = schema.tokens, schema.users, schema.memberships
         columns = [column for column in tokens.c if column.name != "digest"]
@@ -342,9 +349,10 @@ class AccountStore:
     # -- sessions of browsers ----------------------------------------------------------------------------------------
 
     def add_login(self, login: LoginRecord, *, state: str, browser: str, lifetime_s: float) -> None:
-        """Store a login that a browser began, for `lifetime_s` seconds.
+        """Store a login that a browser has begun; the login expires after `lifetime_s` seconds.
 
-        `state` and `browser` are the sha256 of the login's state and of the value in the browser's cookie.
+        `state` is the sha256 of the `state` parameter of the login, and `browser` the sha256 of the value in the
+        browser's cookie. The method `take_login` finds the login by both. Logins that have expired are deleted.
         """
         table = schema.logins
         with transaction(self._engine) as connection:
@@ -354,9 +362,11 @@ class AccountStore:
             connection.execute(sa.insert(table).values(**row, expires_at=now + lifetime_s))
 
     def take_login(self, *, state: str, browser: str) -> LoginRecord | None:
-        """Remove the login of a state and a browser, and return it.
+        """Remove a login that a browser has begun, and return it.
 
-        Returns None if there is no such login, or it has expired. Of simultaneous calls, one gets the login.
+        `state` is the sha256 of the login's state, and `browser` that of the value in the browser's cookie. Returns
+        None if there is no such login, or if it has expired. If several calls ask for the same login at once, only one
+        of them gets it.
         """
         table = schema.logins
         is_this = (table.c.state == state) & (table.c.browser == browser)
@@ -393,10 +403,10 @@ class AccountStore:
         return session
 
     def find_session(self, digest: str, *, idle_s: float) -> tuple[SessionRecord, Account] | None:
-        """Find a valid session by the sha256 of its cookie's value: its record, and its user's rights.
+        """Find a valid session; return its record and the rights of its user.
 
-        Returns None if there is no such session, it has expired, it was unused for `idle_s` seconds, or its user is
-        disabled.
+        `digest` is the sha256 of the value in the session's cookie. Returns None if there is no such session, if the
+        session has expired or was unused for `idle_s` seconds, or if its user is disabled.
         """
         sessions, users, members = schema.sessions, schema.users, schema.memberships
         columns = [column for column in sessions.c if column.name != "digest"]
@@ -423,7 +433,7 @@ class AccountStore:
         return (session, account) if session.is_valid(now=first["now"], idle_s=idle_s) else None
 
     def end_session(self, session: SessionRecord, *, actor: Actor) -> bool:
-        """End a session. Returns whether it had not ended already."""
+        """End a session. Returns True, or False if the session had ended already."""
         table = schema.sessions
         with transaction(self._engine) as connection:
             was_there = connection.execute(sa.delete(table).where(table.c.id == session.id)).rowcount > 0
@@ -452,7 +462,8 @@ class AccountStore:
     def share(self, job_id: str, *, actor: Actor, sharing: Sharing, team: str | None) -> JobRecord:
         """Change the team of a job and who may read it, and return the job.
 
-        Raises NotFound if there is no such job or team.
+        `team` is the new team, or None for no team. `sharing` says who may read the job besides its owner and
+        administrators. Raises NotFound if there is no such job or team.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -481,7 +492,12 @@ class AccountStore:
         before: Mapping[str, Any] | None = None,
         after: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add an entry to the audit log."""
+        """Add an entry to the audit log.
+
+        `actor` is who made the change. `action` is the kind of change, such as "session.refuse". `target` names the
+        changed object, such as "job ID". `before` and `after` are the object before and after the change, as JSON; None
+        if there is nothing to describe.
+        """
         with transaction(self._engine) as connection:
             _record(connection, actor, action, target, before, after)
 

@@ -37,8 +37,8 @@ DIGEST_DIGITS = 16
 class ArtifactStore:
     """Store of artifacts. An artifact is a directory of files that a job made, such as a trained expert.
 
-    The jobs are those in `store`. The files are at `location`: a directory or the URL of an object store. Every process
-    may use it. Methods that read or write files raise OSError if the location cannot be used.
+    The jobs are those in `store`. The files are at `location`, a directory or the URL of an object store, which several
+    processes may use at the same time. Methods that read or write files raise OSError if the location cannot be used.
     """
 
     def __init__(self, store: Store, location: str | Path) -> None:
@@ -72,18 +72,20 @@ class ArtifactStore:
         return self._record(job_id, name, digest, manifest, facts)
 
     def keep(self, job_id: str, name: str, digest: str) -> ArtifactRecord:
-        """Make a stored artifact an artifact of the job `job_id` too, and return its record.
+        """Add a stored artifact to the job `job_id` too, and return the new record.
 
-        `digest` is the artifact's digest, and `name` its name in this job. The artifact may belong to any job. Its
-        files then stay when that job is deleted. Raises Conflict if the files have been deleted already.
+        The artifact may belong to any job. `digest` is the artifact's digest, and `name` the name that it gets in this
+        job. The artifact's files stay when the other job is deleted. Raises Conflict if the files have been deleted
+        already.
         """
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
     def kept_names(self, models: Iterable[str]) -> dict[str, str]:
-        """Find which of `models` are artifacts of this store, and return their digests by name.
+        """Find which of `models` are artifacts of this store, and name each as a source model of a new job.
 
-        `models` are directories, hub ids and URLs. The name is the one that the artifact gets in a job that keeps it as
-        a source model (`keep`, `Store.create_job`).
+        `models` are directories, hub ids and URLs. The result has the artifacts' digests by name. The name is the one
+        that the artifact gets in the new job (`keep`, `Store.create_job`): "source-" and the beginning of the digest.
+        Nothing is stored.
         """
         found = (blob_at(model.rstrip("/")) for model in models)
         return {
@@ -93,7 +95,11 @@ class ArtifactStore:
     def _record(
         self, job_id: str, name: str, digest: str, manifest: Mapping[str, Mapping[str, Any]], facts: dict[str, Any]
     ) -> ArtifactRecord:
-        """Add a database row for an artifact whose files and manifest are stored already, and return it as a record."""
+        """Add a database row for an artifact whose files are stored already, and return the row as a record.
+
+        `digest` identifies the artifact's manifest, and `manifest` has the entry of each file by its path in the
+        artifact. `facts` are properties that are stored with the artifact. A row of the same job and name is replaced.
+        """
         num_bytes = sum(entry["bytes"] for entry in manifest.values())
         record = ArtifactRecord(job_id, name, digest, num_bytes, time.time(), facts)
         table = schema.artifacts

@@ -135,7 +135,8 @@ class JobWriter:
     def set_document(self, document: Mapping[str, Any], *, reopened: str | None = None) -> None:
         """Replace the stored study file by `document`, for example by one with other limits or more benchmarks.
 
-        If `reopened`, a reason, is given, the job becomes STOPPED in the same transaction, so that it continues.
+        `reopened` is the reason why the study continues. If it is given, the job becomes STOPPED in the same
+        transaction, so that the server starts another driver. None leaves the job's state unchanged.
         """
         with self._transaction() as connection:
             self._update_job(connection, document=dict(document))
@@ -246,9 +247,9 @@ class JobWriter:
     ) -> None:
         """Store a finished rung of a trial.
 
-        `samples_reused` is the number of samples, summed over the trial's finished rungs, that were not scored at that
-        rung but reused from lower rungs or from trials with an equal recipe. `state` is the trial's final state; None
-        means that the trial continues.
+        `samples_reused` is a sum over the trial's finished rungs: the number of their samples that were scored earlier,
+        at a lower rung or for a trial with an equal recipe. `state` is the trial's final state; None means that the
+        trial continues.
         """
         table = schema.trials
         with self._transaction() as connection:
@@ -371,8 +372,9 @@ class JobWriter:
     def _notify_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
         """Report a replica's failed check to each COMPLETE study that now has void samples.
 
-        Void samples were scored by the replica after its last passed canary. Each study with such samples receives an
-        event, and their number and `reason` are added to the reason of its state.
+        Void samples are those that the replica scored after its last passed canary (a check with fixed prompts). Each
+        study with void samples receives an event. The number of its void samples and `reason` are added to the reason
+        of its state.
         """
         studies, held = schema.studies, holdings()
         study = held.c.study
@@ -419,8 +421,9 @@ def lock_job(connection: sa.Connection, job_id: str) -> int | None:
 def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Mapping[str, Any]) -> None:
     """Insert an event of a job, whose row must be locked or changed in this transaction.
 
-    Transactions that add events of the same job therefore end one after another, in the order of the events' ids.
-    Therefore a reader that continues after the last id that it has read misses no event.
+    `payload` has the event's details as JSON. Because of the lock, transactions that add events of the same job end one
+    after another, in the order of the events' ids. A reader that continues after the last id that it has read therefore
+    misses no event.
     """
     time_s = clock(connection)
     connection.execute(

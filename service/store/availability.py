@@ -161,12 +161,12 @@ def _code(error: BaseException | None) -> str:
 
 
 def repeated(cls: Class) -> Class:
-    """Class decorator that repeats public methods while the database does not answer, if the object waits.
+    """Class decorator that repeats public methods while the database does not answer.
 
-    The object waits if `is_waiting` is True for its `_engine`. A method is called again, with growing pauses, if the
-    database does not answer, or if it rolled the method's transaction back because of another transaction. Each public
-    method must therefore be one transaction. A method may call other public methods; each of these is repeated
-    separately.
+    A method is repeated, with growing pauses, only if `is_waiting` is True for the object's `_engine`. Two failures
+    lead to a repetition: the database did not answer, or it rolled the method's transaction back because of another
+    transaction. Each public method must therefore be one transaction. A method may call other public methods; each of
+    these is repeated separately.
     """
     for name, method in list(vars(cls).items()):
         if isfunction(method) and not name.startswith("_"):

@@ -78,7 +78,11 @@ class Backup:
 
 @dataclass(frozen=True)
 class Restored:
-    """Result of a restoration: the backup, and the number of exports that must be requested again."""
+    """Result of a restoration.
+
+    `backup` describes the restored backup. `removed_exports` is the number of exports (merged models for download) that
+    were not part of the backup, and must be requested again.
+    """
 
     backup: Backup
     removed_exports: int
@@ -156,7 +160,11 @@ def _check_place(out: Path) -> None:
 
 
 def _transfer(source: BlobStore, target: BlobStore, digest: str, scratch: Path) -> None:
-    """Copy a file from one store of files to another, unless `target` has it, and check the copy's digest."""
+    """Copy a file from one store of files to another, unless `target` has it, and check the copy's digest.
+
+    `digest` names the file. `scratch` is a directory for the temporary copy. Raises Conflict if the file is missing in
+    `source` or has changed.
+    """
     if target.stored(digest) is not None:
         return
     file = scratch / "file"
@@ -238,7 +246,11 @@ def restore(
 
 
 def _detach(connection: sa.Connection) -> None:
-    """Remove data that belong to the original's server and drivers: heartbeats, exports and drains."""
+    """Remove what belongs to the server and the drivers of the original database: heartbeats, exports and drains.
+
+    A drain is the state in which servers accept no jobs and start no drivers. Only the heartbeats of jobs that have not
+    ended are removed.
+    """
     finished = [state.value for state in JobState if state.is_finished]
     without_driver = sa.update(schema.studies).where(schema.studies.c.state.not_in(finished))
     connection.execute(without_driver.values(heartbeat_at=None, progressed_at=None, waiting_for=None))

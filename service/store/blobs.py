@@ -142,8 +142,8 @@ def check_location(location: str | Path) -> None:
     """Check that files at `location` can be stored, listed, read and deleted.
 
     Raises:
-        Conflict: `location` is neither a directory nor the URL of a directory or an object store, or one of these
-            operations fails there; the message says which.
+        Conflict: `location` is no directory, URL of a directory or URL of an object store. Or one of these operations
+            fails there; the message says which.
     """
     blobs = open_blobs(location)
     try:

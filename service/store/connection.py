@@ -44,11 +44,11 @@ def connect(url: sa.URL) -> sa.Engine:
     """Create the SQLAlchemy engine for the database at `url` without connecting to the database.
 
     Write transactions on SQLite take the write lock when they begin. NaN and infinite numbers in values of JSON columns
-    are refused (ValueError).
+    are refused (ValueError). The first connection to a PostgreSQL database with another encoding than UTF8 raises
+    Conflict.
 
     Raises:
-        Conflict: The driver for this kind of database is not installed. The first connection raises it for a PostgreSQL
-            database with another encoding than UTF8.
+        Conflict: The driver for this kind of database is not installed.
     """
     is_postgresql = url.get_backend_name() == "postgresql"
     settings = {name: value for name, value in POSTGRESQL_SETTINGS.items() if name not in url.query}
@@ -96,9 +96,9 @@ def reading(engine: sa.Engine) -> sa.Engine:
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Context with a write transaction, which is committed at the end.
 
-    On PostgreSQL the transaction also stores a token, a text that no other transaction stores. If the connection is
-    lost during the commit, the stored tokens show whether the transaction was committed. An error therefore means that
-    nothing was stored.
+    On PostgreSQL the transaction also stores a token, which is a text that no other transaction stores. If the
+    connection is lost during the commit, the token shows whether the transaction was committed. An error that leaves
+    the context therefore means that nothing was stored.
     """
     with engine.connect() as connection, connection.begin() as begun:
         yield connection

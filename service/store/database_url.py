@@ -117,8 +117,7 @@ def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
     """Find the URL of a server's database, as `database_url` does, but refuse an SQLite file that does not exist.
 
     Raises:
-        Conflict: There is no such database: neither `given` nor this machine's environment names one, and `data_dir`
-            has none.
+        Conflict: The URL that is found is that of a missing SQLite file, or is not the URL of a database.
     """
     url = database_url(data_dir, given)
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():
@@ -150,17 +149,17 @@ def remembered(data_dir: Path) -> sa.URL:
 def remembered_place(data_dir: Path) -> str:
     """Text that names the database of the last server with this data directory, without secrets.
 
-    It is known even if the server took the database's URL from MERGESEARCH_DATABASE.
+    The text is known even if the server took the database's URL from the environment variable MERGESEARCH_DATABASE.
     """
     text, place = _stored(data_dir)
     return place if text is None else shown(parse_url(text))
 
 
 def _stored(data_dir: Path) -> tuple[str | None, str]:
-    """Read what `remember` stored: the database's URL, or a text that names a database whose URL is secret.
+    """Read what `remember` stored: (the database's URL, a text that names the database).
 
-    The URL is None if only the text is stored; otherwise the text is "". If nothing is stored, the URL is that of the
-    SQLite file in the data directory.
+    Only one of both values is known. If the URL is secret and was not stored, the URL is None. Otherwise the text is
+    "". If nothing is stored, the URL is that of the SQLite file in the data directory.
     """
     try:
         text = (data_dir / URL_FILE).read_text().strip()
@@ -184,9 +183,10 @@ def named_url(text: str) -> sa.URL:
 def remember(data_dir: Path, url: sa.URL, *, by_variable: bool = False) -> None:
     """Store the URL of a server's database in its data directory, for its drivers and for its next start.
 
-    For the default database, an SQLite file in the data directory, no URL is stored, and an earlier one is removed.
-    With `by_variable`, drivers read the URL from MERGESEARCH_DATABASE: only a text without secrets that names the
-    database is stored, for error messages where the variable is not set.
+    For the default database, an SQLite file in the data directory, no URL is stored, and an earlier one is removed. If
+    `by_variable` is True, the server took the URL from the environment variable MERGESEARCH_DATABASE, and its drivers
+    read this variable too. In this case only a text without secrets that names the database is stored. The text is used
+    in error messages if the variable is not set.
     """
     place = data_dir / URL_FILE
     if url.get_backend_name() == "sqlite" and Path(str(url.database)) == (data_dir / DATABASE).absolute():

@@ -66,7 +66,7 @@ class BenchmarkFacts:
         task_digest: Digest of the task (`TaskSpec.digest`). Samples of tasks with other digests are not comparable.
         num_samples: Number of samples of the task.
         subtasks: Names and sizes of the subtasks, if the task is a group of several.
-        categories: Subtasks by name of the group within the task that they belong to.
+        categories: Groups of subtasks within the task: the names of the subtasks, by the name of the group.
         seed: Seed of the order of the samples (`workers.evaluation.built_tasks.permutation`).
         attack: The option `attack` of the study file; None if the benchmark is not attacked.
         template: The prompt template that is attacked.
@@ -136,10 +136,10 @@ class Overlap:
         section: "holdout" or "benchmarks".
         name: Name of the entry.
         num_items: Number of its items.
-        num_exact: Items whose whole text is also an item of the search data.
-        num_ngrams: Items that have 13 consecutive words in common with an item of the search data, the exact ones
-            included.
-        by_objective: Number of overlapping items by objective whose search data they overlap with.
+        num_exact: Number of items whose whole text is also an item of the search data.
+        num_ngrams: Number of items that have 13 consecutive words in common with an item of the search data, the exact
+            ones included.
+        by_objective: Number of items that overlap with the search data of an objective, by objective.
         examples: Positions of some overlapping items in the task's data.
         is_allowed: Whether the study file names the entry in `contamination.allowed`.
     """
@@ -194,9 +194,10 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """Trained policies of another study from which a study's policies start: policy i from entry i of `policies`.
+    """Trained policies of another study from which a study's policies start.
 
-    `study` and `name` are the id and name of the study that trained them.
+    `study` and `name` are the id and name of the study that trained the policies. `policies` has an entry for each
+    policy of the new study, in order.
     """
 
     study: str
@@ -209,7 +210,8 @@ class WarmStart:
     """Results of an earlier study with which a study's searcher starts.
 
     `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results at every rung are used, or
-    "full" if only those at the full budget are. `digest` is the digest of the artifact that has the results.
+    "full" if only those at the full budget are. `num_trials` and `num_observations` are the numbers of trials and of
+    results that are used. `digest` is the digest of the artifact that has the results.
     """
 
     study: str
@@ -222,7 +224,11 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RemovedResponses:
-    """Removal of a study's model responses and tokens: its time, and the numbers of removed samples and bytes."""
+    """Removal of a study's model responses and tokens.
+
+    `removed_at` is the time in seconds since the epoch. `num_samples` and `num_bytes` are the numbers of samples and
+    bytes that were removed.
+    """
 
     removed_at: float
     num_samples: int

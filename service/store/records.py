@@ -61,8 +61,9 @@ class EvidenceRecord:
     """Evidence of one scored chunk of samples: the weights that the engine held, and the times of the steps.
 
     `prompts` has hashes of the scored prompts. Its keys are "split objective[start:stop]", with the position of the
-    first sample and the position after the last sample. `finished_at` is in seconds since the epoch. `canaries` is None
-    if an earlier version stored the chunk. The other fields are those of `workers.types.Evidence` and `ScoreResult`.
+    first sample and the position after the last sample. `finished_at` is in seconds since the epoch. `canaries` is the
+    number of canaries (checks with fixed prompts) that the engine had passed before it scored the chunk; None if an
+    earlier version stored the chunk. The other fields are those of `workers.types.Evidence` and `ScoreResult`.
     """
 
     id: int
@@ -115,9 +116,10 @@ class JudgmentRecord:
 
 @dataclass(frozen=True)
 class EngineFaultRecord:
-    """The first failed check of a replica's engine, after `canaries` passed canary checks.
+    """The first check that a replica's engine failed.
 
-    `id` grows with time. `time` is in seconds since the epoch.
+    `id` grows with time. `canaries` is the number of canaries (checks with fixed prompts) that the engine had passed
+    before. `reason` describes the failure. `time` is in seconds since the epoch.
     """
 
     id: int

@@ -230,8 +230,9 @@ def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str,
 def holdings() -> sa.Subquery:
     """Subquery that counts the stored samples of each piece of evidence, in rows (study, evidence, num_samples).
 
-    Evidence says which weights the engine held when it scored a chunk of samples. `evidence` is the id of a row in the
-    table `evidence`. Several rows may have the same study and evidence; their numbers add up.
+    Evidence is a row in the table `evidence`, which says which weights the engine held when it scored a chunk of
+    samples. The column `evidence` has the row's id. Several rows of the subquery may have the same study and evidence;
+    their numbers add up.
     """
     chunks, old = schema.sample_chunks, schema.samples
     return sa.union_all(
@@ -241,10 +242,11 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """Select `columns` from the rows of `held` that count void samples; `held` is a result of `holdings`.
+    """Select `columns` of the rows in `held` that count void samples; `held` is a result of `holdings`.
 
-    A sample is void if its engine failed a check after the last canary that it passed. `columns` may also be columns of
-    the tables `evidence` and `engine_faults`, to which the rows are joined.
+    A void sample must be scored again: its engine failed a check after the last canary (a check with fixed prompts)
+    that it passed. `columns` may also be columns of the tables `evidence` and `engine_faults`, to which the rows are
+    joined.
     """
     return _void(sa.select(*columns).select_from(held), held.c.evidence)
 
@@ -256,7 +258,10 @@ def _void(query: sa.Select[Any], of: sa.ColumnElement[int]) -> sa.Select[Any]:
 
 
 def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample, ...]:
-    """Read a study's void samples, whose engine failed a later check, by recipe, split, objective and position."""
+    """Read the samples of a study that must be scored again, because the engine that scored them later failed a check.
+
+    These are called void samples. They are ordered by recipe digest, split, objective and position.
+    """
     chunks, old, replica = schema.sample_chunks, schema.samples, schema.evidence.c.replica
     found = []
     query = _void(sa.select(chunks, replica).select_from(chunks), chunks.c.evidence).where(chunks.c.study == study)
@@ -339,7 +344,10 @@ def delete_texts(connection: sa.Connection, study: str, *, keep: Collection[str]
 def remove_samples(
     connection: sa.Connection, study: str, digest: str, split: Split, keys: Collection[tuple[str, int]]
 ) -> None:
-    """Remove some stored samples of a recipe: those whose (objective, position) is in `keys`."""
+    """Remove some stored samples of a recipe on one split.
+
+    `digest` is the recipe's digest. `keys` has the samples to remove, each as (objective, position).
+    """
     if not keys:
         return
     kept: dict[int, list[SampleResult]] = defaultdict(list)
@@ -380,7 +388,7 @@ def remove_texts(connection: sa.Connection, study: str) -> int:
 
 
 def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
-    """Group samples with adjacent positions of one objective, ordered by objective and position."""
+    """Yield groups of samples that have adjacent positions of one objective, ordered by objective and position."""
     ordered = sorted(samples, key=lambda sample: (sample.objective, sample.position))
     numbered = enumerate(ordered)
     for _, run in itertools.groupby(numbered, key=lambda item: (item[1].objective, item[1].position - item[0])):
@@ -420,7 +428,7 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
     """Move a recipe's samples from the table of earlier program versions to the current tables.
 
-    Returns the number of samples that were moved.
+    `digest` is the recipe's digest. Returns the number of samples that were moved.
     """
     by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
     for split, evidence, sample in _old_samples(connection, study, digest):

@@ -131,13 +131,13 @@ class _OneConnection:
 class Store:
     """Store of all jobs in one database; thread-safe, and must be closed after use.
 
-    Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. If the store
-    `waits`, its calls and those of its writers wait while the database does not answer, and are then repeated.
-    Otherwise they raise the error.
+    Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. `waits` says what
+    happens while the database does not answer. If it is True, calls of the store and of its writers wait, and are then
+    repeated. Otherwise they raise the error.
 
     Raises:
         Conflict: `url` is not a database, is a database of a newer version, or may not be used by this user.
-        DatabaseUnavailable: The database does not answer, and the store does not wait.
+        DatabaseUnavailable: The database does not answer, and `waits` is False.
     """
 
     def __init__(self, url: str | sa.URL, *, waits: bool = False) -> None:
@@ -242,11 +242,15 @@ class Store:
     ) -> JobRecord:
         """Store a new job and return it, or return the job created with the same `idempotency_key`.
 
-        `document` is the submitted document, and `accepted` the findings of its checks, as JSON. `request_digest` is a
-        hash of the request, by which a later request with the same key is compared. `keeps` has the digests of other
-        jobs' artifacts, by name; they become artifacts of the new job too, so that their files stay when the other jobs
-        are deleted. `owner` is the name of the user who creates the job, if the server has accounts; `team` and
-        `sharing` say who else may read it. Raises Conflict, and stores nothing, if no job has one of these artifacts.
+        - `document`: the submitted document
+        - `accepted`: the findings of the document's checks, as JSON
+        - `request_digest`: a hash of the request; a later request with the same key is compared with it
+        - `keeps`: the digests of other jobs' artifacts, by the name that they get in the new job. They become artifacts
+          of the new job too, so that their files stay when the other jobs are deleted.
+        - `owner`: the name of the user who creates the job, if the server has accounts
+        - `team`, `sharing`: who else may read the job
+
+        Raises Conflict, and stores nothing, if no job has one of the artifacts in `keeps`.
         """
         job_id = uuid.uuid4().hex
         row = {
@@ -356,9 +360,9 @@ class Store:
     def open_attempt(self, job_id: str, *, because: str | None = None, as_driver: bool = False) -> JobWriter:
         """Start a new attempt at a job, and return the writer that alone may write to the job from now on.
 
-        `because` says why another attempt was needed; None states no reason. With `as_driver`, the attempt counts as a
-        driver's heartbeat, and is refused while the servers are drained or the job is paused. Raises NotFound if there
-        is no such job. Raises StaleAttempt if the job was cancelled, or if a driver may not begin now.
+        `because` says why another attempt was needed; None states no reason. If `as_driver` is True, the attempt counts
+        as a driver's heartbeat, and is refused while the servers are drained or the job is paused. Raises NotFound if
+        there is no such job. Raises StaleAttempt if the job was cancelled, or if a driver may not begin now.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -463,9 +467,12 @@ class Store:
     def _steered(
         self, job_id: str, steering: Steering, because: str, is_done: Callable[[JobRecord], bool], **changes: Any
     ) -> JobRecord:
-        """Apply `changes` of columns to a job that has not ended, unless `is_done`, and return the job.
+        """Apply a user's request to a job, and return the job.
 
-        `because` is the reason of the job's state, if the state changes.
+        Nothing changes if the job has ended, or if `is_done(job)` is True. `steering` says who asked, and why; it is
+        stored as an event. `changes` has the new values of columns, among them `is_paused`. A job without a driver
+        becomes PAUSED if `is_paused` is True. A PAUSED job becomes STOPPED if `is_paused` is False. `because` is stored
+        as the reason of the new state. Raises NotFound if there is no such job.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -497,11 +504,12 @@ class Store:
         restarts: bool,
         steering: Steering,
     ) -> JobRecord | None:
-        """Edit a job, and return it as it is then; return None if it was edited since it was read as `job`.
+        """Edit a job, and return the edited job; return None if the job has changed since it was read as `job`.
 
-        `labels` are new values of `name`, `description`, `tags`, `notes` and `priority`, those that change. `document`
-        is the submitted document with the edited options; None leaves it as it is. With `restarts`, a driver that
-        works on the job is replaced by one that reads the new document.
+        `labels` has the new values of those columns that change, among `name`, `description`, `tags`, `notes` and
+        `priority`. `document` is the submitted document with the edited options; None leaves the document unchanged. If
+        `restarts` is True, a driver that works on the job is replaced by one that reads the new document. `steering`
+        says who asked, and why; it is stored as an event. A job has changed if another edit has changed its version.
         """
         table = schema.studies
         values: dict[str, Any] = {**labels, "version": job.version + 1}
@@ -551,7 +559,10 @@ class Store:
         return self.job(study.id)
 
     def settle_pause(self, job_id: str) -> None:
-        """Let a job that was asked to pause, and whose driver has ended without storing its state, be PAUSED."""
+        """Set a job to PAUSED that was asked to pause, and whose driver ended without storing its state.
+
+        A job that has ended, or that was not asked to pause, is not changed.
+        """
         table, paused = schema.studies, JobState.PAUSED.value
         with transaction(self._engine) as connection:
             lock_job(connection, job_id)
@@ -563,11 +574,11 @@ class Store:
     def resume(self, job_id: str, *, reason: str, steering: Steering | None = None) -> JobRecord:
         """Let a job continue, and return it.
 
-        Jobs that can continue are FAILED, are STOPPED or PAUSED, or are COMPLETE and have void samples: samples whose
-        engine failed a check after it scored them. The job becomes STOPPED, and the number of its failed drivers
-        becomes zero. A job that was asked to pause, and whose driver has not ended yet, is not to pause any more. Other
-        jobs are not changed. A COMPLETE job whose responses were removed is not changed either. If the job is changed
-        and `steering` is given, an event says who asked, and why. Raises NotFound if there is no such job.
+        These jobs can continue: FAILED, STOPPED and PAUSED jobs, and COMPLETE jobs with void samples (samples whose
+        engine failed a check after it scored them) whose responses were not removed. Such a job becomes STOPPED with
+        the given `reason`, so that the server starts a driver, and the number of its failed drivers becomes zero. A
+        request to pause that has not been carried out yet is withdrawn. Other jobs are not changed. If the job is
+        changed and `steering` is given, an event says who asked, and why. Raises NotFound if there is no such job.
         """
         table = schema.studies
         held = holdings()
@@ -598,8 +609,9 @@ class Store:
     def add_benchmarks(self, study: JobRecord, document: Mapping[str, Any], *, names: Sequence[str]) -> JobRecord:
         """Replace the study file of a COMPLETE study by one with more benchmarks, and reopen the study.
 
-        `study` is the study as it was read, and `names` are the benchmarks that were asked for. Raises Conflict if the
-        study is not COMPLETE any more, or was continued since it was read: `document` may lack what was added then.
+        `study` is the study as it was read before. `document` is the new study file. `names` are the names of the added
+        benchmarks, for the event. Raises Conflict if the study is not COMPLETE any more, or was continued since it was
+        read, because `document` may then lack benchmarks that were added in the meantime.
         """
         table, reason = schema.studies, "benchmarks were added"
         with transaction(self._engine) as connection:
@@ -650,7 +662,7 @@ class Store:
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, job_id: str) -> list[str]:
-        """Kinds of the events that report an ended driver or a failed start, since the job's last result.
+        """The kinds of the events that report an ended driver or a failed start, since the job's last result.
 
         The kinds are in the order of the events, oldest first. SETBACK_EVENTS lists these kinds. A result is an event
         of a kind in RESULT_EVENTS, a stored chunk or a stored step.
@@ -861,10 +873,10 @@ class Store:
     def remove_texts(self, job_id: str, *, num_samples: int, num_bytes: int) -> None:
         """Remove the model responses and tokens of a study's samples; values and flags are kept.
 
-        The removal is stored first, with the number of samples and the bytes; from then on the study cannot be resumed.
-        Responses are removed a recipe at a time, so that drivers of other jobs may write in between. An interrupted
-        removal is completed by the next call. Raises NotFound if there is no such study, and Conflict if the study is
-        neither COMPLETE nor CANCELLED.
+        `num_samples` and `num_bytes` are the numbers of samples and bytes that are removed, for the record of the
+        removal. This record is stored first; from then on the study cannot be resumed. Responses are removed a recipe
+        at a time, so that drivers of other jobs may write in between. An interrupted removal is completed by the next
+        call. Raises NotFound if there is no such study, and Conflict if the study is neither COMPLETE nor CANCELLED.
         """
         table, documents = schema.studies, schema.documents
         removed = RemovedResponses(self.now(), num_samples, num_bytes)
@@ -946,7 +958,7 @@ class Store:
             return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples that a study's steps (computations such as gradients) count as against the sample limit."""
+        """Number of samples of a study's limit that its steps (computations such as gradients) have used."""
         table = schema.search_steps
         with self._reads.connect() as connection:
             charged = sa.select(sa.func.coalesce(sa.func.sum(table.c.charged), 0)).where(table.c.study == study_id)
@@ -965,15 +977,19 @@ class Store:
             return int(connection.execute(sa.select(sa.func.count()).select_from(schema.engine_faults)).scalar_one())
 
     def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
-        """Read a study's void samples, which were scored by an engine that failed its next check."""
+        """Read a study's void samples, which must be scored again.
+
+        The engine that scored such a sample failed its next check.
+        """
         with self._reads.connect() as connection:
             return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """Number of a study's samples that are not confirmed by a later canary, a check that their engine passed.
+        """The number of a study's samples that no later canary (a check of their engine with fixed prompts) confirms.
 
-        The number of canaries that an engine has passed is in the stored evidence of all studies, and in `passed` by
-        replica; the larger of the two numbers is used.
+        A sample is confirmed once its engine has passed a canary after scoring it. The store has the number of canaries
+        that each engine had passed at its last stored chunk, over all studies. `passed` has newer numbers, by replica.
+        The larger of both numbers counts.
         """
         held, table = holdings(), schema.evidence
         scored = (
@@ -1076,11 +1092,11 @@ DRAINS_LOCK = 0x6D65726A
 
 
 def _lock_drains(connection: sa.Connection, *, is_shared: bool = False) -> None:
-    """Lock, until the transaction ends, the state of whether the servers are draining.
+    """Lock, until the transaction ends, the information whether the servers are draining.
 
-    With `is_shared`, the transaction only relies on the state, and several transactions may hold the lock. Otherwise it
-    changes the state, and waits until no other transaction holds the lock. On SQLite no lock is needed, because
-    transactions that write wait for each other anyway.
+    A transaction that changes the information waits until no other transaction holds the lock. If `is_shared` is True,
+    the transaction only reads the information, and several such transactions may hold the lock at once. On SQLite no
+    lock is needed, because transactions that write wait for each other anyway.
     """
     if connection.dialect.name == "postgresql":
         name = "pg_advisory_xact_lock_shared" if is_shared else "pg_advisory_xact_lock"

@@ -59,10 +59,7 @@ class _Request:
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the step counts as against the study's limit of samples.
-
-        The number is 0 for most kinds of steps.
-        """
+        """Number of samples of the study's limit that the step uses; 0 for most kinds of steps."""
         return 0
 
 
@@ -72,7 +69,8 @@ class _Measurement(_Request):
 
     The merge is the one at `point` in the search space. `point` has the values of all parameters of the search space,
     in the order of the space. `positions` has the positions of the samples, by objective. For the objectives in
-    `completions`, the reference answers are correct completions by the source models.
+    `completions`, the reference answers are correct completions by the source models. Each sample counts as `charge`
+    samples against the study's limit of samples.
     """
 
     point: tuple[float, ...]
@@ -224,7 +222,8 @@ StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | Note
 class _Step:
     """Base class of steps that are stored in the database, with their place in the study.
 
-    `number` counts the study's steps from 0. `proposal` is the number of the trial that was proposed after the step.
+    `number` is the index of the step among the study's steps, from 0. `proposal` is the number of the trial for whose
+    proposal the step was computed.
     """
 
     number: int

@@ -33,10 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 def study_with(record: JobRecord, added: AddedBenchmarks, *, trials: Collection[int]) -> Study:
-    """Extend the study file of a stored study by further benchmarks.
+    """Extend the study file of a stored study by the benchmarks `added`.
 
-    `trials` are the numbers of the study's trials. Raises InvalidStudy if a benchmark names another trial, or has the
-    name of one of the study's with another task or metric.
+    `record` is the study's job. `trials` are the numbers of the study's trials. Raises InvalidStudy if a benchmark
+    names a trial that the study does not have, or has the name of one of the study's benchmarks with another task or
+    metric.
     """
     study = with_benchmarks(Study.model_validate(record.document), added)
     if added.engine is not None:
@@ -56,9 +57,10 @@ def study_with(record: JobRecord, added: AddedBenchmarks, *, trials: Collection[
 def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAccess | None) -> None:
     """Check benchmarks that are to be added to a stored study on a server.
 
-    `document` is the study file that includes the added benchmarks. Files must be allowed by `access`, which the server
-    allows now, and by what was stored with the study. The study's other tasks are not checked again, and of its models
-    only the tokenizer is read. Raises InvalidStudy with every problem; places are those in `document`.
+    `document` is the study file that includes the added benchmarks. A file that the benchmarks name must be allowed
+    twice: by `access`, the server's present permissions, and by the permissions that were stored with the study. The
+    study's other tasks are not checked again. Of its models only the tokenizer is read. Raises InvalidStudy with every
+    problem, each with its place in `document`.
     """
     study, before = Study.model_validate(document), ResolvedStudy.of(stored).access
     of_benchmarks = {place: file for place, file in task_files(study) if place.startswith("benchmarks.")}
@@ -95,9 +97,10 @@ def _refuse(found: Mapping[str, str | None]) -> None:
 
 
 def model_study(model: str, added: AddedBenchmarks) -> Study:
-    """Make a study that scores benchmarks on a single model, given as directory or hub id, without a search.
+    """Make a study that scores the benchmarks `added` on a single model, without a search.
 
-    Its only objective is the model's number of parameters, which needs no samples.
+    `model` is a directory or hub id. The study's only objective is the model's number of parameters, which needs no
+    samples.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.partition("@")[0]).name).strip("-._")[:63] or "model"
     whole = {"merge_method": "linear", "models": [{"model": "base", "parameters": {"weight": 1.0}}]}

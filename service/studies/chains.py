@@ -63,21 +63,22 @@ Raises NotFound if there is no such study, and Conflict if a study cannot be nam
 class _Places:
     """Storage of exported sources: an object store, or a local directory.
 
-    Exported sources are merges of other studies, written as checkpoints. If `artifacts_in` is an object store, exported
-    sources are stored with the artifacts. Otherwise they are stored below `directory`.
+    An exported source is a merge of another study that was written as a checkpoint, so that a study can merge it again.
+    If `artifacts_in`, the location of the artifacts, is an object store, exported sources are stored there as
+    artifacts. Otherwise they are stored below `directory`.
     """
 
     directory: Path
     artifacts_in: str | Path
 
     def written(self, store: Store, job_id: str, name: str, write: Callable[[Path], object]) -> str:
-        """Write a checkpoint by calling `write`, and return its directory or URL.
+        """Store a checkpoint, unless it is stored already, and return its directory or URL.
 
-        A checkpoint that is in the object store already is not written again. The checkpoint comes from the study
-        `job_id` of `store`. `name` is the same for the same content. Before a checkpoint is sent to an object store, it
-        is written to a hidden directory below `directory`, so that an interrupted write can continue. The directory
-        `name` itself is not used for this, because studies that were created before there was an object store may use
-        it.
+        `write` writes the checkpoint to the directory that it is called with. `name` is the name of the checkpoint, the
+        same for the same content. In an object store the checkpoint becomes an artifact of the study `job_id` of
+        `store`, from which it comes. It is first written to a hidden directory below `directory`, where an interrupted
+        write can continue. Without an object store, `write` is always called, with the directory of the checkpoint, and
+        must skip a complete one.
         """
         root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):
@@ -141,9 +142,9 @@ def with_exported_sources(
 
 
 def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:
-    """Register source models of a study that are artifacts of other jobs as the study's own artifacts, too.
+    """Add source models that are artifacts of other jobs to the artifacts of a study.
 
-    The artifacts are then kept when the other jobs are deleted. `job_id` is the id of the study. `models` are
+    The artifacts then stay when the other jobs are deleted. `job_id` is the id of the study. `models` are the
     directories, hub ids and URLs of the study's models; models that are not artifacts in the object store are skipped.
     Raises Conflict if the files of an artifact are gone.
     """
@@ -312,8 +313,8 @@ def on_server(store: Store, *, reader: Account | None) -> OpenStudy:
     """Return a function that opens a study of the server's store by its id.
 
     A study file can name other studies by id, for example to continue their search. `reader` has the rights of the user
-    who submitted the file; None permits every study. The returned function raises NotFound for a study that does not
-    exist, and for a study that the user may not read.
+    who submitted the file; None permits every study. The returned function raises NotFound if the study does not exist
+    or the user may not read it.
     """
 
     @contextmanager

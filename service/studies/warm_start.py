@@ -37,9 +37,10 @@ ARTIFACT, FILE = "warm-start", "observations.json.gz"
 
 
 def check_warm_start(preflight: PreflightResult, *, open_study: OpenStudy) -> None:
-    """Check that the results of the earlier study for a warm start exist and fit the new study.
+    """Check that the earlier study's results with which a new study starts its search exist and fit the new study.
 
-    Raises InvalidStudy if they do not. A study without a warm start always passes.
+    `search.warm_start` in the study file names the earlier study; a study without this option always passes.
+    `open_study` opens the earlier study. Raises InvalidStudy if the results do not exist or do not fit.
     """
     if preflight.study.search.warm_start is None:
         return
@@ -57,11 +58,13 @@ def with_warm_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """Add the observations of a study's warm start to the study's preflight result.
+    """Load the results of an earlier study that a study's searcher may use from its first proposal on.
 
-    The observations are copied to the study's own artifacts when it first runs. If the study has no warm start, the
-    preflight result is returned unchanged. Raises StudyFailed if the observations cannot be used; the study's state is
-    then FAILED, with the reason.
+    `search.warm_start` in the study file names the earlier study. At the study's first run the results are copied to
+    the study's own artifacts; later runs read this copy. Returns `preflight` with the results in the field `observed`.
+    If the study file names no earlier study, `preflight` is returned unchanged. `open_study` opens the earlier study,
+    and `writer` stores the record. Raises StudyFailed if the results cannot be used; the study is then stored as
+    FAILED, with the reason.
     """
     if preflight.study.search.warm_start is None:
         return preflight
@@ -84,10 +87,10 @@ def with_warm_start(
 
 
 def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Observation, ...]:
-    """The stored observations of a study's warm start, in the order of the earlier study's trials.
+    """The stored results of an earlier study with which a study's search begins, in the order of the earlier trials.
 
     `start` has the digest that the stored file must have. The earlier trials have negative numbers, so that they come
-    before the study's own. Raises NotFound if no observations are stored, Conflict if they differ from those that the
+    before the study's own. Raises NotFound if no results are stored, and Conflict if they differ from those that the
     study began with.
     """
     record = artifacts.get(study_id, ARTIFACT)
@@ -113,11 +116,14 @@ def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Ob
 
 
 def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: OpenStudy) -> tuple[WarmStart, bytes]:
-    """Find the results of the study that `search.warm_start` in the study file names, and the content of their file.
+    """Find the results of the earlier study that `search.warm_start` in the study file names.
 
-    `resolved` is the record that is stored with the new study. The digest of the artifact is left empty, because the
-    artifact is not stored yet. Raises NotFound if there is no such study, Conflict if it has no results, or if its
-    models, search space or objectives differ.
+    Returns a description of the results, and the content of the file in which they are stored. The description has no
+    digest of the artifact yet. `resolved` is the record that is stored with the new study, and `open_study` opens the
+    earlier study.
+
+    Raises NotFound if there is no such study. Raises Conflict if it has no results, or if its models, search space or
+    objectives differ from those of the new study.
     """
     given = preflight.study.search.warm_start
     assert given is not None
@@ -180,9 +186,9 @@ def _results(
 def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, record: JobRecord) -> Feasibility:
     """Apply the new study's constraints to the values of an earlier study's trials.
 
-    `trials` are the earlier study's trials by number. `plan` is the new study's plan with the rungs of the earlier
-    study. Bounds relative to a source model are compared with its value on the samples of the rung. Raises Conflict if
-    a source model has not been scored.
+    `trials` are the earlier study's trials by number, and `record` is its job in `store`. `plan` is the new study's
+    plan, with the rungs of the earlier study. A bound may be relative to a source model's value; it is compared on the
+    samples of each rung. Raises Conflict if such a source model has not been scored in the earlier study.
     """
     feasibility = Feasibility(plan.objectives, trials)
     try:
@@ -255,9 +261,9 @@ def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
 
 
 def _weights(study: Study) -> tuple[tuple[float, ...], ...] | None:
-    """The preference vectors of a study, or None if it has none.
+    """The preference vectors of a study, or None if the study file has none.
 
-    Some search spaces have the vectors as values of a parameter.
+    A vector has the weight of each objective with a task, in the order of the study file.
     """
     given = study.search.preferences
     names = tuple(spec.name for spec in study.scored_objectives.values())

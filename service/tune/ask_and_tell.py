@@ -33,12 +33,16 @@ __all__ = ["AskAndTell"]
 class AskAndTell:
     """Ask-and-tell loop of one study: the searcher proposes trials, and the scheduler promotes or prunes them.
 
+    - `plan`, `space`: the study's settings, and its search space
+    - `trials`: the trials of the study, to which the loop adds the proposed ones
     - `brackets`: the brackets that are stored with the study
+    - `samples`: the scored samples, from which the values of trials are computed
+    - `writer`, `proposer`: store results, and ask the searcher for proposals
     - `observer`: called with a word for the event that has just happened or follows next ("ask", "rung", "promotion"),
       so that tests can stop the process at this event
     - `is_out_of_budget`: called before a new trial starts; returns the study's limit that is exhausted as a text, or
       None
-    - `num_charged`: the number of samples that the searcher's stored steps, such as gradients, count as
+    - `num_charged`: how many samples the searcher's stored steps, such as gradients, have used of the limit of samples
     - `num_steps`: the number of stored gradient steps and policy updates
 
     The constructor makes all decisions on promotion again, from the brackets and the stored trials. Decisions that were
@@ -126,10 +130,11 @@ class AskAndTell:
                 self._trials.finish(pruned, TrialState.PRUNED, reason)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
-        """Record a baseline's costs at every rung below the last, computed from the samples that it was scored on.
+        """Record a baseline's costs at every rung below the last, for comparisons with trials at these rungs.
 
-        A baseline is scored once, at the last rung, whose samples include those of the lower rungs. Nothing happens if
-        the trial is not a baseline, or has not been scored at the last rung.
+        A baseline is scored only once, at the last rung. Its samples there include those of the lower rungs, from which
+        the costs are computed. For a trial of a bracket, and for a baseline that is not scored yet, the method does
+        nothing.
         """
         if trial.bracket is None and trial.state is TrialState.COMPLETE:
             records = (self._samples.rung_record(trial.recipe, rung) for rung in range(self.table.last_rung))
@@ -138,9 +143,9 @@ class AskAndTell:
             self._feasibility.know(trial.number, lower)
 
     def stop(self, reason: str, *, running: Collection[int]) -> None:
-        """End the search now, for this reason, and all trials except those in `running`.
+        """End the search now, and end all trials except those in `running` as pruned; `reason` is stored as the reason.
 
-        The trials that end are pruned. Each trial in `running` ends with its next result.
+        `running` has the numbers of the trials that are being evaluated. Each of them ends with its next result.
         """
         if not self.table.is_finished:
             self.end_reason = reason
@@ -163,7 +168,7 @@ class AskAndTell:
     def admits_refinement(self, num_samples: int) -> bool | None:
         """Whether the study's limit of samples allows a refinement that takes `num_samples` samples.
 
-        None means that the answer depends on running evaluations (`SampleLimit`).
+        The result is None as long as the answer depends on running evaluations (`SampleLimit`).
         """
         return self._limit.admits_refinement(num_samples)
 
@@ -174,10 +179,10 @@ class AskAndTell:
     # -- proposals -------------------------------------------------------------------------------------------------
 
     def ask(self, *, timeout_s: float) -> bool:
-        """Request the searcher's next configuration, and add it as a trial once it is ready.
+        """Request the searcher's next configuration, and add the configuration as a trial once it is ready.
 
-        Waits up to `timeout_s` seconds; a later call continues to wait for the same configuration. Returns True if a
-        trial was added.
+        The method waits up to `timeout_s` seconds. If the configuration is not ready by then, the next call continues
+        to wait for it. Returns True if a trial was added.
         """
         if self.table.is_search_over or not self._feasibility.is_known():
             return False

@@ -25,16 +25,18 @@ __all__ = ["Attacks", "samples_name"]
 def samples_name(task: TaskSpec) -> str:
     """Name under which the samples of a task with a changed prompt template are stored.
 
-    It differs from the names of objectives and benchmarks. Benchmarks with equal tasks share the samples.
+    The name depends only on the task, so benchmarks with equal tasks share the samples. It begins with "@", so it
+    differs from the names of objectives and benchmarks.
     """
     return f"@{task.digest[:40]}"
 
 
 @dataclass
 class _Running:
-    """A running prompt attack: the search for the worst template, and the templates whose scores it waits for.
+    """A running prompt attack on one recipe: a search for the prompt template with the worst metric.
 
-    `names` has one entry for each of these templates: the name under which its samples are stored.
+    `steps` is the search. It waits for the scores of some templates. `names` has, for each of these templates, the name
+    under which the template's samples are stored.
     """
 
     steps: Search
@@ -74,9 +76,10 @@ class Attacks:
     def advance(self, digest: str, index: int) -> bool:
         """Continue a recipe's search for the worst prompt template until it needs the scores of further templates.
 
-        Call this method when all samples that the attack has requested are stored. Afterwards the sample cache lists
-        the samples of the further templates as missing, unless they are stored. Returns False if the attack has ended.
-        Raises InvalidModel if the fill-mask model cannot be used.
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. Call this
+        method when all samples that the attack has requested are stored. Afterwards the sample cache lists the samples
+        of the further templates as missing, unless they are stored. Returns False if the attack has ended, or if the
+        benchmark has none. Raises InvalidModel if the fill-mask model cannot be used.
         """
         benchmark = self._plan.benchmarks[index]
         if benchmark.attack is None or self.is_ended(digest, index):
@@ -101,7 +104,10 @@ class Attacks:
         return True
 
     def drop(self, digest: str, index: int) -> None:
-        """Stop the prompt attack on a recipe, and keep its stored samples."""
+        """Stop the prompt attack on a recipe, and keep its stored samples.
+
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`.
+        """
         self._running.pop((digest, index), None)
         self._samples.set_attacked(digest, index, ())
 
@@ -116,7 +122,11 @@ class Attacks:
         )
 
     def _end(self, digest: str, index: int, found: Attacked) -> None:
-        """Store the result of a finished prompt attack on a recipe."""
+        """Store the result of a finished prompt attack on a recipe.
+
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. `found` has
+        the worst template and the number of templates that were scored.
+        """
         benchmark = self._plan.benchmarks[index]
         task = replace(benchmark.task, template=found.template)
         is_original = benchmark.attack is not None and found.template == benchmark.attack.original.text
@@ -138,5 +148,9 @@ def _replacements(attack: PromptAttack) -> Replacements | None:
 
 @cache
 def _masked_model(model: str, encoder: str | None) -> MaskedModel:
-    """The fill-mask model that proposes word replacements; it stays loaded for further attacks by this process."""
+    """The fill-mask model that proposes word replacements; it stays loaded for further attacks by this process.
+
+    `model` and `encoder` are directories or hub ids. `encoder` is the model by which texts are compared; None for
+    `model`.
+    """
     return MaskedModel(model, encoder=encoder)

@@ -20,10 +20,11 @@ __all__ = ["BenchmarkStage"]
 class BenchmarkStage:
     """The last stage of a study: it scores chosen trials on the study's benchmarks, after the held-out stage.
 
-    A trial is attacked on a benchmark after its samples with the original prompts are stored (`attacks`). A judge reads
-    the completions once all are stored, while other trials are scored (`judging`). Samples that are stored are not
-    scored again, for example if benchmarks are added to a study that has ended. In a study without benchmarks, the
-    stage is finished at once.
+    A trial is first scored with a benchmark's original prompts. If the benchmark has an attack (a search for the prompt
+    template with the worst metric), the attack follows (`attacks`). If the benchmark has a judge (an LLM that rates
+    completions), the judge reads the completions once all are stored, while other trials are scored (`judging`).
+    Samples that are stored are not scored again, for example if benchmarks are added to a study that has ended. In a
+    study without benchmarks, the stage is finished at once.
     """
 
     def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, store: Store, writer: JobWriter) -> None:
@@ -78,9 +79,9 @@ class BenchmarkStage:
     def finish(self, number: int, index: int) -> None:
         """Finish a trial's evaluation on a benchmark, or continue it with a prompt attack or judgments.
 
-        All samples of trial `number` on the benchmark at position `index` must be stored. If the benchmark has an
-        attack, the attack continues, and the evaluation is left until it has ended. If it has a judge, the judgments
-        are requested; the evaluation needs no engine from then on.
+        All samples of trial `number` on the benchmark at position `index` in `Plan.benchmarks` must be stored. If the
+        benchmark has an attack, the attack continues, and the evaluation stays in `left` until the attack has ended. If
+        the benchmark has a judge, the judgments are requested; from then on the evaluation needs no engine.
         """
         digest = self._trials[number].recipe.digest
         try:

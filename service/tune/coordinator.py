@@ -46,11 +46,15 @@ MAX_LOST_ACTORS = 6
 class Coordinator:
     """The coordinator of one study: it decides which evaluation runs next, and stores the results.
 
-    The coordinator is not thread-safe: Tune's controller loop is its only caller. `observer` is called with a word for
-    the event that has just happened or follows next ("ask", "chunk", "commit", "rung", "promotion", ...), so that tests
-    can stop the process at this event. `gradients` computes the steps of the refinement, if the plan has a refinement.
-    `is_out_of_budget` is called before a new trial starts; it returns the limit that is exhausted, or None if no limit
-    is exhausted.
+    - `plan`, `space`: the study's settings, and its search space
+    - `store`, `writer`: the database with earlier results, and the writer of new results
+    - `proposer`: asks the searcher for proposals
+    - `gradients`: computes the steps of the refinement, if the plan has a refinement
+    - `observer`: called with a word for the event that has just happened or follows next ("ask", "chunk", "commit",
+      "rung", "promotion", ...), so that tests can stop the process at this event
+    - `is_out_of_budget`: called before a new trial starts; returns the limit that is exhausted, or None
+
+    The coordinator is not thread-safe: Tune's controller loop is its only caller.
     """
 
     def __init__(
@@ -236,7 +240,7 @@ class Coordinator:
     def _num_unstarted(self) -> int:
         """The number of proposed trials that wait for an engine.
 
-        These trials have no result yet, and no running evaluation has the recipe of such a trial.
+        A trial is counted if it has no result yet, and if no running evaluation scores the trial's recipe.
         """
         busy = self._recipes_in_flight()
         new = (self._trials[number] for number, _, split in self._ready() if split is Split.SEARCH)
@@ -284,10 +288,10 @@ class Coordinator:
     # -- what comes back -------------------------------------------------------------------------------------------
 
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
-        """Handle a trial actor's report on a chunk of samples: their result, or the failure to score them.
+        """Handle a trial actor's report on a chunk of samples of `evaluation`.
 
-        Returns True if the evaluation is finished. Errors that end the study, or only this driver's attempt at it, are
-        raised.
+        `outcome` is the samples' result, or the failure to score them. Returns True if the evaluation is finished.
+        Errors that end the study, or only this driver's attempt at it, are raised.
 
         Raises:
             EvidenceMismatch: The result belongs to another recipe, other sources or other prompts than requested; the
@@ -329,14 +333,17 @@ class Coordinator:
             self._release(evaluation)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
-        """Store an event that fewer trial actors run than are wanted; `text` gives the reason."""
+        """Store an event that fewer trial actors run than are wanted.
+
+        `running` and `wanted` are the two numbers of actors, and `text` is the reason.
+        """
         self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
     def on_engine_fault(self, fault: EngineFault) -> None:
-        """Record that an engine failed a check of its weights or outputs.
+        """Record that an engine failed a check of its weights or outputs, which `fault` describes.
 
-        The samples that it scored since its last passed check must be scored again. Raises StudyFailed if too many
-        engines have failed a check.
+        The samples that the engine scored since its last passed check must be scored again. Raises StudyFailed if too
+        many engines have failed a check.
         """
         logger.warning("%s", fault)
         self._chunks.report_fault(fault)
@@ -344,7 +351,7 @@ class Coordinator:
     def look_for_faults(self, *, at_once: bool = True) -> None:
         """Find engines that failed a check in any study, and schedule this study's affected samples for rescoring.
 
-        Without `at_once`, the store is read no more often than once a second.
+        If `at_once` is False, the store is read at most once a second.
         """
         self._chunks.look_for_faults(at_once=at_once)
 
@@ -379,8 +386,8 @@ class Coordinator:
         """Finish an evaluation whose samples are all stored.
 
         An evaluation on holdout data or on a benchmark finishes the trial in the holdout stage or the benchmark stage.
-        An evaluation on search data finishes the trial's rung in the search. If the evaluation scored samples again
-        (`is_again`), the evaluation ends without finishing anything else.
+        An evaluation on search data finishes the trial's rung in the search. For an evaluation that scored samples
+        again (`is_again`), nothing is left to do, because the trial was finished before.
         """
         self._release(evaluation)
         if evaluation.is_again:

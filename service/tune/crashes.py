@@ -48,10 +48,11 @@ class Crashes:
                 self._add(event.payload)
 
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
-        """Count an engine crash, and decide whether it is a failure or the chunk is scored again.
+        """Count an engine crash, and decide whether the chunk of samples is scored again.
 
-        Returns the event to store, and the failure to report or None if the chunk is scored again. The failure means
-        that the trial failed, because its merge crashes engines, or that there is no engine.
+        Returns two values: the event to store, and a failure. The failure is None if the chunk is scored again.
+        Otherwise it says either that the trial fails, because its merge crashes engines, or that no engine is
+        available. `failed` must describe a crash.
         """
         crash = failed.crash
         assert crash is not None
@@ -70,7 +71,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The largest number of times that engines crashed with one of the chunks in `evaluation`."""
+        """The largest number of times that engines crashed with the same chunk, over the chunks of `evaluation`."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

@@ -19,9 +19,12 @@ __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
 class Evaluation:
     """A unit of work: the samples that one trial still needs for a rung of the search, the holdout data or a benchmark.
 
-    The samples are divided into `chunks`. On holdout data `rung` is 0, and on a benchmark its position in
-    `Plan.benchmarks`. `crashes` is the largest number of engine crashes with one of the chunks. With `is_again`, the
-    samples are scored again, because the engine that scored them failed a check; the trial's rungs do not change.
+    - `split`: the kind of data: search data, holdout data or benchmarks
+    - `rung`: the rung of the search; on holdout data 0, and on benchmarks the position in `Plan.benchmarks`
+    - `chunks`: the samples, in chunks that are scored and stored one after another
+    - `crashes`: the largest number of engine crashes with one of the chunks
+    - `is_again`: whether the samples are scored again, because the engine that scored them failed a check; the trial's
+      rungs then do not change
     """
 
     study: str
@@ -68,9 +71,10 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Crash:
-    """A crash of an engine while it scored a chunk of samples.
+    """A crash of an engine while it scored the samples `chunk`.
 
-    `scored_others` says whether the engine had scored another recipe before. `kind` is the kind of crash
+    `replica` is the engine's replica. `scored_others` says whether the engine had scored another recipe before; if it
+    had, the engine itself worked, and the recipe is the likely cause. `kind` is the kind of crash
     (`workers.errors.CrashKind`).
     """
 
@@ -82,10 +86,10 @@ class Crash:
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """A failure to score a chunk of samples, with its reason.
+    """A failure to score a chunk of samples.
 
-    `crash` describes the crash if the engine crashed with the chunk. `fault` describes the failed check if the engine
-    failed a check.
+    `kind` is the kind of failure, and `reason` its description. `crash` describes the engine's crash if the engine
+    crashed with the chunk. `fault` describes the failed check if the engine failed a check.
     """
 
     kind: FailureKind
@@ -96,7 +100,10 @@ class ChunkFailed:
     def raise_if_final(self) -> None:
         """Raise an error if the driver cannot continue the study after this failure.
 
-        The error is EvidenceMismatch, StudyUnusable or EngineUnavailable. After other failures the driver continues.
+        Raises:
+            EvidenceMismatch: The result does not come from the requested merge (kind EVIDENCE).
+            StudyUnusable: An engine cannot use the study's models or a task (kind STUDY).
+            EngineUnavailable: No engine is available (kind ENGINE).
         """
         match self.kind:
             case FailureKind.EVIDENCE:

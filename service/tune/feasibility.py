@@ -33,9 +33,10 @@ class Feasibility:
         self._is_known = False
 
     def know(self, number: int, values: Mapping[int, Values]) -> None:
-        """Record the objective values at the lower rungs of a trial that is evaluated only at the last rung.
+        """Record the objective values of a trial at rungs at which it was not evaluated itself.
 
-        Baselines are such trials. `values` has the objective values for each of these rungs.
+        Baselines are such trials: they are evaluated only at the last rung. `number` is the trial's number. `values`
+        has the objective values by rung.
         """
         self._at_looks[number] = dict(values)
 
@@ -82,10 +83,11 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """Trial number, by constraint, of the source model to which the constraint's bound is relative.
+        """The source models' trials to which constraints are relative: the trial's number, by constraint.
 
-        If the bound is relative to the best expert, this is the trial of the expert with the best value. The mapping
-        may be read only once all source models are scored. Constraints with a number as bound are not in it.
+        A constraint may bound an objective relative to the value of a source model or of the best expert. In the second
+        case the trial is that of the expert with the best value. Constraints whose bound is a number are left out. The
+        mapping may be read only once all source models are scored.
         """
         found = {}
         for objective in self._objectives:

@@ -29,12 +29,15 @@ QUOTED = 300
 
 
 class JudgeFailed(Exception):
-    """Raised if an LLM judge refuses a request, gives no chat completion, or answers nothing for `wait_s` seconds."""
+    """Raised if an LLM judge refuses a request, sends no valid chat completion, or does not answer in time.
+
+    The option `wait_s` of the judge is the time in seconds.
+    """
 
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """The answer of an LLM judge, and the name of the model that the endpoint reported."""
+    """The answer of an LLM judge: its `text`, and the name of the `model` that the endpoint reported."""
 
     model: str
     text: str
@@ -43,7 +46,8 @@ class JudgeAnswer:
 class JudgeClient:
     """Thread-safe HTTP client of one LLM judge, with retries.
 
-    An answer to any thread shows all threads that the judge is available.
+    The client gives up after the judge has answered no thread for `wait_s` seconds. An answer to any thread restarts
+    this time for all threads.
     """
 
     def __init__(self, judge: JudgeSpec) -> None:

@@ -28,7 +28,10 @@ Key = tuple[str, int]  # digest of a recipe, position of the benchmark in the pl
 
 @dataclass
 class _Pending:
-    """The judgment requests for one recipe on a benchmark: how many are unanswered, and whether they are cancelled."""
+    """The judgment requests for one recipe on a benchmark.
+
+    `num_left` is the number of requests that are unanswered. `is_cancelled` is set once the requests are cancelled.
+    """
 
     num_left: int
     is_cancelled: threading.Event = field(default_factory=threading.Event)
@@ -36,7 +39,12 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _Question:
-    """One request to an LLM judge: its prompt, and the recipe, benchmark and sample that it is about."""
+    """One request to an LLM judge, with the `prompt` to send.
+
+    `key` has the recipe's digest and the position of the benchmark, `benchmark` the benchmark's name. `position` is the
+    position of the sample whose completion is judged. `is_swapped` says whether the completion is the second answer in
+    the prompt, after the reference answer.
+    """
 
     key: Key
     benchmark: str
@@ -75,17 +83,18 @@ class Judging:
     def is_ended(self, digest: str, index: int) -> bool:
         """Whether the judge has answered for all completions of a recipe on a benchmark; True without a judge.
 
-        `digest` identifies the recipe.
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`.
         """
         return self._plan.benchmarks[index].judge is None or (digest, index) in self._ended
 
     def begin(self, digest: str, index: int) -> bool:
         """Request the missing judgments of a recipe's stored completions on a benchmark.
 
-        Returns whether judgments are pending. Once none is pending, `take` returns the recipe and the benchmark.
+        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. Returns
+        whether judgments are pending. Once none is pending, `take` returns the recipe and the benchmark.
 
         Raises:
-            JudgeFailed: Completions are no longer stored, or the judgments have too few verdicts.
+            JudgeFailed: Completions are no longer stored, or the judge's answers have too few verdicts.
             InvalidTask: The task cannot be built.
         """
         benchmark, key = self._plan.benchmarks[index], (digest, index)
@@ -183,10 +192,10 @@ class Judging:
 
 
 class _Judge:
-    """A pool of threads, at most `concurrency`, that send requests to one LLM judge.
+    """A pool of at most `concurrency` threads, which send requests to one LLM judge.
 
-    A thread ends when no request is left. The threads put each judgment, or the reason why there is none, into
-    `answers`.
+    The threads put each judgment, or the reason why there is none, into `answers`. A thread ends when no request is
+    left.
     """
 
     def __init__(self, judge: JudgeSpec, answers: SimpleQueue[tuple[_Question, JudgmentRecord | JudgeFailed]]) -> None:

@@ -33,10 +33,11 @@ It has an origin, a label and the recipe.
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark of a study: its stored description (`facts`), its evaluation task, and which trials are scored on it.
+    """A benchmark of a study.
 
-    `trials` has the rules that choose these trials. `attack` is the attack on its prompts, and `judge` the judge of its
-    completions; None for no attack or judge.
+    `facts` is the benchmark's stored description, and `task` the task that scores it. `trials` has the rules that
+    choose the trials that are scored. `attack` is the attack on the benchmark's prompts, or None. `judge` is the LLM
+    judge of the completions, or None.
     """
 
     facts: BenchmarkFacts
@@ -56,7 +57,11 @@ class Benchmark:
 
     @property
     def most_samples(self) -> int:
-        """The most samples that are scored for one trial: all of the task's, once with each prompt template."""
+        """The largest number of samples that are scored for one trial.
+
+        It is the number of the task's samples, times the number of prompt templates: the original one, and at most
+        `most_queries` changed ones if the benchmark has an attack.
+        """
         return self.facts.num_samples * (1 + (0 if self.attack is None else self.attack.most_queries))
 
 
@@ -89,6 +94,10 @@ class Plan:
     - `tasks`, `holdout_tasks`: the tasks of search and holdout data by objective
     - `benchmarks`: the benchmarks, scored whole after the search
     - `cycle`: the brackets that the scheduler repeats
+    - `eta`: the reduction factor of successive halving; about 1/eta of a rung's trials are promoted
+    - `max_trials`: the number of trials that the searcher proposes
+    - `chunk_samples`: the largest number of samples that are scored and stored at once
+    - `bank_fingerprint`: the fingerprint of the source models
     - `waits_for_baselines`: the searcher is asked for its first proposal once all `baselines` have ended
     - `max_staleness`: how many trials proposals may run ahead of evaluations
     - `batch`: how many consecutive proposals are made from the same results
@@ -132,7 +141,11 @@ class Plan:
 
     @property
     def most_refined_samples(self) -> int:
-        """Samples of `max_samples` that the search leaves for the refinement, at most; 0 without a refinement."""
+        """The largest number of samples that the refinement may take; 0 without a refinement.
+
+        The search leaves this number of samples of the limit `max_samples` unused, so that the refinement can take
+        them.
+        """
         return 0 if self.refinement is None else self.refinement.most_samples(sum(self.rung_samples[-1].values()))
 
     @property
@@ -152,27 +165,31 @@ class Plan:
         return {name: size.of(whole, cost) for name, cost in costs.items()}
 
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
-        """A trial's costs, one for each objective (smaller is better); `values` are its objective values by name.
+        """A trial's costs, one for each objective, in the order of `objectives`; smaller is better.
 
-        They are in the order of `objectives`. Raises InvalidStudy for a value outside its objective's range.
+        `values` has the trial's objective values, by objective name. Raises InvalidStudy for a value outside its
+        objective's range.
         """
         return tuple(objective.cost(values[objective.name]) for objective in self.objectives)
 
     def cost_errors(self, standard_errors: Mapping[str, float | None]) -> tuple[float | None, ...]:
-        """The standard errors of a trial's costs, computed from the standard errors of its objective values.
+        """The standard errors of a trial's costs, one for each objective, in the order of `objectives`.
 
-        They are in the order of `objectives`. An error is None if it is not known.
+        `standard_errors` has the standard errors of the trial's objective values, by objective name. An error is None
+        if it is not known.
         """
         found = ((standard_errors.get(objective.name), objective.bounds) for objective in self.objectives)
         return tuple(None if error is None else error / (high - low) for error, (low, high) in found)
 
 
 def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, has_begun: bool) -> tuple[Baseline, ...]:
-    """The baselines of a study: the baselines among its stored `trials`, then the `known` ones that are not stored yet.
+    """The baselines of a study, which is new or resumed.
 
-    The stored baselines are in the order of their trial numbers. `known` are the baselines that a new study would have.
-    A study whose search has begun (`has_begun`) has only the stored ones, because the numbers of all other trials
-    depend on the number of baselines. Therefore a program version with other baselines does not change such a study.
+    These are the baselines among the stored `trials`, in the order of their trial numbers. If the search has not begun
+    (`has_begun` is False), those of `known` that are not stored yet follow. `known` are the baselines that a new study
+    would have. Once the search has begun, no baseline is added, because the numbers of all other trials depend on the
+    number of baselines. A program version with other baselines therefore does not change a study whose search has
+    begun.
     """
     stored = sorted((t for t in trials if t.origin.is_given), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)

@@ -74,8 +74,9 @@ class _NotPickled:
 class _Interrupt:
     """A context manager that defers Ctrl-C and SIGTERM until the chunks that are being scored are stored.
 
-    A second signal is raised immediately. `note` is called with a message for the user after the first one. `held` are
-    the ids of Tune's trials that do not wait for a chunk any more.
+    After the first signal, `note` is called with a message for the user. A second signal is raised immediately. `held`
+    has the ids of Tune's trials that score no further chunk because of a signal, although Tune still shows them as
+    running.
 
     Python raises KeyboardInterrupt at the main thread's current line. If that line is in one of Ray's callbacks, Ray
     only prints the error.
@@ -140,7 +141,10 @@ class _Raised:
 
 
 class _EvaluationSource(_NotPickled, Searcher):
-    """A search algorithm for Tune that gives it the coordinator's evaluations, at most `concurrency` at a time."""
+    """A search algorithm for Tune that gives it the coordinator's evaluations, at most `concurrency` at a time.
+
+    `interrupt` says whether the run must end. `raised` keeps an error of the coordinator.
+    """
 
     def __init__(self, coordinator: Coordinator, concurrency: int, interrupt: _Interrupt, raised: _Raised) -> None:
         super().__init__(metric=None, mode=None)
@@ -190,12 +194,12 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
     An evaluation stops when the coordinator has all its samples. The scheduler also changes how Tune handles trial
     actors:
 
-    - Tune ends an idle actor unless a trial waits for one, and would so start and kill a process for almost every
+    - Tune ends an idle actor unless a trial waits for one. This would start and kill a process for almost every
       evaluation. The scheduler keeps idle actors for new trials.
-    - Tune gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor. While
-      chunks are quick, all actors would therefore never run. The scheduler prevents this (`_IdleActors`).
-    - Chunks wait until all actors run, or until no further actor is expected soon, because on a busy cluster an actor
-      may never start.
+    - Tune gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor. If
+      chunks are quick, some actors would therefore never run. The scheduler prevents this (`_IdleActors`).
+    - On a busy cluster an actor may never start. First chunks wait only until all actors run, or until no further actor
+      is expected soon.
     """
 
     def __init__(
@@ -282,8 +286,8 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 class _IdleActors:
     """Assigns the idle actors of a Tune `controller` to trials, first to trials without an actor.
 
-    A trial whose own actor is still starting gets an idle actor only if one has been idle for IDLE_S seconds. In this
-    case no new trial needs the idle actor, or the starting actor lacks a CPU.
+    A trial whose own actor is still starting gets an idle actor only if one has been idle for IDLE_S seconds. After
+    this time either no new trial needs the idle actor, or the starting actor has no CPU to start on.
     """
 
     def __init__(self, controller: Any) -> None:
@@ -310,8 +314,8 @@ class _IdleActors:
 def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
     """Make Tune replace a trial actor that Ray's memory monitor ended, as after any other death of an actor.
 
-    Ray reports such an end to Tune as OutOfMemoryError, not as RayActorError. After that error, Tune's actor manager
-    would end the whole run of Tune (Ray 2.60). Therefore it is replaced by a RayActorError with the same text.
+    Ray reports such an end to Tune as OutOfMemoryError, which would end the whole run of Tune (Ray 2.60). This function
+    replaces the OutOfMemoryError by a RayActorError with the same text before Tune's actor manager sees it.
     """
     task_failed = actor_manager._actor_task_failed
 
@@ -371,9 +375,13 @@ def run_evaluations(
 ) -> None:
     """Run a study's evaluations on Ray Tune until the coordinator is finished. Ray must be connected.
 
-    At most `concurrency` evaluations run at a time. `tick` is called several times a second, `note` with messages for
-    the user. Raises the errors of the coordinator: EvidenceMismatch, EngineUnavailable, StudyFailed, StudyUnusable,
-    StaleAttempt. Raises KeyboardInterrupt after Ctrl-C or SIGTERM, when the chunks that were being scored are stored.
+    `scorer` scores the samples of the trial actors. At most `concurrency` evaluations run at a time. `name` and
+    `storage_dir` are the name of Tune's run and the directory for its files. `tick` is called several times a second.
+    `note` is called with messages for the user.
+
+    Raises the errors of the coordinator: EvidenceMismatch (a result does not come from the requested merge or prompts),
+    EngineUnavailable, StudyFailed, StudyUnusable, StaleAttempt. Raises KeyboardInterrupt after Ctrl-C or SIGTERM, when
+    the chunks that were being scored are stored.
     """
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

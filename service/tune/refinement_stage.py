@@ -90,13 +90,16 @@ def _refined_label(number: int, *, path: int) -> str:
 class RefinementStage:
     """Learns coefficients for the layer paths of a study's Pareto front by gradient descent, one path after another.
 
-    In a study without `Plan.refinement` the stage is finished at once. The constructor takes these functions:
+    A layer path is the sequence of source models' layers of which a merged model consists. In a study without
+    `Plan.refinement` the stage is finished at once. The constructor takes these functions:
 
     - `stored`: reads the study's steps
     - `admits`: says whether the study's limit allows a number of samples; None means that this is not known yet
     - `charge`: counts the samples of a step against the limit
     - `add`: stores a new trial
     - `is_out_of_budget`: returns the limit of the study that is exhausted, or None
+    - `observer`: called with a word for the event that has just happened or follows next, so that tests can stop the
+      process there
     """
 
     def __init__(
@@ -144,7 +147,10 @@ class RefinementStage:
         return self._plan.refinement is None or (is_over and self._next() is None)
 
     def stop(self) -> None:
-        """End the refinement now. A path whose gradient descent has not reached its end is not refined."""
+        """End the refinement now.
+
+        A path whose gradient descent is unfinished keeps its coefficients, and gets no further trial.
+        """
         self._is_stopped = True
 
     def start(self) -> bool:
@@ -217,7 +223,7 @@ class RefinementStage:
         return self._descent
 
     def _may_start(self, descent: _Descent) -> bool:
-        """Whether the study's limits allow the rest of a refinement: its remaining steps and the trial after them.
+        """Whether the study's limits allow the remaining steps of `descent` and the trial after them.
 
         If they do not, the stage ends. The result is also False as long as the answer depends on running evaluations.
         """
@@ -267,10 +273,11 @@ class RefinementStage:
         return None
 
     def _chosen(self, plan: RefinementPlan) -> tuple[_Path, ...]:
-        """Choose the paths to refine, the best of the search's Pareto front, and a preference vector for each.
+        """Choose the layer paths to refine from the search's Pareto front, and a preference vector for each.
 
-        The outcome of a path is the sum of its values, weighted by a preference vector. A path gets the vector for
-        which its outcome is least below the best outcome of all these paths; of several such vectors, the first.
+        The outcome of a path for a preference vector is minus the sum of its costs, weighted by the vector. Each path
+        gets the vector for which its outcome is least below the best outcome of all chosen paths. If several vectors
+        are equally good, the path gets the first of them.
         """
         trials = tuple(self._trials.values())
         found = best_of_front(trials, self._plan.objectives, most=plan.options.paths, origin=Origin.SEARCH)
@@ -292,8 +299,9 @@ class RefinementStage:
 class _Descent:
     """Gradient descent on the coefficients of one layer path, computed from the study's stored steps.
 
-    The first step computes the losses at the path's own coefficients. Later losses are divided by these losses, so that
-    objectives with equal weights have the same importance. All further steps are gradients.
+    `index` is the index of `path` among the refined paths. `coefficients` describes the parameters that the descent
+    changes. The first step computes the losses at the path's own coefficients. Later losses are divided by these
+    losses, so that objectives with equal weights have the same importance. All further steps are gradients.
     """
 
     def __init__(self, index: int, path: _Path, coefficients: Coefficients, plan: Plan) -> None:

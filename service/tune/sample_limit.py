@@ -22,7 +22,8 @@ __all__ = ["SampleLimit"]
 class SampleLimit:
     """The samples that a study has used, compared with the limit of its plan (`max_samples`).
 
-    `num_charged` is the number of samples that the searcher's stored steps, such as gradients, count as.
+    `table` is the scheduler, from which the samples that trials can still take are computed. `samples` has the scored
+    samples. `num_charged` is how many samples the searcher's stored steps, such as gradients, have used of the limit.
     """
 
     def __init__(self, plan: Plan, *, table: RungTable, samples: SampleCache, num_charged: int) -> None:
@@ -35,16 +36,19 @@ class SampleLimit:
 
     @property
     def num_used(self) -> int:
-        """Number of samples that the study has used, which counts towards the limit."""
+        """Number of samples that count towards the limit: those of the search, and those that steps count as."""
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
-        """Whether the limit allows the trial of `proposal` or, if `num_charged` is above 0, a step that it needs.
+        """Whether the limit allows the trial of `proposal`, or a step that the trial needs.
 
-        The step, such as a gradient, counts as `num_charged` samples. The worst case is the sum of three numbers: the
-        samples used so far, the most that the trials in the rung table can still take, and the most that the new trial
-        or step can take. The result is True if this sum is within the limit. Otherwise it is None while evaluations are
-        left, because they may use fewer samples than in the worst case, and False if no evaluations are left.
+        The question is about a step, such as a gradient, if `num_charged` is above 0: the number of samples that the
+        step counts as. The worst case is the sum of three numbers: the samples used so far, the most that the trials in
+        the rung table can still take, and the most that the new trial or step can take.
+
+        - True: the worst case is within the limit.
+        - None: the worst case is not within the limit, but evaluations are left, which may use fewer samples.
+        - False: the worst case is not within the limit, and no evaluation is left.
         """
         return self._admits(self._needed(proposal, num_charged) + self._kept)
 
@@ -64,7 +68,7 @@ class SampleLimit:
         return None if next(self._table.ready(), None) is not None else False
 
     def reason(self, proposal: Proposal, *, num_charged: int = 0) -> str:
-        """Reason why the search ends, after `admits` has returned False."""
+        """The reason why the search ends, as a text, after `admits` has returned False for the same arguments."""
         needed = self._needed(proposal, num_charged) + self._table.most_samples_left(self._totals)
         kept = f", {self._kept:,} are kept for the refinement" if self._kept else ""
         return (

@@ -89,4 +89,4 @@ class EvaluationTrainable(tune.Trainable):
         """Do nothing, because scored samples are in SQL."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Do nothing, because an evaluation consists of the samples that are not in SQL yet."""
+        """Do nothing, because a restarted evaluation scores only samples that are not in SQL yet."""

@@ -38,9 +38,10 @@ class Trials(Mapping[int, TrialRecord]):
         return self._trials[self._first[digest]]
 
     def num_duplicates_in_a_row(self) -> int:
-        """Number of proposals at the end of the list of trials that repeat the recipe of an earlier trial.
+        """The number of newest trials, without a gap, that the searcher proposed and whose recipes earlier trials have.
 
-        Only the newest trials are counted, up to the last trial that is no such proposal.
+        For example, the number is 2 if the last two trials have recipes of earlier trials, and the trial before them
+        has a new recipe.
         """
         count = 0
         for trial in reversed(self._trials.values()):
@@ -66,7 +67,7 @@ class Trials(Mapping[int, TrialRecord]):
     def finish_rung(self, number: int, rung: RungRecord, *, is_last: bool) -> None:
         """Store a trial's estimated objective values at a rung.
 
-        With `is_last` the rung is the last one, and the trial is complete.
+        `number` is the trial's number. If `is_last` is True, the rung is the last one, and the trial becomes COMPLETE.
         """
         trial = self._trials[number]
         rungs = (*trial.rungs, rung)

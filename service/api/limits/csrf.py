@@ -22,7 +22,11 @@ OWN_SITES = ("same-origin", "none")
 
 
 def csrf_problem(method: str, headers: Mapping[str, str], *, secret: str) -> str | None:
-    """Reason why a request of the session with the `secret` is refused; None if it is not."""
+    """Reason why a request with a session's cookie is refused as a possible forgery; None if the request is accepted.
+
+    A request that changes something must not come from a page of another server, and must have the session's CSRF token
+    in a header. `secret` is the value of the session's cookie.
+    """
     if method in SAFE_METHODS:
         return None
     site = headers.get("sec-fetch-site", "none")

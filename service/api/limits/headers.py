@@ -23,7 +23,10 @@ HSTS = "max-age=31536000"
 
 
 class SecureHeaders:
-    """ASGI middleware that adds `HEADERS` to responses."""
+    """ASGI middleware that adds the security headers `HEADERS` to responses, unless a response has them already.
+
+    Responses to HTTPS requests also get the header Strict-Transport-Security.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -47,7 +47,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class RateLimits:
-    """Limits on the number of requests: of a token, of an address at a server without accounts, and of refused ones.
+    """Limits on the number of requests, each for one kind of sender.
 
     - `tokens`: limit on the requests of each token and session
     - `open`: limit on the requests of each address at a server without accounts; by default there is no limit, since

@@ -186,10 +186,10 @@ def remove_team(team: TeamName, services: Context, sender: Admin) -> Response:
 
 
 def _managed(team: TeamName, services: Context, sender: Checked) -> TeamRecord:
-    """Return the team that the path names, after checking that the sender administers it or the server.
+    """Return the team that the path names, after checking that the sender administers the team or the server.
 
-    Raises Refusal (404) if the team does not exist or the sender may not see it, and Refusal (403) if the sender does
-    not administer it.
+    Raises Refusal with status 404 if the team does not exist or the sender may not see it. Raises Refusal with status
+    403 if the sender may see the team but not administer it.
     """
     try:
         record = services.accounts.team(team)
@@ -270,7 +270,7 @@ def list_tokens(
     openapi_extra=body_of(NewToken),
 )
 async def create_token(request: Request, services: Context, sender: Manager) -> Response:
-    """Create a token of the sender or, for administrators of the server, of another user. It is shown once."""
+    """Create a token of the sender or, for administrators of the server, of another user. The token is shown once."""
     body = await read_object(request, NewToken)
     account = sender.account
     user = body.user or (None if account is None else account.user)
@@ -293,9 +293,10 @@ async def create_token(request: Request, services: Context, sender: Manager) -> 
 
 
 def _own_token(token_id: TokenId, services: Context, sender: Checked) -> TokenRecord:
-    """Return the token that the path names, after checking that it is the sender's or the sender is an administrator.
+    """Return the token that the path names, after checking the sender's right on the token.
 
-    Raises Refusal (404) if the token does not exist, or is another user's and the sender is no administrator.
+    The right belongs to the token's user and to administrators. Raises Refusal with status 404 if the token does not
+    exist, or is another user's and the sender is no administrator.
     """
     try:
         record = services.accounts.token(token_id)
@@ -317,7 +318,7 @@ OwnToken = Annotated[TokenRecord, declares(Rule(Scope.ADMIN, Right.OWN), _own_to
 def revoke_token(token: OwnToken, services: Context, sender: Sender) -> Response:
     """Revoke a token of the sender or, for administrators of the server, of another user.
 
-    Every server refuses it within a second.
+    Every server refuses the token within a second.
     """
     revoked = services.accounts.revoke_token(token.id, actor=sender.actor)
     services.authenticator.forget()

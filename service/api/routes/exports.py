@@ -164,7 +164,10 @@ def download_export(export: Export, services: Context) -> Response:
 
 
 def _record(services: Services, sender: Principal, action: str, export: ExportRecord) -> None:
-    """Add the request or deletion of an export to the audit log."""
+    """Add the request or deletion of an export to the audit log.
+
+    `action` is the kind of change; "export.delete" is a deletion.
+    """
     described = {"study": export.study, "trial": export.trial, "dtype": export.dtype}
     before, after = (described, None) if action == "export.delete" else (None, described)
     services.accounts.record(sender.actor, action, f"export {export.id}", before=before, after=after)

@@ -326,10 +326,14 @@ def _tag(job: JobRecord) -> str:
 def _edit(
     services: Services, sender: Principal, kind: JobKind, job: JobRecord, body: JobEdit, if_match: str | None
 ) -> JobRecord:
-    """Edit a job as the request's `body` says, and return it. An edit that changes nothing is not stored.
+    """Edit a job as the request's `body` says, and return the job. An edit that changes nothing is not stored.
 
-    Raises Refusal with status 428 without `if_match`, 412 if the job was edited since, and 403 for a priority above 0
-    if the sender is no administrator.
+    `if_match` is the request's header If-Match, which names the version of the job that the sender has read. Raises
+    Refusal with one of these statuses:
+
+    - 428: the header is missing
+    - 412: the job was edited after the sender had read it
+    - 403: the priority is above 0 and the sender is no administrator
     """
     if if_match is None:
         raise Refusal(
@@ -369,9 +373,13 @@ async def _created(
 ) -> tuple[JobRecord, bool]:
     """Store the job of this `kind` that the request's body describes, if it passes every check.
 
-    Returns the job, and whether it is new rather than created by an earlier request with the same idempotency `key`.
-    Raises Refusal or InvalidStudy if the body is not accepted, Unavailable if it cannot be checked at the moment, and
-    Conflict if the key was sent before with another body.
+    `key` is the request's idempotency key, and `place` the team and the sharing of the job. Returns the job, and
+    whether the job is new. The job is not new if an earlier request with the same key created it.
+
+    Raises:
+        Refusal, InvalidStudy: The body is not accepted.
+        Unavailable: The body cannot be checked at the moment.
+        Conflict: The key was sent before with another body.
     """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)
@@ -450,10 +458,10 @@ def _check_team(sender: Principal, job: JobRecord, team: str | None) -> None:
 
 
 def _own_key(sender: Principal, key: str | None) -> str | None:
-    """Idempotency key as it is stored, which differs between users who send the same key.
+    """Idempotency key in the form in which it is stored, so that equal keys of two users do not collide.
 
-    At a server with accounts, it is the user's name and a hash of `key`, with a space between. No client can send a key
-    with a space, so no key of a client equals it.
+    At a server with accounts, the stored key is the user's name, a space and a hash of `key`. A client cannot send a
+    key with a space, so no key that a client sends equals a stored one.
     """
     if key is None or sender.account is None:
         return key
@@ -463,7 +471,11 @@ def _own_key(sender: Principal, key: str | None) -> str | None:
 def _record(
     services: Services, sender: Principal, action: str, before: JobRecord | None, after: JobRecord | None
 ) -> None:
-    """Add a change of a job to the audit log."""
+    """Add a change of a job to the audit log.
+
+    `action` is the kind of change. `before` and `after` are the job before and after the change; `before` is None for a
+    new job, `after` for a deleted one.
+    """
     job = before or after
     assert job is not None
     documents = (

@@ -38,7 +38,11 @@ Address = Annotated[str, logs_in()]
 
 @dataclass(frozen=True)
 class _Site:
-    """This server as browsers see it: its origin, the path below which it is, and whether they use HTTPS."""
+    """The address of this server as browsers see it.
+
+    `origin` is scheme, host and port, such as `https://search.example.org`. `path` is the path below which the server
+    is reached; "" for the root. `is_https` says whether browsers use HTTPS.
+    """
 
     origin: str
     path: str
@@ -95,7 +99,7 @@ async def begin_login(
         Query(alias="next", description="Path of this server to which the browser goes after the login."),
     ] = None,
 ) -> Response:
-    """Begin a login: the browser is sent to the identity provider, and comes back to /v1/login/callback."""
+    """Begin a login: send the browser to the identity provider, which sends it back to /v1/login/callback."""
     logins, site = _logins(services), _site(request, services)
     target = f"{site.path}{DEFAULT_NEXT}" if next_path is None else next_path
     if problem := next_problem(target, below=site.path):
@@ -121,9 +125,10 @@ async def finish_login(
     code: Annotated[str | None, Query(description="The provider's code.", max_length=MAX_VALUE)] = None,
     error: Annotated[str | None, Query(description="The provider's refusal.", max_length=MAX_VALUE)] = None,
 ) -> Response:
-    """End a login, with the answer of the identity provider. A session begins: its cookie is that of one user.
+    """End a login with the answer of the identity provider, and begin a session of the user in the browser.
 
-    A login ends once, within ten minutes, in the browser that began it.
+    A login can end only once, within ten minutes, and in the browser that began it. The cookie of the session is set in
+    the response.
     """
     logins, site = _logins(services), _site(request, services)
     if state is None:
@@ -145,7 +150,10 @@ async def finish_login(
 
 
 async def _end_previous(request: Request, services: Services, address: str) -> None:
-    """End the session that the browser had, whose cookie is replaced."""
+    """End the earlier session of the browser, if there is one, because a new session replaces its cookie.
+
+    `address` is the address of the sender, for the audit log.
+    """
     secret = request.cookies.get(COOKIE)
     found = None if secret is None else await services.authenticator.authenticate_session(secret)
     if found is not None and found.session is not None:
@@ -155,7 +163,7 @@ async def _end_previous(request: Request, services: Services, address: str) -> N
 
 @router.get("/session", response_model=None, responses={200: {"model": SessionDocument}})
 def get_session(request: Request, services: Context, sender: Reader) -> Response:
-    """Show who is logged in, and the value that requests of the session need to change something."""
+    """Show who is logged in, and the CSRF token that requests of the session must send to change something."""
     if sender.account is None:
         return Json(SessionDocument(user=None, scope=None, expires_at=None, csrf_token=None))
     user = services.accounts.user(sender.account.user)
@@ -171,7 +179,7 @@ def get_session(request: Request, services: Context, sender: Reader) -> Response
 
 @router.post("/logout", response_model=None, responses={200: {"model": LogoutDocument}})
 async def log_out(request: Request, services: Context, sender: Reader) -> Response:
-    """End the session of the browser; every server refuses it within a second. A token stays valid."""
+    """End the session of the browser. Every server refuses the session within a second. A token stays valid."""
     was_logged_in = False
     if sender.session is not None:
         was_logged_in = await run_in_threadpool(services.accounts.end_session, sender.session, actor=sender.actor)

@@ -43,10 +43,10 @@ def cluster() -> Mapping[str, float]:
 def num_side_by_side(specs: Sequence[FinetuneSpec], resources: Mapping[str, float], wanted: int | None = None) -> int:
     """Number of experts that train at the same time on a cluster with `resources` (numbers by "CPU" and "GPU").
 
-    If `wanted` is given, the result is this number, but at most the number of experts. If it is None, the result is the
-    number of experts for whose workers the cluster has GPUs, or 1 if workers train on CPU cores. Raises Conflict if the
-    cluster is too small for `wanted` experts at the same time: it has fewer GPUs than their workers or, if workers
-    train on CPU cores, fewer CPU cores. Also raises the errors of `trains_on_gpus`.
+    `specs` are the experts, and `wanted` is the number that the user asked for. The result is `wanted`, but at most the
+    number of experts. If `wanted` is None, the result is the number of experts for whose workers the cluster has GPUs,
+    or 1 if workers train on CPU cores. Raises Conflict if the cluster has too few GPUs, or CPU cores if workers train
+    on these, for `wanted` experts at the same time. Also raises the errors of `trains_on_gpus`.
     """
     if len(specs) < 2:
         return len(specs)

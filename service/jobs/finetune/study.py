@@ -88,8 +88,8 @@ def begin_study(
 def collect_sources(store: Store, data_dir: Path) -> None:
     """Delete the copies of trained experts that no stored study merges.
 
-    The copies are made for studies that follow a fine-tuning. Nothing is deleted while any fine-tuning with such a
-    study is unfinished.
+    The copies are made for studies that follow a fine-tuning. While a fine-tuning with such a study is unfinished,
+    nothing is deleted, because its study may be about to use a copy.
     """
     if any(STUDY in job.document and not job.state.is_finished for job in store.jobs()):
         return

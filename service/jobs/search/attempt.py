@@ -303,7 +303,7 @@ def described_recipes(
 def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]) -> None:
     """Store the task, data and metric of each benchmark, so that later drivers notice if they change.
 
-    Raises StudyFailed if samples of a benchmark with the same name but another task or other data are stored.
+    Raises StudyFailed if a benchmark of the same name is stored with another task or other data.
     """
     stored = {facts.name: facts for facts in read_benchmarks(store.document(writer.job_id, BENCHMARKS))}
     for benchmark in benchmarks:
@@ -334,8 +334,8 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
     """Number of gradient steps and policy updates that a study makes if nothing ends it early.
 
-    The number includes the steps of the refinement (gradient descents from trials of the front) with the largest number
-    of paths.
+    `algorithm` is the name of the searcher. For searchers other than `gradient`, the number includes the steps of the
+    refinement (gradient descents from trials of the front) with the largest number of paths.
     """
     options = setting.options
     refined = 0 if options.refinement is None else options.refinement.paths * options.refinement.steps
@@ -347,11 +347,11 @@ def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
 
 
 class _WaitWatch:
-    """Reports to the driver's heartbeat that the driver waits for an engine to start, or for a judge to answer.
+    """Tells the driver's heartbeat what the driver waits for: the start of an engine, or the answer of an LLM judge.
 
-    Both count as progress. Without these reports, the driver would be replaced during a long start of an engine, or
-    while a judge does not answer, which `judge.wait_s` limits. `judges` returns the URLs of the judges that the driver
-    waits for.
+    Both kinds of waiting count as progress of the driver. Otherwise the driver would be replaced during a long start of
+    an engine, or while a judge does not answer; `judge.wait_s` limits this time. `judges` returns the URLs of the
+    judges that the driver waits for.
     """
 
     def __init__(
@@ -380,8 +380,9 @@ class _WaitWatch:
 class _Snapshots:
     """Source of progress snapshots of a running study.
 
-    The method `due` returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now`
-    always returns a snapshot.
+    `planned` is the expected number of samples of the whole study, and `planned_steps` the expected number of gradient
+    steps and policy updates. The method `due` returns a snapshot if the last one was taken at least 0.25 s ago, else
+    None. The method `now` always returns a snapshot.
     """
 
     def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int, planned_steps: int) -> None:
@@ -423,10 +424,11 @@ class _Snapshots:
 def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightResult) -> str | None:
     """Reason why a study must fail after `error`; None if another attempt may succeed later.
 
-    - After StudyFailed and EvidenceMismatch the study cannot continue.
-    - After any other error the study's models and tasks are checked again. The study cannot continue if they have
-      changed since the study was created, or if the study may no longer read them. Another attempt may succeed if they
-      are only temporarily unusable.
+    - After StudyFailed and EvidenceMismatch (a result that does not come from the requested merge or prompts), the
+      study must fail.
+    - After any other error the study's models and tasks are checked again. The study must fail if they have changed
+      since the study was created, or if the study may no longer read them. Another attempt may succeed if they are only
+      temporarily unusable.
     - If models and tasks are unchanged, another attempt may succeed only after EngineUnavailable.
     """
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
@@ -463,7 +465,7 @@ def _no_result(trials: tuple[TrialRecord, ...], stop_reason: str | None) -> str:
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
     """Call `close`, which checks engines and verifies trials, and return whether the study is finished after that.
 
-    The study is not finished if an engine has failed a check, during this call or earlier, because samples that this
+    If an engine has failed a check, during this call or earlier, the result is False, because the samples that this
     engine scored must be scored again.
     """
     try:
@@ -476,7 +478,7 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 
 
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
-    """Check every running engine with a canary: the comparison of its log-probabilities with those of transformers.
+    """Check every running engine of `scorer` with a canary: the comparison of its log-probabilities with transformers.
 
     A sample counts as checked once its engine has passed a later canary. The number of the study's samples that are not
     checked is stored with the study.

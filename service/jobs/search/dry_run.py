@@ -152,8 +152,8 @@ class CheckedPlan:
     def _limit(self) -> tuple[str, ...]:
         """Line of the printed plan about the limit of samples: how many are used, and whether the planned samples fit.
 
-        The line is returned as a tuple of one text. If the study has no limit, the line says only how many samples
-        earlier runs used. If there were no earlier runs either, the tuple is empty.
+        The line is returned as a tuple of one text. Without a limit, the line says how many samples earlier runs used.
+        Without a limit and earlier runs, the tuple is empty.
         """
         if self.max_samples is None:
             return (f"used      {self.samples_used:,} samples in earlier runs",) if self.samples_used else ()
@@ -205,12 +205,12 @@ def check(
     """Check a study that would run in `directory`, and compute its expected cost.
 
     No engine is started, and no weights are downloaded. Sources that are merges of other studies are exported to a
-    temporary directory. `exports` also checks whether the best merge can be exported. With `metadata_only`, models need
-    no weights: their sizes are computed from their configurations.
+    temporary directory. If `exports` is True, the check includes whether the best merge can be exported. If
+    `metadata_only` is True, models need no weights: their sizes are computed from their configurations.
 
-    With a `profile`, the study is planned for the machines of the profile. If their memory is too small, the plan says
-    so. Without a profile, the study is planned for this machine or the machines in the study file, and too little
-    memory is a problem. Raises InvalidStudy with every problem.
+    `profile` describes the machines for which the study is planned. If their memory is too small, the plan says so. If
+    `profile` is None, the study is planned for this machine or the machines in the study file, and too little memory is
+    a problem. Raises InvalidStudy with every problem.
     """
     study = _outlined(study) if metadata_only else study
     with TemporaryDirectory() as temporary:
@@ -346,7 +346,8 @@ def _step_samples(preflight: PreflightResult) -> int:
 def _steps(preflight: PreflightResult) -> tuple[int, int]:
     """Number of gradient steps that a study makes, and the number of samples of each step.
 
-    The steps are those of the search or, if its searcher makes none, those that refine the front; (0, 0) without both.
+    If the searcher `gradient` makes steps, these are counted. Otherwise the steps of the refinement are counted, which
+    learns coefficients for merges of the Pareto front. Returns (0, 0) for a study with neither.
     """
     if preflight.algorithm.name == GRADIENT:
         setting = preflight.search_setting(num_baselines=len(preflight.baselines()))

@@ -23,7 +23,7 @@ __all__ = ["StudyEdit", "edited"]
 
 
 class LimitsEdit(BaseModel):
-    """Limits of a study that may change while it runs; null is no limit."""
+    """Limits of a study that may change while it runs; null (None) removes a limit."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -33,7 +33,7 @@ class LimitsEdit(BaseModel):
 
 
 class StudyEdit(JobEdit):
-    """Body of a request that edits a study. Options that it leaves out keep their values."""
+    """Body of a request that edits a study. Options that are not in the body keep their values."""
 
     max_trials: Annotated[int, Field(ge=1, le=1_000_000, description="search.max_trials of the study file.")] = 1
     replicas: Annotated[int, Field(ge=1, le=10_000, description="engine.replicas of the study file.")] = 1

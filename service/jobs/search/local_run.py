@@ -102,7 +102,7 @@ def evaluate_run(
 ) -> RunRecord:
     """Add benchmarks to the study in `directory`, score what is missing, and return the study's record.
 
-    The study continues from where it is, so an unfinished one also finishes its search. The other arguments and errors
+    If the study has not ended, its search is finished first. `added` are the benchmarks. The other arguments and errors
     are those of `run_study`. Also raises NotFound if there is no study in `directory`, and InvalidStudy if a benchmark
     does not fit the study.
     """
@@ -186,9 +186,10 @@ def open_run(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
 def _with_stored_benchmarks(directory: Path, study: Study) -> Study:
     """Add to `study` the benchmarks that were added earlier to the stored study in `directory`.
 
-    Benchmarks of the study file come first. If a stored benchmark has the same name and task as one of the study file,
-    its trials are added to that benchmark. A stored benchmark with the same name and another task is left out, and
-    refused later. The overlaps with search data that were accepted earlier are added too.
+    Benchmarks of the study file come first. A stored benchmark may have the name of a benchmark in the study file. If
+    both have the same task, the trials on which the stored one was scored are added. If they have different tasks, the
+    stored one is left out, and a later check refuses the study. Overlaps with search data that were accepted earlier
+    are added too.
     """
     with suppress(NotFound), read_run(directory) as (_, record):
         before = Study.model_validate(record.document)

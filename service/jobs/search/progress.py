@@ -182,9 +182,10 @@ class _Speed:
             self._busy = self.now(now)
 
     def now(self, now: float) -> float | None:
-        """Counts per second, over the last 60 s of the stage or since its start.
+        """Counts per second at the time `now`, measured over the last 60 s of the stage or since its start.
 
-        Returns None in the first two seconds of a stage. The result falls while nothing is counted.
+        `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. The result falls
+        while nothing is counted.
         """
         if not self._points or now - self._points[0][0] < 2.0:
             return None
@@ -202,7 +203,7 @@ class _Speed:
 
 
 def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
-    """One line of text that describes a progress snapshot.
+    """One line of text that describes a progress snapshot and the study's speed.
 
     An example is `[4m10s] searching: 31/67 trials, bracket 2/3 rung 90, best #12: math 0.61, ...`.
     """

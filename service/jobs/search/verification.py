@@ -35,8 +35,8 @@ def verify_trials(
 ) -> str | None:
     """Verify some trials: compare their stored samples with the results of plain transformers.
 
-    The verified trials are the best one and others drawn with the study's seed. Trials whose samples were equal in an
-    earlier verification are not verified again.
+    The verified trials are the best one and others drawn with the study's seed. A trial is skipped if its samples were
+    equal in an earlier verification.
 
     Returns the reason why no sample was compared. Returns None if samples were compared, or if the study file switches
     verification off.
@@ -85,8 +85,8 @@ def _chosen(
 ) -> list[TrialRecord]:
     """Select the trials to verify: those whose samples differed before, the best trial, and random ones.
 
-    The best trial and the drawn trials are `options.trials` trials together. The study's seed determines which trials
-    at full budget are drawn. `known` has the stored reports of earlier verifications by trial number.
+    `options.trials` is the number of the best and the random trials together. The random ones are drawn from the trials
+    at full budget with the study's seed. `known` has the stored reports of earlier verifications by trial number.
     """
     candidates = full_budget_trials(trials)
     winner = best_trial(trials, preflight.tasks.objectives)
@@ -110,11 +110,11 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 
 
 def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
-    """Whether an earlier verification of a trial found all its samples equal; `digest` is the hash of the samples.
+    """Whether an earlier verification of a trial found all its samples equal.
 
-    `report` is the stored report of that verification. The result is False if `report` is None, or if it is about
-    another recipe or other samples. Reports of earlier versions do not say which samples they compared, so their trials
-    count as not verified.
+    `report` is the stored report of that verification, and `digest` the hash of the trial's present samples. The result
+    is False if there is no report, or if the report is about another recipe or other samples. Reports of earlier
+    versions do not say which samples they compared, so their trials count as not verified.
     """
     return (
         report is not None

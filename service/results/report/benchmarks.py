@@ -54,7 +54,12 @@ def _chart(
     column: BenchmarkColumnDocument,
     best: int | None,
 ) -> dict[str, Any]:
-    """A forest plot of a benchmark (`kind` is "values") or of a group's average ("averages"), the best value first."""
+    """Draw a forest plot: the value of each row with its interval, the best value first.
+
+    `kind` is "values" for the benchmark `name`, or "averages" for the group `name`. `column` has direction and range of
+    the benchmark. The row of the trial with the number `best` is marked. Returns the chart under "svg" and `title`
+    under "name".
+    """
     found: list[tuple[BenchmarkRowDocument, EstimateDocument]] = []
     for row in rows:
         estimates: Mapping[str, EstimateDocument] = row["averages"] if kind == "averages" else row["values"]
@@ -83,7 +88,11 @@ def _chart(
 def _attacked(
     rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocument, best: int | None
 ) -> dict[str, Any]:
-    """The table of a benchmark with adversarial prompts, with the most robust trial first."""
+    """The table of a benchmark with adversarial prompts, with the most robust trial first.
+
+    A trial is more robust if attacked prompts lower its value less. The row of the trial with the number `best` is
+    marked.
+    """
     name, attack = column["name"], column["attack"] or {}
     found = [(row, row["attacks"][name]) for row in rows if name in row["attacks"]]
     found.sort(key=lambda each: math.inf if each[1]["drop"] is None else each[1]["drop"]["value"])
@@ -99,7 +108,10 @@ def _attacked(
 
 
 def _judged(rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocument, best: int | None) -> dict[str, Any]:
-    """The table of a benchmark whose completions are judged, with the best trial first."""
+    """The table of a benchmark whose completions a judge (an LLM) has rated, with the best trial first.
+
+    The row of the trial with the number `best` is marked.
+    """
     name, judge = column["name"], column["judge"] or {}
     found = [(row, row["judged"][name]) for row in rows if name in row["judged"]]
     found.sort(key=lambda each: each[0]["values"][name]["value"], reverse=True)

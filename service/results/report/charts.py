@@ -94,27 +94,39 @@ class Plot:
         )
 
     def steps(self, points: Sequence[tuple[float, float]], *, css: str) -> None:
-        """Draw a staircase through `points`: from each point along x, then along y to the next point."""
+        """Draw a staircase through `points`: from each point along x, then along y to the next point.
+
+        `css` is the CSS class of the lines.
+        """
         for (x1, y1), (x2, y2) in itertools.pairwise(points):
             self.line(x1, y1, x2, y1, css=css)
             self.line(x2, y1, x2, y2, css=css)
 
     def bar(self, x1: float, x2: float, y: float, *, css: str, style: str = "", title: str = "") -> None:
-        """Draw a horizontal line from (x1, y) to (x2, y)."""
+        """Draw a horizontal line from (x1, y) to (x2, y).
+
+        `css` is the line's CSS class, `style` its inline style, and `title` the text that browsers show at the line.
+        """
         tip = f"<title>{escape(title)}</title>" if title else ""
         look = f'class="{css}"' + (f' style="{style}"' if style else "")
         at = self._y(y)
         self._parts.append(f'<line x1="{self._x(x1)}" x2="{self._x(x2)}" y1="{at}" y2="{at}" {look}>{tip}</line>')
 
     def curve(self, points: Sequence[tuple[float, float]], *, css: str, style: str = "") -> None:
-        """Draw a polyline: straight lines from each of `points` to the next."""
+        """Draw a polyline: straight lines from each of `points` to the next.
+
+        `css` is the CSS class of the lines, and `style` their inline style.
+        """
         look = f'class="{css}"' + (f' style="{style}"' if style else "")
         for (x1, y1), (x2, y2) in itertools.pairwise(points):
             ends = f'x1="{self._x(x1)}" y1="{self._y(y1)}" x2="{self._x(x2)}" y2="{self._y(y2)}"'
             self._parts.append(f"<line {ends} {look}/>")
 
     def text(self, x: float, y: float, text: str, *, css: str = "note", dy: float = 0) -> None:
-        """Write text to the right of the point (x, y), or to the left if the text would leave the plot."""
+        """Write text to the right of the point (x, y), or to the left if the text would leave the plot.
+
+        `css` is the text's CSS class. `dy` moves the text down, in pixels.
+        """
         # A letter takes about 2.5 % of the narrowest plots.
         is_right = self.x.at(x) + 0.025 * len(text) > 1.02
         anchor, dx = ("end", -9) if is_right else ("start", 9)
@@ -149,9 +161,10 @@ class Plot:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a heatmap, `span` columns wide.
+    """A cell of a heatmap, from the column with index `column` on, `span` columns wide.
 
-    `share` in [-1, 1] gives its colour: 0 has no colour, -1 and 1 are the two extremes.
+    `share` in [-1, 1] gives its colour: 0 has no colour, -1 and 1 are the two extremes. `title` is the text that
+    browsers show at the cell.
     """
 
     column: int
@@ -165,7 +178,8 @@ def heatmap(
 ) -> Markup:
     """Draw a heatmap: named rows of cells under named columns.
 
-    Long column names are cut.
+    `rows` are pairs (name, cells). Long column names are cut. `label` is a sentence that describes the chart to screen
+    readers. `row_height` is in pixels.
     """
     width = 12 + 7 * max((len(name) for name, _ in rows), default=0)
     heads = [name if len(name) <= MAX_HEAD else f"{name[: MAX_HEAD - 1]}…" for name in columns]
@@ -200,7 +214,8 @@ def heatmap(
 class Interval:
     """A row of a forest plot: a value with its interval from `low` to `high`.
 
-    `css` is the CSS class of the row's marks.
+    `label` is the name of the row. `css` is the CSS class of the row's marks. `title` is the text that browsers show at
+    the row.
     """
 
     label: str
@@ -265,7 +280,10 @@ def forest(
 
 @dataclass(frozen=True)
 class Bar:
-    """A part of a stacked bar; `share`, in [0, 1], is its length."""
+    """A part of a stacked bar; `share`, in [0, 1], is its length.
+
+    `label` is its name, and `style` the inline CSS style of the part.
+    """
 
     label: str
     share: float
@@ -284,7 +302,10 @@ def stacked_bar(parts: Sequence[Bar]) -> Markup:
 
 @dataclass(frozen=True)
 class Legend:
-    """An entry of a legend: a symbol as drawn in the chart, and its meaning."""
+    """An entry of a legend: a symbol as drawn in the chart, and its meaning.
+
+    `label` is the meaning. `shape`, the CSS class `css` and the inline style `style` are those of the symbol.
+    """
 
     label: str
     css: str

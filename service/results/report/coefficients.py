@@ -49,11 +49,11 @@ def coefficients_picture(run: RunRecord) -> dict[str, Any] | None:
 def _heatmap(
     expert: str, found: Sequence[Coefficient], layers: Sequence[int], columns: Sequence[str], largest: float
 ) -> Any:
-    """Draw the coefficients `found` of one expert as a heatmap, with a row for each layer.
+    """Draw the coefficients `found` of one expert as a heatmap, with a row for each layer and a column for each part.
 
-    Rows are the `layers` from input to output, thinned evenly if there are too many; `columns` are the parts of a
-    layer. Coefficients outside of layers have rows above and below the layers. A coefficient of the size `largest` has
-    the full colour.
+    `layers` are the numbers of the layers from input to output; they are thinned evenly if there are too many.
+    `columns` are the names of the parts of a layer. Coefficients outside of layers get rows above and below those of
+    the layers. A coefficient of the size `largest` has the full colour.
     """
     inside = [index for index, c in enumerate(found) if c.layer is not None]
     shown = evenly(layers, MAX_LAYERS)

@@ -62,7 +62,11 @@ def _unit(run: RunRecord) -> str:
 
 
 def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str], *, unit: str) -> Markup:
-    """Draw the losses of all gradient descents, each divided by the loss that `unit` describes."""
+    """Draw the losses of all gradient descents, each divided by the loss that `unit` describes.
+
+    `found` has the data of the descents, and `names` the objectives. `colours` has the CSS style of each objective's
+    line. If `unit` is "", the losses are not divided.
+    """
     lines = [(descent, _smooth(descent.steps)) for descent in found]
     values = [value for _, line in lines for _, losses, loss in line for value in (*losses.values(), loss)]
     last = found[-1].steps[-1].gradient
@@ -99,7 +103,8 @@ def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], f
     """Moving average of a gradient descent's losses over WINDOW gradients.
 
     Returns:
-        For each gradient its number, the mean loss by objective divided by the mean loss of the baselines, and the mean
+        A tuple for each gradient: its number; by objective, the mean loss divided by the mean loss of the baselines;
+            the mean
         of the weighted sum of losses.
     """
 

@@ -60,8 +60,8 @@ def directions_section(run: RunRecord) -> dict[str, Any] | None:
 def _chart(name: str, found: Sequence[tuple[float, DirectionPoint]], colours: Mapping[str, str]) -> Markup:
     """Scatter plot of each objective's value (y) over the quantity `name` (x).
 
-    `found` has pairs (value of the quantity, merge). Where several merges have the same number, a line passes through
-    the mean of their values.
+    `found` has pairs (value of the quantity, merge), and `colours` the colour of each objective. Where several merges
+    have the same value of the quantity, a line passes through the mean of their objective values.
     """
     plot = Plot(
         nice_scale([at for at, _ in found]),

@@ -61,7 +61,7 @@ def front_section(run: RunRecord) -> dict[str, Any] | None:
 def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup:
     """Draw bars with intervals for a study of a single objective: the ten best proposals, and every baseline.
 
-    Bars are in the order of the objective's values, the best first.
+    `points` are the trials at full budget. Bars are in the order of the objective's values, the best first.
     """
     ranked = sorted(points, key=lambda point: (objective.cost_of_stored(point.values[objective.name]), point.trial))
     proposed = [point.trial for point in ranked if Origin(point.origin).is_searched][:10]

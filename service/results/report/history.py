@@ -104,8 +104,8 @@ def _point_title(point: HistoryPoint) -> str:
 def _thinned(points: Sequence[HistoryPoint], plot: Plot, limit: int) -> list[HistoryPoint]:
     """Choose at most `limit` points of a chart so that the chart looks as it does with all points.
 
-    If there are more than `limit` points, one point is kept in each cell of a fine grid over `plot`; if these are still
-    too many, they are thinned evenly.
+    If there are more than `limit` points, one point is kept in each cell of a fine grid over `plot`. If the kept points
+    are still too many, they are thinned evenly.
     """
     if len(points) <= limit:
         return list(points)

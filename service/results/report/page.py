@@ -115,9 +115,10 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
 def _savings(run: RunRecord) -> dict[str, Any]:
     """Build the data of the report's part on samples saved by stopping trials at low rungs.
 
-    It has a number with a bar: the scored samples divided by the samples that scoring every recipe in full takes, or
-    None if the divisor is not known. It also has, for each rung, the number of trials that reached the rung, with a
-    bar.
+    - "share": the scored samples divided by the samples that scoring every recipe in full takes; None if the divisor is
+      not known
+    - "bar": a bar for the share; "" without it
+    - "rungs": for each rung the number of samples, the number of trials that reached the rung, and a bar
     """
     plot = budget(run)
     searched = (trial for trial in run.trials if trial.origin is Origin.SEARCH)

@@ -57,8 +57,9 @@ def _colour(number: int) -> str:
 def _curves(found: Sequence[PolicySeries], mean: Sequence[MeanIteration]) -> Markup:
     """Draw the mean outcome of each policy's trials over the iterations, with standard deviations.
 
-    For one policy, the standard deviations are over the trials of each iteration. For several policies, they are over
-    the policies, around the policies' mean, in iterations that at least two policies have had.
+    `found` has the data of each policy, and `mean` the means over all policies. For one policy, the standard deviations
+    are over the trials of each iteration. For several policies, they are over the policies, around the policies' mean,
+    in iterations that at least two policies have had.
     """
     if len(found) == 1:
         spread = [(turn, each.outcome, each.outcome_std) for turn, each in enumerate(found[0].iterations, start=1)]
@@ -90,7 +91,11 @@ def _curves(found: Sequence[PolicySeries], mean: Sequence[MeanIteration]) -> Mar
 
 
 def _updates(found: Sequence[PolicySeries], statistic: str) -> Markup | None:
-    """Draw a statistic of each policy's updates over the iterations; None if no update has it."""
+    """Draw a statistic of each policy's updates over the iterations.
+
+    `found` has the data of each policy, and `statistic` is the key of the statistic. Returns None if no update has the
+    statistic.
+    """
     curves = [
         [
             (float(turn), each.statistics[statistic])

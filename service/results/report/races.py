@@ -89,9 +89,8 @@ def _rows(entries: Sequence[RaceEntry], samples: Sequence[int]) -> list[dict[str
     """Build a table row for each rung: how many trials were scored there, and how many each rule stopped.
 
     `entries` has the race of each proposed trial: the rungs that it reached, and the rule that stopped it. `samples`
-    has the number of samples of each objective at each rung. A row has four parts: the number of samples, the number of
-    trials that were scored at the rung, the number of trials that were stopped there, and the number of trials that
-    each stopping rule of the scheduler stopped.
+    has the number of samples of each objective at each rung. A row has the number of samples, the number of trials that
+    were scored at the rung, the number that were stopped there, and the number that each stopping rule stopped.
     """
     rows = []
     for rung, count in enumerate(samples):

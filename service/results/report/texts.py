@@ -13,7 +13,10 @@ __all__ = ["headline", "interval_text", "key_figures", "number_text", "point_nam
 
 
 def number_text(value: float | None, *, signed: bool = False) -> str:
-    """Format a value with three decimals, or as "n/a" if it is None."""
+    """Format a value with three decimals, or as "n/a" if it is None.
+
+    If `signed` is True, a positive value gets a plus sign.
+    """
     if value is None:
         return "n/a"
     text = f"{value:+.3f}" if signed else f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"

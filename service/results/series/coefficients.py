@@ -63,7 +63,7 @@ def _searched(configuration: Mapping[str, Any], experts: list[str]) -> Iterator[
     """Yield the parameters of a configuration as experts' coefficients, each with its layer and component.
 
     A parameter is a coefficient of an expert if its value is a number and its name ends with "." and the expert's
-    alias. Nothing is yielded if the configuration has any other parameter, or if no coefficient belongs to a layer.
+    alias. If the configuration has any other parameter, or no coefficient of a layer, nothing is yielded.
     """
     found = []
     by_length = sorted(experts, key=len, reverse=True)  # an alias may have dots

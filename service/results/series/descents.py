@@ -49,7 +49,7 @@ class DescentSeries:
 
 @dataclass(frozen=True)
 class DescentsPlot:
-    """The gradient descents of a search, in the order in which they were made; none without gradients."""
+    """The gradient descents of a search, in the order in which they were made; empty for a search without gradients."""
 
     plot: Literal["descents"]
     descents: tuple[DescentSeries, ...]

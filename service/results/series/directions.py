@@ -34,9 +34,9 @@ class DirectionPoint:
 
 @dataclass(frozen=True)
 class DirectionsPlot:
-    """Each expert's share and the scale of the task vectors, for each merge at full budget.
+    """Each expert's share of the task vectors and the scale of the task vectors, for each merge at full budget.
 
-    It is empty in other spaces than `m3`.
+    The plot is empty unless the study's search space is `m3`, which gives each expert one share for the whole model.
     """
 
     plot: Literal["directions"]

@@ -29,7 +29,7 @@ class HypervolumePoint:
 
 @dataclass(frozen=True)
 class HypervolumePlot:
-    """Hypervolume of the Pareto front after each trial at full budget; no points for one objective."""
+    """Hypervolume of the Pareto front after each trial at full budget; no points in a study with a single objective."""
 
     plot: Literal["hypervolume"]
     reference_point: list[float]

@@ -53,11 +53,15 @@ def analyse(
 ) -> AnalysisDocument:
     """Analyse fleets of experts, trained from one base on the same tasks: task vectors and losses of merges.
 
+    A fleet is the experts of one fine-tuning.
+
     Args:
         fleets: For each fleet the specifications and the directories of its experts, by alias. The first fleet is shown
-            first, and all losses are on its tasks. A fleet whose experts were all trained by tangent is analysed twice:
-            as its experts were exported, and linearized, as they were trained; the latter without landscapes.
-        samples: Number of samples of each evaluation task that coefficients are chosen by; as many are reported.
+            first, and all losses are on its tasks. A fleet whose experts were all trained by the method "tangent" (in
+            the linearized model) is analysed twice: as ordinary models, and as linearized models without loss
+            landscapes.
+        samples: Number of samples of each evaluation task that coefficients are chosen by. Values are reported for as
+            many further samples.
         wudi: Whether WUDI-Merging is among the merge methods.
         note: Called with a line of progress.
         progressed: Called after every merge.
@@ -118,10 +122,11 @@ def _mixed(
     progressed: Callable[[], None],
     access: FileAccess | None,
 ) -> MixedDocument:
-    """Measure merges of two experts from two fleets (the experts of one fine-tuning each): one expert from each.
+    """Measure merges of two experts, one from each of two fleets (a fleet is the experts of one fine-tuning).
 
-    `first` has the specifications and directories of the first fleet, `places` the directories of the second. `names`
-    are the names of the two fleets.
+    `names` are the names of the two fleets. `first` has the specifications and the directories of the first fleet's
+    experts, by alias. `places` has the directories of the second fleet's experts, by alias. The other arguments are
+    those of `analyse`.
     """
     from workers.training.finetuning.merge_losses import losses_of_experts, mixed_table
 
@@ -144,9 +149,10 @@ def _mixed(
 def _measures(
     losses: MergeLosses, progressed: Callable[[], None]
 ) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], Report]]:
-    """Make two functions that measure a merge: one to choose coefficients by, one for the reported values.
+    """Make two functions that measure a merge: (the one by which coefficients are chosen, the one for reported values).
 
-    Each calls `progressed` first.
+    The first returns the mean loss on each expert's tasks, by the expert's alias. The second returns a report with
+    losses and metrics. Both call `progressed` first.
     """
 
     def measure(merge: Merge) -> Mapping[str, float]:
@@ -165,8 +171,9 @@ def _measured(
 ) -> dict[str, Any]:
     """Measure merges of the experts `aliases`: a row for each merge method and number of experts.
 
-    With `draws`, the loss of merging two experts is also measured over a grid of their two coefficients, for some
-    pairs.
+    The result has the keys "merges" (the rows), "landscapes" and "landscape" (the first of them, or None). A landscape
+    is the loss of merges of two experts over a grid of their two coefficients. Landscapes are computed for some pairs
+    of experts if `draws` is True. `progressed` is called before every merge is measured.
     """
     from workers.training.finetuning.merge_losses import landscapes, merge_table
 
@@ -182,7 +189,11 @@ def _row(row: MergeLoss) -> dict[str, Any]:
 
 
 def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> tuple[Problem, ...]:
-    """List problems that would make the analysis of a fine-tuning's experts fail after the training."""
+    """List problems of a fine-tuning because of which the analysis of its experts would fail after the training.
+
+    For example, the losses need tasks with reference answers. `access` limits the files that tasks may read; None is no
+    limit.
+    """
     from workers.training.finetuning.merge_losses import lack_of_losses
 
     return tuple(
@@ -255,8 +266,8 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
     """Name each fleet (the experts of one fine-tuning) by its optimizer, in the order of `fleets`.
 
-    If several fleets have the same optimizer, their names also have the training options that differ; if no options
-    differ, the names have numbers.
+    The names of fleets with the same optimizer also have the training options in which these fleets differ. If no
+    options differ, the names have numbers.
     """
     kinds = ["/".join(dict.fromkeys(spec.method.kind for spec in experts.values())) for experts in fleets]
     names = []

@@ -113,7 +113,10 @@ def has_values(document: AnalysisDocument) -> bool:
 
 
 def merge_text(row: MergeLossDocument) -> str:
-    """Text of a merge's metric and loss, with the coefficient that gives them."""
+    """Text of a merge's metric and loss, with the coefficient that gives them, such as `0.612 (loss 1.204) at 0.4`.
+
+    If `row`, the merge's entry in the analysis, has no metric, the text has only the loss.
+    """
     at = "" if row["coefficient"] is None else f" at {row['coefficient']:g}"
     loss, value = _loss_text(row["mean"]), row.get("value")
     return f"{loss}{at}" if value is None else f"{number_text(value)} (loss {loss}){at}"
@@ -130,9 +133,11 @@ def _landscapes(fleet: FleetAnalysisDocument) -> list[LandscapeDocument]:
 
 
 def _curves(fleets: Sequence[FleetAnalysisDocument]) -> list[dict[str, Any]]:
-    """Draw, for each merge method, a chart of the mean loss over the coefficient, for merges of all experts.
+    """Draw one chart for each merge method: the mean loss over the coefficient, for merges of all experts.
 
-    A chart has a line for each fleet. Losses are those by which coefficients are chosen.
+    A chart has a line for each fleet (the experts of one fine-tuning). The losses are those on the samples by which
+    coefficients are chosen. A method for which only one coefficient was tried has no chart. Each entry of the result
+    has the method's name under "name" and the chart under "svg".
     """
     charts = []
     for rows in zip(*(fleet["merges"] for fleet in fleets), strict=True):
@@ -166,7 +171,8 @@ def _loss_text(loss: float | None) -> str:
 def num_experts(fleet: FleetAnalysisDocument, row: MergeLossDocument) -> int:
     """Number of experts that each merge in a row of the table combines.
 
-    Files of earlier versions do not state it; their merges combine all experts.
+    `row` is the entry of the merges in the analysis of `fleet` (the experts of one fine-tuning). Files of earlier
+    versions do not have the number; their merges combine all experts of the fleet.
     """
     return row.get("num_experts", len(fleet["task_vectors"]))
 
@@ -207,8 +213,9 @@ def _histogram(vector: Mapping[str, Any]) -> Any:
 def _landscape(found: Mapping[str, Any], low: float, high: float) -> Any:
     """Draw the losses of merges of two experts as a heatmap over the experts' coefficients.
 
-    `found` is the landscape's entry in the analysis. Rows are coefficients of the first expert, the largest at the top.
-    Colours are on a logarithmic scale from the lowest to the highest loss of all fleets, `low` to `high`.
+    `found` is the landscape's entry in the analysis. Rows are coefficients of the first expert, the largest at the top;
+    columns are coefficients of the second. The colours are on a logarithmic scale from `low` to `high`, the lowest and
+    the highest loss of all fleets.
     """
     first, second = found["experts"]
     width = math.log(high / low) or 1.0

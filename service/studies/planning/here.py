@@ -52,7 +52,7 @@ def measured_speeds(threads: int) -> dict[str, float]:
 def _fastest(call: Callable[[], None]) -> float:
     """Call `call` repeatedly for MEASURED_S seconds, and return the seconds of the fastest call.
 
-    One call before these is not measured.
+    A first call, which may be slower, is not measured.
     """
     call()
     best, until = float("inf"), time.perf_counter() + MEASURED_S

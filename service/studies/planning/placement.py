@@ -42,7 +42,11 @@ VERIFICATION_COPIES = 5
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a study on a machine, such as engine weights: its place, and its bytes on each GPU and each host."""
+    """A part of a study on a machine, such as engine weights.
+
+    `place` says in words where the part is kept. `gpu_bytes` and `host_bytes` are the bytes that the part takes on each
+    GPU and on each host.
+    """
 
     name: str
     place: str
@@ -168,9 +172,11 @@ def place_study(
 def _divided(
     needs: MemoryRequirements, profile: MachineProfile, *, processes: int
 ) -> tuple[EngineMemory | None, str, list[str]]:
-    """Divide a machine's memory between engines and source weights, as engines that share the source weights divide it.
+    """Divide the memory of a machine with GPUs between engines and source weights.
 
-    Returns the division, its reason, and reasons why the engines do not fit. The division is None if they do not fit.
+    `needs` is the memory that the study needs, and `processes` the number of engine processes that share the source
+    weights on the machine. Returns the division, its reason, and reasons why the engines do not fit. The division is
+    None if they do not fit.
     """
     try:
         found = divide_memory(
@@ -192,7 +198,10 @@ def _divided(
 
 
 def _larger_ranks(needs: MemoryRequirements, usable: int) -> str:
-    """Advice for an engine that does not fit: more GPUs for it (a power of two), a smaller dtype, or shorter texts."""
+    """Advice for an engine that does not fit: more GPUs for it (a power of two), a smaller dtype, or shorter texts.
+
+    `needs` is the memory that an engine needs. `usable` is the number of bytes of a GPU that the engine may use.
+    """
     whole = needs.weights * needs.ranks
     fixed = needs.engine(1) - needs.weights - needs.max_length * needs.kv_token
     kv = needs.max_length * needs.kv_token * needs.ranks
@@ -243,7 +252,11 @@ def _lack_of_host(placement: StudyPlacement, study: Study, profile: MachineProfi
 
 
 def _texts(needs: MemoryRequirements, kv_bytes: int) -> int:
-    """Number of texts of at most TEXT_TOKENS tokens whose keys and values fit into `kv_bytes` bytes."""
+    """Number of texts that an engine serves at the same time.
+
+    This many texts of TEXT_TOKENS tokens, or of the largest length if that is smaller, have keys and values that fit
+    into `kv_bytes` bytes. The number is at least 1 and at most MAX_NUM_SEQS.
+    """
     each = min(TEXT_TOKENS, needs.max_length) * needs.kv_token
     return max(1, min(MAX_NUM_SEQS, kv_bytes // each if each else MAX_NUM_SEQS))
 

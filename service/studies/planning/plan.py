@@ -134,9 +134,11 @@ def engine_speeds(
     bank: str = "mapped",
     texts: int = 256,
 ) -> Speeds:
-    """Seconds that one engine takes for each phase of a study, with `ranks` GPUs or, without GPUs, `threads` threads.
+    """Speeds of one engine, from which the seconds of each phase of a study are computed.
 
-    `bank` is where the source weights are kept: "gpu", "host" or "mapped".
+    `config` is the models' configuration, and `dtype` the engine's dtype. The engine has `ranks` GPUs or, on a machine
+    without GPUs, `threads` threads. `bank` is where the source weights are kept: "gpu", "host" (pinned memory) or
+    "mapped" (memory-mapped files). `texts` is the number of texts that the engine serves at the same time.
     """
     if profile.gpus:
         products = profile.gpu_flops_float32 if dtype == "float32" else profile.gpu_flops
@@ -157,5 +159,9 @@ def engine_speeds(
 
 
 def _threads(profile: MachineProfile, replicas: int) -> int:
-    """Number of threads of each engine on a CPU; one core is left to other processes."""
+    """Number of threads of each engine on machines without GPUs.
+
+    The `replicas` engines are divided equally between the machines of `profile`. One core of each machine is left to
+    other processes.
+    """
     return max(1, (profile.cores - 1) // max(1, -(-replicas // profile.nodes)))

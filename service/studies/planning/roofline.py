@@ -103,7 +103,8 @@ class Device:
     """Speeds of the device that computes passes: all GPUs of one engine together, or threads of a CPU.
 
     `products` is in operations per second, `bandwidth` in bytes per second. `source_bandwidth` is the rate, in bytes
-    per second, at which merging reads the sources from where they are kept.
+    per second, at which merging reads the sources from where they are kept. `calibration` has the shares of these
+    speeds that programs reach.
     """
 
     products: float
@@ -219,8 +220,8 @@ class Speeds:
     def step_s(self, work: Work, *, recomputes: bool) -> float:
         """Seconds of a gradient step: merging, a forward and a backward pass, and derivatives of coefficients.
 
-        A backward pass takes twice as long as a forward pass, and recomputed activations take another one. Derivatives
-        read the sources again.
+        `work` has the samples. A backward pass takes twice as long as a forward pass. If `recomputes` is True,
+        activations are recomputed, which takes another forward pass. Derivatives read the sources again.
         """
         own, facts = self.device.calibration, self.facts
         tokens = work.samples * (work.tokens.read + work.tokens.answered)

@@ -175,9 +175,10 @@ def _rungs(preflight: PreflightResult) -> Iterator[tuple[int, Mapping[str, float
 
 
 def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple[Work, Work]:
-    """Work of scoring samples of several tasks: with answers as long as the references, and with the longest answers.
+    """Work of scoring samples of several tasks, under two assumptions about the answers.
 
-    `samples` has the number of samples and `lengths` the mean lengths, by task.
+    Returns (work if answers are as long as the references, work if all answers have their largest length). `samples`
+    has the number of samples and `lengths` the mean lengths, by task.
     """
     total = sum(samples.get(name, 0.0) for name in lengths)
     if not total:
@@ -193,7 +194,7 @@ def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple
 def mean_tokens(parts: Sequence[tuple[float, Mapping[str, float], Mapping[str, Lengths]]]) -> Bounds:
     """Bounds on the mean number of tokens of a sample, prompt and answer together, over several parts of a study.
 
-    Each part is (number of samples, share of each task in the samples, mean lengths by task).
+    Each part is (number of samples, relative number of samples by task, mean lengths by task).
     """
     least = most = number = 0.0
     for samples, shares, lengths in parts:

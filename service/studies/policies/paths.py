@@ -48,9 +48,10 @@ def policy_paths(
 ) -> tuple[PolicyPath, ...]:
     """Propose at most `count` layer paths with the trained policy of a study, for a preference vector.
 
-    Paths are ordered by the policy's own estimate of their outcome, the best first. `preference` has weights by
-    objective. `experts` are other models in place of the study's, by alias. If the study's paths may use merged layers,
-    these layers are merged for this preference.
+    A layer path is the sequence of source models' layers of which a merged model consists. Paths are ordered by the
+    policy's own estimate of their outcome, the best first. `preference` has the weight of each objective, by name.
+    `experts` are models, by alias, that take the places of the study's experts; None keeps these. If the study's paths
+    may use layers that are themselves merged from all models, these layers are merged for this preference.
 
     Raises:
         InvalidPreference: The preference is not a preference vector of the study's objectives.

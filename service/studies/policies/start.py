@@ -32,9 +32,11 @@ __all__ = ["check_start", "with_start"]
 
 
 def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: str | Path) -> None:
-    """Check that the trained policies with which a study's policies are initialised exist and fit the study.
+    """Check that the trained policies of the other study that a new study starts from exist and fit the new study.
 
-    Raises InvalidStudy if they do not. A study whose policies start untrained always passes.
+    `search.hm3.start` in the study file names the other study; a study without this option always passes. `open_study`
+    opens the other study. `artifacts_in` is the location of the server's artifacts, which have the policies. Raises
+    InvalidStudy if the policies do not exist or do not fit.
     """
     if preflight.study.search.hm3.start is None:
         return
@@ -52,11 +54,13 @@ def with_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """Add to a study's preflight result the trained policies of another study from which its policies start.
+    """Load the trained policies of another study with which a study's own policies are initialised.
 
-    `search.hm3.start` in the study file names the other study. The policies are copied to the study's own artifacts
-    when it first runs. If the study names no policies, the preflight result is returned unchanged. Raises StudyFailed
-    if the policies cannot be used; the study's state is then FAILED, with the reason.
+    `search.hm3.start` in the study file names the other study. At the first run that other study's policies are copied
+    to the artifacts of this study, and recorded; later runs read these copies. Returns `preflight` with the policies'
+    checkpoints in the field `start`, one for each policy. If the study file names no other study, `preflight` is
+    returned unchanged. `open_study` opens the other study, and `writer` stores the record. Raises StudyFailed if the
+    policies cannot be used; the study is then stored as FAILED, with the reason.
     """
     if preflight.study.search.hm3.start is None:
         return preflight
@@ -86,11 +90,12 @@ def _artifact(number: int) -> str:
 def _found(
     preflight: PreflightResult, open_study: OpenStudy, artifacts_in: str | Path
 ) -> tuple[PolicyStart, tuple[bytes, ...]]:
-    """Find the other study's policies from which a new study's policies start, and their checkpoints.
+    """Find the policies of another study from which a new study's policies start.
 
-    `search.hm3.start` in the study file names the other study. The result has one policy for each policy of the study
-    in `preflight`. `artifacts_in` is the location of the server's artifacts; a study of `mergesearch run` has artifacts
-    in its own directory. Raises NotFound if there is no such study, Conflict if its policies do not fit.
+    `search.hm3.start` in the study file names the other study. Returns a description of the policies, and their
+    checkpoints; both have one entry for each policy of the new study. `artifacts_in` is the location of the server's
+    artifacts. If the other study is that of a `mergesearch run`, its artifacts are in its own directory. Raises
+    NotFound if there is no such study, and Conflict if its policies do not fit.
     """
     start = preflight.study.search.hm3.start
     assert start is not None
@@ -112,11 +117,12 @@ def _found(
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """Choose, for each policy of the new study, the iteration of the other study whose checkpoint it starts from.
+    """Choose, for each policy of the new study, the iteration of the other study from whose checkpoint it starts.
 
-    A policy for one preference vector takes the latest checkpoint of the other study's policy for this vector. A single
-    policy for all vectors takes the latest checkpoint. `other` is the other study's setting, and `checkpoints` has the
-    other study's checkpoints by iteration. Raises Conflict if the other study has no policy for one of the vectors.
+    If the new study has one policy for each preference vector, the policy takes the latest checkpoint of the other
+    study's policy for its vector. If it has a single policy for all vectors, that policy takes the latest checkpoint of
+    all. `other` is the other study's setting, and `checkpoints` has the other study's checkpoints by iteration. Raises
+    Conflict if the other study has no policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]

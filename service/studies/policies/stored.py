@@ -20,8 +20,9 @@ def stored_policies(
 ) -> tuple[SearchSetting, dict[int, bytes]]:
     """Read the policies that a study has trained, from its store and artifacts.
 
-    `family` are the models whose weights describe layers to a policy, or None if they are not needed. Returns the
-    study's search setting, and the policies' checkpoints by the iteration from which each was last trained.
+    Returns the study's search setting, and the policies' checkpoints. The key of a checkpoint is the iteration in which
+    its policy was last trained. `family` has the models whose weights describe the layers to a policy; None if only the
+    checkpoints are needed.
     """
     objectives = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences

@@ -37,12 +37,12 @@ def algorithm_of(
 ) -> Algorithm:
     """Choose the searcher of a study, and list in `problems` each part of the study that the searcher does not support.
 
-    `lack_of_room` says why no device has enough memory for gradients; it is "" if a device has, and for a space without
-    gradients.
-
     The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have reference
-    answers, because that is best in tests/benchmarks/bench_search.py; otherwise it means the searcher that the
-    declaration of `auto` names. Preference vectors need a searcher or a space that uses them.
+    answers, because that is best in tests/benchmarks/bench_search.py. Otherwise it means the searcher that the
+    declaration of `auto` names. A study with preference vectors must have a searcher or a search space that uses them.
+
+    `tasks` has the objectives' tasks by name. `lack_of_room` is the reason why no device has enough memory for
+    gradients. It is "" if a device has enough, or if the space has no gradients.
     """
     if study.search.recipes:
         return Algorithm("random", "the study scores given recipes and searches nothing")
@@ -69,8 +69,8 @@ def algorithm_of(
 def _warning_of_draws(study: Study) -> str:
     """Warning for a search in which most layer paths are drawn at random and few are chosen by its policies.
 
-    Mutants (random changes) of the best known paths are not counted: `elite_share` states their share. Returns "" if
-    policies choose at least half of the other trials.
+    Trials with mutants (random changes) of the best known paths are left out of the count; the option `elite_share`
+    sets their share. Returns "" if policies choose at least half of the counted trials.
     """
     drawn, chosen = _draws_of(study)
     if chosen >= drawn:
@@ -85,9 +85,9 @@ def _warning_of_draws(study: Study) -> str:
 
 
 def _draws_of(study: Study) -> tuple[float, float]:
-    """Expected numbers of trials: those with random paths, and those with paths chosen by policies.
+    """Expected numbers of a study's trials: (those with random layer paths, those with paths chosen by policies).
 
-    Mutants (random changes of good paths) are not counted.
+    Trials whose paths are mutants (random changes of good paths) are in neither number.
     """
     options, policies = study.search.hm3, num_policies_of(study)
     if options.start is not None:
@@ -107,8 +107,8 @@ def _draws_of(study: Study) -> tuple[float, float]:
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
     """Warning for a length penalty so large that the shortest layer paths win regardless of their scores.
 
-    The penalty is too large if it costs the longest path at least 1 more than the shortest, because scores differ by at
-    most 1. Returns "" if the penalty is not too large, or if the space has no layer paths.
+    The penalty is too large if the longest path loses at least 1 more by it than the shortest, because scores differ by
+    at most 1. Otherwise, and for a space without layer paths, the result is "".
     """
     penalty, paths = study.search.hm3.length_penalty, space.parameters.structure
     if not isinstance(paths, LayerPaths) or penalty * (paths.longest - paths.shortest) < 1:
@@ -166,9 +166,9 @@ def num_policies_of(study: Study) -> int:
 
 
 def iterations_ahead(num_policies: int) -> int:
-    """Largest number of iterations that proposals may run ahead of results, with `num_policies` policies.
+    """Largest number of iterations that proposals may run ahead of results, if `num_policies` policies train in turn.
 
-    The policies train in turn. The result is at least 1, and below the number of policies if there are several.
+    The result is one less than the number of policies, but at least 1.
     """
     return max(1, num_policies - 1)
 
@@ -209,8 +209,8 @@ def check_refinement(
 ) -> None:
     """Add a problem to `problems` if a study refines its front by gradients, but the gradients cannot be computed.
 
-    Every objective must have reference answers. `lack_of_room` says why no device has enough memory for gradients; it
-    is "" if a device has.
+    Every objective must have reference answers. `lack_of_room` is the reason why no device has enough memory for
+    gradients, or "" if a device has enough.
     """
     if study.search.refinement is None:
         return

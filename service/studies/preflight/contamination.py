@@ -49,10 +49,11 @@ def unsearched_names(study: Study) -> frozenset[str]:
 def check_overlaps(
     study: Study, search: Mapping[str, TaskSpec], sections: Sections, *, accepted: Collection[str] = ()
 ) -> None:
-    """Check that the overlap of held-out data and benchmarks with the search data is within the accepted limit.
+    """Check that the overlap of held-out data and benchmarks with the search data is within the study's limit.
 
-    The study file states the limit. `accepted` are entries that were accepted before, such as "holdout.math", and are
-    not checked again. Raises InvalidStudy with every problem.
+    `search` has the tasks of the objectives by name, and `sections` those of "holdout" and "benchmarks". The limit is
+    in the study file. `accepted` are entries that were accepted before, such as "holdout.math"; they are not checked
+    again. Raises InvalidStudy with every problem.
     """
     new = {
         section: {name: task for name, task in tasks.items() if f"{section}.{name}" not in accepted}

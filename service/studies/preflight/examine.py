@@ -67,10 +67,10 @@ def examine(
 ) -> PreflightResult:
     """Make all checks of a study that need no engine, and return the result.
 
-    - `machines`: the machines that are known to be able to run engines; machines that are stated for this installation
-      replace them, and this machine is used if there are neither (`service.studies.preflight.resources.machines_for`)
-    - `available_bytes`: if given, engines run on this machine, which then counts as having this memory; None for its
-      real memory
+    - `machines`: the machines that are known to be able to run engines. Machines that are stated for this installation
+      take precedence; without both, this machine is used (`service.studies.preflight.resources.machines_for`)
+    - `available_bytes`: the memory that this machine is assumed to have for the study; engines then run on this
+      machine. None uses the real memory
     - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
     - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
       otherwise they are not checked

@@ -27,8 +27,8 @@ REDUCTION_CHUNK_BYTES = 6 * 4 * (1 << 22)
 class GradientPlace:
     """The device on which a study computes gradients, and whether activations are recomputed there.
 
-    The gradient actor uses no other device. `recomputes` says whether activations are computed twice to save their
-    memory. `reason` says in words why this is the device; it is "" where machines have no GPUs.
+    The gradient actor uses this device alone. `recomputes` says whether activations are computed twice to save memory.
+    `reason` says in words why this device was chosen; it is "" if no machine has a GPU.
     """
 
     device: Literal["cuda", "cpu"]
@@ -44,14 +44,16 @@ def gradient_place(
     plan: Callable[[GradientPlace | None], MemoryPlan],
     max_layers: int = 0,
 ) -> tuple[GradientPlace | None, str]:
-    """Choose the device for a study's gradients; return the choice (None if no device fits), and why none fits.
+    """Choose the device on which a study computes gradients: a GPU without an engine, else the CPU.
 
-    A GPU that no engine of the study uses comes first, if model, gradients and activations fit into its memory, with
-    recomputed activations if they fit only then. Otherwise it is the CPU, if the host's memory has room for engines and
-    gradients. Nothing shares a GPU with an engine. `machines` are the groups of machines that can run engines, and
-    `plan` computes the memory of a study with gradients at a place, or without gradients. If the study fits nowhere
-    even without gradients, the place is the CPU. `max_layers` is the number of layers of the longest merge if merges
-    have any number of layers, else 0.
+    A GPU is chosen if it has no engine, and if model, gradients and activations fit into its memory. If they fit only
+    with recomputed activations, activations are recomputed. The CPU is chosen if the host's memory has room for engines
+    and gradients. It is also chosen if the study fits nowhere even without gradients, because this is reported
+    elsewhere.
+
+    `machines` are the groups of machines that can run engines. `plan` computes the memory of the study with gradients
+    at a place, or without gradients for None. `max_layers` is the number of layers of the longest merge if merges have
+    any number of layers, else 0. Returns the choice and "", or None and the reason why no device fits.
     """
     has_gpus = any(group.num_gpus for group in machines)
     why = ""
@@ -76,7 +78,12 @@ def gradient_place(
 def _on_gpu(
     sources: ResolvedFamily, machines: Sequence[EngineMachines], value_bytes: int, max_layers: int
 ) -> tuple[GradientPlace | None, str]:
-    """Plan gradients on a GPU that has no engine; return (place, ""), or (None, reason) if they do not fit there."""
+    """Plan gradients on a GPU that has no engine; return (place, ""), or (None, reason) if they do not fit there.
+
+    `machines` are the groups of machines, whose smallest GPU counts. `value_bytes` is the size of a number in the
+    gradients' dtype. `max_layers` is the number of layers of the longest merge if merges have any number of layers,
+    else 0.
+    """
     known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
     if not known:
         reason = "a GPU without an engine computes them; its memory is not known, so activations are computed twice"

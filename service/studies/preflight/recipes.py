@@ -58,7 +58,11 @@ def given_recipes(
 
 
 def _document(given: GivenRecipe) -> tuple[Mapping[str, Any], Path | None]:
-    """The document of a listed recipe, and the directory to which its paths are relative (None if inline)."""
+    """Read a recipe that the study file lists, either in the study file itself or as the path of a file.
+
+    Returns the parsed recipe, and the directory to which paths in it are relative. The directory is None for a recipe
+    in the study file itself. Raises InvalidRecipe if the file cannot be read.
+    """
     if given.file is None:
         assert given.recipe is not None
         return given.recipe, None

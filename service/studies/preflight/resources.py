@@ -50,7 +50,12 @@ RANK_BYTES = 2
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory that a study needs on one machine, and memory that is available there, in bytes."""
+    """Memory that a study needs on one machine, and memory that is available there, in bytes.
+
+    `bank_bytes` is host memory for the bank (the source weights), which all engines share. `engine_bytes` is host
+    memory of each engine. `replicas` is the number of engines on the machine. `available_bytes` is the available host
+    memory.
+    """
 
     bank_bytes: int
     engine_bytes: int
@@ -154,11 +159,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan a machine's memory for the bank (the source weights), the engines and, if any, the gradient actor.
 
-    The plan is for one machine; if there are several, this machine has only a part of the replicas. `machines` are the
-    groups of machines that can run engines. The plan is for the first machine that the study fits on. If it fits on
-    none, the plan is for the machine with most memory. `max_layers` is the number of layers of the longest merge if
-    merges have any number of layers, else 0. With `aligns`, merges may have alignments between layers. `gradients_on`
-    is the device of the gradient actor; None if there is none.
+    `machines` are the groups of machines that can run engines. The study's engines are divided equally between the
+    machines, and the plan is for one of them: the first on which its share fits. If it fits on none, the plan is for
+    the machine with most memory. `max_layers` is the number of layers of the longest merge if merges may have any
+    number of layers, else 0. `aligns` says whether merges may have alignments (maps between layers). `gradients_on` is
+    the device of the gradient actor; None if there is none.
     """
     replicas = math.ceil(study.engine.replicas / sum(group.most for group in machines))
     plans = [
@@ -243,10 +248,11 @@ def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
     """Number of source layers that an engine keeps in host memory for building layer paths, at least `max_layers`.
 
-    If there is room, the pool holds all layers of all sources and, in addition, the `max_layers` layers of the longest
-    path. Otherwise it holds as many layers as fit, together with the tensors outside layers, into HOST_SHARE of the
-    `available` bytes. Each element of a tensor takes `bytes_of_value` bytes. 0 means that the pool takes no host
-    memory, so that it always fits.
+    A layer path is the sequence of source models' layers of which a merge consists; the longest has `max_layers`
+    layers. If there is room, the pool holds all layers of all sources and `max_layers` further ones. Otherwise it holds
+    as many layers as fit, together with the tensors outside layers, into HOST_SHARE of the `available` bytes. Each
+    element of a tensor takes `bytes_of_value` bytes. If `bytes_of_value` is 0, the pool takes no host memory, so all
+    layers fit.
     """
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:

@@ -168,8 +168,9 @@ class PreflightResult:
         access: Files that the study may read; None for all.
         start: Checkpoints from which the policies start (`service.studies.policies.start`).
         observed: Results of an earlier study that the searcher begins with (`service.studies.warm_start`).
-        recipes: Given recipes, which are scored in place of a search, with their names.
-        lacks: What does not fit into the memory of the machines, for a plan that is made nevertheless.
+        recipes: Recipes that the study file lists, with their names; they are scored in place of a search.
+        lacks: Reasons why the study does not fit into the memory of the machines. They are kept here only if a plan is
+            to be made; otherwise they are problems.
     """
 
     study: Study
@@ -226,10 +227,11 @@ class PreflightResult:
     def _max_staleness(self) -> int:
         """The largest number of trials that proposals may run ahead of results.
 
-        The study file may state it; the default depends on the number of replicas. A searcher that trains a policy
-        learns from whole iterations. By default its proposals may run ahead by at least half an iteration, so that
-        engines do not wait while the searcher learns or proposes repeated paths, which need no scoring. They run ahead
-        by at most as many iterations as there are replicas, and at most `iterations_ahead`.
+        The study file may state the number. The default depends on the number of replicas and on the searcher. A
+        searcher that trains a policy learns from whole iterations. Its proposals may run ahead by at least half an
+        iteration, so that engines have work while the searcher learns, or proposes repeated paths, which need no
+        scoring. They may run ahead by at most as many iterations as there are replicas, and at most by
+        `iterations_ahead`.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness

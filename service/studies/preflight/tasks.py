@@ -146,7 +146,11 @@ def benchmarks_of(
 
 
 def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Problem]) -> PromptAttack | None:
-    """The attack on a benchmark's prompts, or None; reasons why an attack is impossible are added to `problems`."""
+    """Prepare the attack on a benchmark's prompts; None if the benchmark has no attack, or the attack is impossible.
+
+    `spec` is the benchmark's entry in the study file, at `place`, and `info` has facts about its task. Reasons why the
+    attack is impossible are added to `problems`.
+    """
     if spec.attack is None:
         return None
     if spec.direction == "minimize" or (spec.direction is None and not info.higher_is_better):
@@ -164,7 +168,8 @@ def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Prob
 def _reference_length(spec: BenchmarkSpec, task: TaskSpec, place: str, problems: list[Problem]) -> float:
     """The mean number of characters of the reference answers that a benchmark's judge compares with.
 
-    The result is 0 for a benchmark without a judge, or with a task that cannot be judged, which is added to `problems`.
+    The result is 0 for a benchmark without a judge. It is also 0 for a task that cannot be judged, which is added to
+    `problems`. `place` is the place of the benchmark in the study file.
     """
     if spec.judge is None:
         return 0.0

@@ -45,13 +45,15 @@ def alignments_in(
     before: Mapping[LayerPair, str],
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[LayerPair, str]:
-    """Store an alignment in `directory` for each pair of layers, and return the names; missing ones are fitted first.
+    """Store the alignments of layer pairs in `directory`, and return the name of each pair's alignment.
 
-    An alignment maps the residual stream after the pair's first layer to the stream before its second layer.
-    `before` has the names of alignments that the study already has, by pair; they are not learned again unless their
-    file is missing. `note` receives lines of progress. Returns the name of each pair's alignment. Raises StudyFailed if
-    the file of such an alignment is missing and the alignment learned in its place is different. It also raises the
-    errors of `learn_alignments`.
+    An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
+    Layer paths need it where one model's layer follows another model's layer. `before` has the names of the alignments
+    that the study already has, by pair. An alignment of `before` is used again if its file is in `directory`; all other
+    alignments are learned. `note` is called with messages about the progress.
+
+    Raises StudyFailed if an alignment of `before` was lost, and the one that is learned in its place is different. Also
+    raises the errors of `learn_alignments`.
     """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}
@@ -72,10 +74,12 @@ def alignments_in(
 def learn_alignments(
     inputs: AlignmentInputs, pairs: Iterable[LayerPair], *, note: Callable[[str], None] = lambda _: None
 ) -> dict[LayerPair, str]:
-    """Fit the alignments of layer pairs that are not in the cache, and return the name of each pair's alignment.
+    """Learn the alignments of layer pairs that are not in the cache, and return the name of each pair's alignment.
 
-    A model is opened only if an alignment of one of its layers is missing. `note` receives lines of progress. Raises
-    InvalidModel and InvalidTask if models or task data cannot be used, EngineUnavailable if processes die.
+    An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
+    `inputs` has the models and the texts. A model is opened only if an alignment of one of its layers is missing.
+    `note` is called with messages about the progress. Raises InvalidModel and InvalidTask if models or task data cannot
+    be used, and EngineUnavailable if a Ray task cannot be completed, for example because its process died.
     """
     every = tuple(pairs)
     names = {pair: stored[0] for pair in every if (stored := find_alignment(inputs, pair)) is not None}

@@ -22,10 +22,11 @@ FILE = "policy.pt"
 
 
 class PolicyCheckpoints:
-    """The checkpoints of the policies that one study trains, stored as artifacts.
+    """The checkpoints of the policies that one study trains, stored in `artifacts`.
 
-    The last two checkpoints of each policy are kept, each in its own artifact. If an attempt ends after it has stored a
-    checkpoint and before it has stored the checkpoint's step, the previous checkpoint is still available.
+    `searcher` trains the policies, and `setting` has the facts from which it computes their number. The last two
+    checkpoints of each policy are kept, each in its own artifact. If an attempt ends after it has stored a checkpoint
+    and before it has stored the checkpoint's step, the previous checkpoint is still available.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PolicyCheckpoints:
         """The name of the artifact that holds the checkpoint of an iteration.
 
         Iteration i trains the policy with number i modulo the number of policies. Each policy has two artifacts, which
-        its iterations use in turn, so a checkpoint is replaced two iterations of its policy later.
+        its iterations use in turn. A policy's new checkpoint therefore replaces the one before its last.
         """
         turn, policy = divmod(iteration, self._num_policies)
         return f"hm3-policy-{policy}-{turn % 2}"
@@ -71,7 +72,7 @@ class PolicyCheckpoints:
 def kept_iterations(num_finished: int, num_policies: int) -> range:
     """The iterations whose checkpoints must be kept once `num_finished` iterations are finished.
 
-    They are the last two iterations of each policy.
+    They are the last two iterations of each of the `num_policies` policies, which are trained in turn.
     """
     return range(max(0, num_finished - 2 * num_policies), num_finished)
 
@@ -88,7 +89,10 @@ def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
 def store_policy(
     artifacts: ArtifactStore, study_id: str, name: str, content: bytes, *, facts: dict[str, int] | None = None
 ) -> None:
-    """Store a policy's checkpoint as the study's artifact `name`, in place of an earlier artifact of that name."""
+    """Store a policy's checkpoint as the study's artifact `name`, in place of an earlier artifact of that name.
+
+    `content` is the checkpoint. `facts` are numbers that are stored with the artifact; None stores none.
+    """
     with TemporaryDirectory() as temporary:
         (Path(temporary) / FILE).write_bytes(content)
         artifacts.put(study_id, name, Path(temporary), facts=facts or {})

@@ -27,8 +27,9 @@ class GradientInputs:
     """Inputs of a gradient actor: models, engine options, tasks by objective, and the coefficients of merges.
 
     `space` describes the coefficients of merges and the parameters that set them; a request has a value for each
-    parameter. It is None if `use_coefficients` sets it before each request. `device` is the device on which the actor
-    computes ("cpu" or "cuda"), and `recomputes` says whether it computes activations twice to save their memory.
+    parameter. If `space` is None, `use_coefficients` must set the coefficients before the first request. `device` is
+    the device on which the actor computes ("cpu" or "cuda"). `recomputes` says whether the actor computes activations
+    twice to save memory.
     """
 
     family: Family
@@ -138,8 +139,9 @@ class GradientActor:
         """Convert a loss's derivatives with respect to a merge's coefficients to derivatives by parameter name.
 
         `result` has the derivatives with respect to the coefficients of the merge. Several coefficients may have the
-        value of one parameter. The derivative with respect to this parameter is the sum of the derivatives with respect
-        to these coefficients. If a tensor has a coefficient for each source, those that its sources share are fixed.
+        value of one parameter; the derivative with respect to the parameter is then the sum over these coefficients. If
+        a tensor has a coefficient for each source, the coefficients that its sources have in common are not parameters,
+        and are left out.
         """
         space = self._known_space
         slopes: dict[str, float] = {}
@@ -157,12 +159,12 @@ class GradientActor:
 
 
 def _with_stated_coefficients(space: Coefficients, point: tuple[float, ...]) -> tuple[float, ...]:
-    """Slightly change values of `point` that a recipe would leave out, so that the recipe states every coefficient.
+    """Slightly change the values of `point` that a recipe would leave out, so that it states every coefficient.
 
-    A loss has derivatives only with respect to coefficients that the recipe contains. A point has a value for each
-    parameter of `space`. A recipe in canonical form leaves out a source's coefficient that is 0, and a shared
-    coefficient that has its default. Such a value of `point` is changed by the smallest step that recipes can express,
-    upwards if the range allows.
+    `point` has a value for each parameter of `space`. A recipe in canonical form leaves out a source's coefficient that
+    is 0, and a shared coefficient that has its default. A loss has no derivative with respect to a coefficient that is
+    left out. Such a value is therefore changed by the smallest step that recipes can express, upwards if the range
+    allows.
     """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0

@@ -31,11 +31,14 @@ class Proposer(Protocol):
         ...
 
     def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
-        """The configuration once it is proposed; before that, each step that it needs, such as a gradient.
+        """The next result of the computation, or None if there is none within `timeout_s` seconds.
 
-        Returns None if there is no result within `timeout_s` seconds. If the result is a computed step, the caller
-        stores it and then calls `stored`. A requested step counts against the limit of samples: the caller calls
-        `compute` if the limit allows it. After either call the computation of the proposal continues.
+        - A dict is the proposed configuration, and ends the computation.
+        - A Step is a computed step, such as a policy update. The caller stores the step and then calls `stored`.
+        - A ChargedRequest asks for losses or a gradient, which count against the limit of samples. If the limit allows
+          them, the caller calls `compute`.
+
+        The computation of the proposal continues after `stored` or `compute`.
         """
         ...
 
@@ -51,9 +54,10 @@ class Proposer(Protocol):
 class Asking:
     """Requests one proposal at a time, and stores the steps, such as gradients, that are computed for it.
 
-    `may_compute` is called with a proposal and the searcher's request for a step that the proposal needs. If it returns
-    False, the step is not started: the method `result` returns None, and calls `may_compute` again the next time.
-    `num_steps` is the number of gradient steps and policy updates that are stored; steps of this attempt are added.
+    `may_compute` is called with a proposal and a request for losses or a gradient that the proposal needs. It says
+    whether the limit of samples allows the request. If it returns False, the request waits: the method `result` returns
+    None, and the next call of `result` calls `may_compute` again. `num_steps` is the number of gradient steps and
+    policy updates that are stored; steps of this attempt are added.
     """
 
     def __init__(
@@ -77,10 +81,10 @@ class Asking:
         self._proposer.submit(number=proposal.number, observations=found, pending=pending)
 
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
-        """The proposal, its configuration and the seconds that it took, or None if it is not ready in time.
+        """The finished proposal, or None if it is not ready within `timeout_s` seconds.
 
-        The method waits up to `timeout_s` seconds. Steps that are ready are stored. Raises StaleAttempt if another
-        driver has replaced this one.
+        Returns three values: the proposal, its configuration, and the seconds since `submit`. Steps that are ready are
+        stored. Raises StaleAttempt if another driver has replaced this one.
         """
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s
@@ -109,7 +113,11 @@ class Asking:
 
 
 class Observations:
-    """Converts stored trials to the observations that a searcher may use for a proposal."""
+    """Converts stored trials to the observations that a searcher may use for a proposal.
+
+    `space` and `plan` are the study's search space and settings. `feasibility` computes by how much a trial violates
+    the study's constraints.
+    """
 
     def __init__(self, space: SearchSpace, plan: Plan, feasibility: Feasibility) -> None:
         self._space = space
@@ -124,8 +132,8 @@ class Observations:
         """The observations that a searcher may use for a proposal: the visible results, and the failed trials.
 
         `proposal.visible` and `proposal.failed` list them. `trials` are the study's trials by number. Trials whose
-        recipe has no configuration in the search space are left out. For the same result, every call returns the same
-        `Observation` object.
+        recipe has no configuration in the search space are left out. Every call returns the same `Observation` object
+        for the same result, so that each observation is sent to the searcher's process only once.
         """
         for seen in proposal.visible:
             if seen not in self._built:

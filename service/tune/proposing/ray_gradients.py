@@ -34,8 +34,9 @@ ACTOR_CPUS = 0.1
 class RayGradients:
     """Computes losses and gradients of merges, one request at a time, in a gradient actor on Ray.
 
-    The actor computes on the device of its `inputs`, or on the CPU if this is a GPU and engines have all of them.
-    `pending` is the call whose result is awaited, for `ray.wait`.
+    The actor computes on the device of its `inputs`. If this device is a GPU and no GPU is free when the actor starts,
+    the actor computes on the CPU. `actor` is the handle of the Ray actor, or None before the first request. `pending`
+    is the reference to the running call, which other code passes to `ray.wait`.
     """
 
     def __init__(self, inputs: GradientInputs) -> None:
@@ -59,7 +60,8 @@ class RayGradients:
     def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
         """Begin to compute the losses or the gradient of `request` in the background.
 
-        The request's point has the values of `coefficients`, or of the coefficients in the actor's input.
+        The request's point has one value for each parameter of `coefficients`. If `coefficients` is None, the
+        parameters are those of the last call with `coefficients`, or else those of the actor's inputs.
         """
         if coefficients is not None and coefficients is not self._coefficients:
             self._coefficients = coefficients
@@ -123,10 +125,10 @@ class RayGradients:
 
 
 def on_free_device(inputs: GradientInputs, resources: Mapping[str, float]) -> GradientInputs:
-    """The inputs of a gradient actor, with the CPU as device if they ask for a GPU and none is free.
+    """The inputs of a gradient actor, changed to compute on the CPU if no GPU is free.
 
-    `resources` are Ray's free resources. An actor that is planned for a GPU computes on the CPU if no GPU is free,
-    because it would wait for one forever.
+    `inputs` is returned unchanged if it asks for the CPU, or if `resources`, Ray's free resources, have a GPU. An actor
+    that reserves a GPU while none is free would wait forever.
     """
     if inputs.device != "cuda" or resources.get("GPU", 0) >= 1:
         return inputs

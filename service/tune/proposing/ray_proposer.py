@@ -48,6 +48,10 @@ logger = logging.getLogger(__name__)
 class RayProposer:
     """A `Proposer` that runs the searcher and the gradient actor as Ray actors.
 
+    - `algorithm`: the name of the searcher
+    - `parameters`: the parameters of the search space
+    - `seed`: the seed of the search
+    - `setting`: further facts about the study that searchers need
     - `steps`: the steps that the study already has
     - `gradient_inputs`: the input of the gradient actor; None for a searcher that needs no gradients
     - `completions`: reads correct completions of the study's source models
@@ -94,9 +98,9 @@ class RayProposer:
     def submit(self, **call: Any) -> None:
         """Begin to compute a proposal in the background; `call` has the arguments of `Proposer.submit`.
 
-        If the searcher computes no steps (`proposes_at_once`), the actor also computes the other proposals of the
-        batch, which are made from the same results. When one of these proposals is submitted later, it is not computed
-        again.
+        If the searcher computes no steps (`proposes_at_once`), the actor also computes in advance the remaining
+        proposals of the batch, which are made from the same results. A proposal that was computed in advance is not
+        computed again when it is submitted.
         """
         is_next = bool(self._next) and self._follows(call)
         self._call = {"seed": self._seed, **call}
@@ -120,9 +124,11 @@ class RayProposer:
     def _follows(self, call: Mapping[str, Any]) -> bool:
         """Whether the next proposal computed in advance can be used for `call`, the arguments of `submit`.
 
-        Three conditions must hold: the number of `call` follows the number of the last proposal, the observations of
-        `call` are those of the last proposal, and its pending configurations are those of the last proposal with the
-        last proposal added.
+        It can be used under three conditions:
+
+        - the number of `call` follows that of the last proposal
+        - the observations of `call` are those of the last proposal
+        - the pending configurations of `call` are those of the last proposal and the last proposal itself
         """
         last = self._call
         pending = (*last["pending"], self._answered)
@@ -174,9 +180,10 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _message(self) -> dict[str, Any]:
-        """The arguments for a call to the searcher's actor: those of the current proposal, with observations by index.
+        """The arguments for a call to the searcher's actor: those of the current proposal, observations as indices.
 
-        Observations that the actor does not have yet are sent to it first.
+        Observations that the actor does not have yet are sent to it first. The call then names each observation by the
+        index under which the actor has stored it.
         """
         new, indices = self._sent.add(self._call["observations"])
         if new:

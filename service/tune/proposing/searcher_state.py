@@ -19,9 +19,9 @@ __all__ = ["SearcherState", "SentObservations"]
 class SearcherState:
     """Actor that runs a study's searcher and keeps in memory what proposals need: steps, observations and checkpoints.
 
-    In its methods, `call` has the fields of `ProposalContext` that differ between proposals: `number`, `seed`,
-    `observations` and `pending`. `observations` may have an index in place of an observation: the index of one of the
-    observations that the method `receive` has received.
+    `algorithm` is the name of the searcher, and `parameters` are those of the search space. In the methods, `call` has
+    the fields of `ProposalContext` that differ between proposals: `number`, `seed`, `observations` and `pending`. In
+    `observations`, an index may stand for an observation that the method `receive` has received before.
     """
 
     def __init__(
@@ -80,10 +80,12 @@ class SearcherState:
         return self.propose(**call)
 
     def update(self, request: UpdateRequest, **call: Any) -> tuple[UpdateResult, bytes | None]:
-        """Compute the policy update that `request` asks for; `call` has the arguments of the proposal that needs it.
+        """Compute a policy update, which a proposal needs before it can be made.
 
-        Returns the update's result and the policy's checkpoint, which the caller must store before it stores the step.
-        The checkpoint is None if nothing was learned.
+        `request` has the number of the training iteration whose trials the policy learns from. `call` has the keyword
+        arguments that `propose` received for this proposal. Returns the update's result and the policy's new
+        checkpoint, which is None if nothing was learned. The caller must store the checkpoint before it stores the
+        step.
         """
         assert isinstance(self._searcher, LearningSearcher), "a searcher asks for an update, and does not learn"
         self._restore_checkpoints(self._searcher, call)
@@ -143,7 +145,7 @@ class SearcherState:
 class SentObservations:
     """The observations that a `SearcherState` in another process has received, with their indices there.
 
-    An observation is recognised as the same Python object, not by its content.
+    Two observations count as equal if they are the same Python object; their contents are not compared.
     """
 
     def __init__(self) -> None:
@@ -163,7 +165,10 @@ class SentObservations:
 
 
 def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int) -> tuple[UpdateResult, bytes | None]:
-    """Call `searcher.learn` and measure its time; return its result, with the seconds added, and its checkpoint."""
+    """Compute the policy update of `iteration` with `searcher.learn`, and measure the time.
+
+    Returns the update's result with the seconds, and the policy's checkpoint (None if nothing was learned).
+    """
     started = time.perf_counter()
     result, content = searcher.learn(context, iteration=iteration)
     return replace(result, seconds=time.perf_counter() - started), content
@@ -171,10 +176,10 @@ def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int)
 
 @dataclass(frozen=True)
 class _Ahead:
-    """An update of a policy that was computed before it was requested.
+    """The update of a policy in `iteration`, computed before it was requested.
 
-    `known` are the observations from which it was computed; the update is used if these are still the same. `content`
-    is the policy's checkpoint, or None if nothing was learned.
+    `known` are the observations from which the update was computed; the update is used only if they are still the same.
+    `result` is the update's result, and `content` the policy's checkpoint, or None if nothing was learned.
     """
 
     iteration: int

@@ -30,11 +30,14 @@ class ProvenanceCheck:
             self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
-        """Check that a result belongs to the request, and return it with renamed prompt hashes.
+        """Check that a result comes from the requested merge and prompts; return it with full names of prompt hashes.
 
-        An engine names a prompt hash by objective and positions. The returned name has the split, too:
-        "split objective[start:stop]". Raises EvidenceMismatch if the evidence does not agree with the request or with
-        earlier evidence.
+        An engine reports one hash of prompts for each objective. In the returned result, the key of a hash also names
+        the split and the positions of the samples: "split objective[start:stop]".
+
+        Raises EvidenceMismatch if the result's hashes (its evidence) differ from the request or from earlier results:
+        the digest of the recipe, the fingerprint of the source models, the checksum of the weights, or the hash of the
+        prompts.
         """
         evidence, digest = result.evidence, evaluation.recipe.digest
         where = f"trial {evaluation.trial}, replica {evidence.replica}"

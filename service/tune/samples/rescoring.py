@@ -35,9 +35,9 @@ Key = tuple[str, int]  # objective, position
 class Rescoring:
     """Samples of one study that are scored again, because their engine failed a check after it had scored them.
 
-    A sample is void if its engine passed no check between scoring it and failing. The old value of a void sample stays
-    in the store until a sample with the same value replaces it. If the sample has another value when it is scored
-    again, that value is never stored and the study fails. If the study is resumed, it fails again.
+    A sample is void if its engine passed no check between scoring the sample and failing. The old value of a void
+    sample stays in the store until the sample is scored again with the same value. If the new value differs, it is
+    never stored, and the study fails. If such a study is resumed, it fails again.
     """
 
     def __init__(self, study_id: str, store: Store, writer: JobWriter, samples: SampleCache) -> None:
@@ -60,11 +60,11 @@ class Rescoring:
         return bool(self._void)
 
     def is_void(self, replica: str, canaries: int | None) -> bool:
-        """Whether samples of one engine must be scored again: it failed a check later, and passed none in between.
+        """Whether samples of one engine must be scored again, because it failed its next check after scoring them.
 
-        `replica` is the id of the engine's replica. `canaries` is the number of canaries that the engine had passed
-        when it scored the samples; a canary is a check of its output on fixed prompts. If `canaries` is None, an
-        earlier version stored the samples, and they are not void.
+        `replica` is the id of the engine's replica. A canary is a check of an engine's output on fixed prompts.
+        `canaries` is the number of canaries that the engine had passed when it scored the samples. It is None for
+        samples that an earlier version stored; these are not void.
         """
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries
@@ -106,7 +106,7 @@ class Rescoring:
     def _take_out(self) -> tuple[set[str], int]:
         """Remove samples of engines that failed a check from the sample cache, so that they are scored again.
 
-        Returns the ids of the replicas that scored them, and the number of samples.
+        Returns the ids of the replicas whose engines had scored the samples, and the number of samples.
         """
         replicas, num_samples = set(), 0
         for sample in self._store.void_samples(self._study_id):
@@ -144,9 +144,10 @@ class Rescoring:
     ) -> tuple[set[Key], set[Key]]:
         """Compare rescored samples with the earlier values that they replace.
 
-        Returns the samples with an equal value, and those with another value, which must not be stored. Raises
+        `result` has new values of samples of `evaluation`. Returns two sets of samples, each sample as (objective,
+        position): those with an equal value, and those with another value. The second ones must not be stored. Raises
         StudyFailed once all void samples have been scored again and some have another value. The message names the
-        trials, among `trials`, that have the recipe, and the objectives and positions of the samples.
+        objectives and positions of the samples, and those of the `trials` that have the recipe.
         """
         held = evaluation.recipe.digest, evaluation.split
         void = self._void.get(held, {})

@@ -62,7 +62,11 @@ class SampleCache:
         self._num_scored[split] += len(samples)
 
     def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
-        """Remove a sample from the cache, so that it is scored again."""
+        """Remove a sample from the cache, so that it is scored again.
+
+        `digest` identifies the recipe. `position` is the sample's index in the order in which the objective's samples
+        are scored.
+        """
         values = self._values[split][digest][objective]
         if split == Split.SEARCH:
             self._void[digest, objective, position] = float(values[position])
@@ -114,10 +118,11 @@ class SampleCache:
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
-        """A function that gives the differences in cost between two trials on each sample of a rung.
+        """Make a function that computes how the costs of two trials differ on each sample of a rung.
 
-        It calls `cost_differences`. Its arguments are a trial's number, its rival's number and a rung. `trials` has the
-        trials by number; their recipes are looked up when the function is called.
+        The returned function calls `cost_differences`. Its arguments are a trial's number, the number of the trial's
+        rival, and a rung. `trials` has the trials by number; their recipes are looked up whenever the returned function
+        is called.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
@@ -126,10 +131,11 @@ class SampleCache:
     ) -> tuple[NDArray[np.float64], ...]:
         """The cost of a recipe minus that of a `rival` recipe on each sample of a rung; one array for each objective.
 
-        The arrays [num_samples] are in the order of the objectives, their numbers in the order of the samples and in
-        [-1, 1]. Both recipes must have been scored on all of these samples. Costs are clipped to [0, 1]. For an
-        objective that follows from the recipe alone, the array has one number: -1 if the recipe is better, else 1. Void
-        samples, which were removed, count with their old values, because earlier decisions used these values.
+        The arrays [num_samples] are in the order of the objectives. Their numbers are in the order of the samples, and
+        in [-1, 1], because costs are clipped to [0, 1]. Both recipes must have been scored on all of these samples. An
+        objective that follows from the recipe alone, such as its number of layers, has an array with one number: -1 if
+        the recipe is better, else 1. Samples whose engine later failed a check (void samples) count with their old
+        values, because earlier decisions used these values.
         """
 
         def costs(recipe: Recipe | StoredRecipe, objective: Objective) -> NDArray[np.float64]:

@@ -71,7 +71,7 @@ class ScoredChunks:
     def look_for_faults(self, *, at_once: bool = True) -> None:
         """Find engines that failed a check in any study, and schedule this study's affected samples for rescoring.
 
-        Without `at_once`, the store is read no more often than once a second.
+        If `at_once` is False, the store is read at most once a second.
         """
         if self._rescoring.look(at_once=at_once):
             stored = self._store.evidence(self._plan.study_id)

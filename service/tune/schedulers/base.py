@@ -53,8 +53,9 @@ class Rung:
     """A rung of one bracket, with its members: the trials that have arrived at the rung.
 
     - `order`: the members in the order of their arrival
-    - `members`: for each member, the number of the newest trial whose first result was needed to promote the member to
-      this rung; it never decreases along `order`
+    - `members`: for each member, the number of the trial that caused its promotion to this rung: the newest trial whose
+      first result the decision needed. The number says which proposals may use the member's result at this rung. It
+      never decreases along `order`.
     - `num_decided`: the number of members, from the first one on, on which decisions have been made
     - `ranking`: the members on which decisions have been made, without those that failed
     - `is_closed`: no further decision is made at this rung
@@ -78,11 +79,12 @@ class Proposal:
     """The next configuration to request from the searcher, and the results that the searcher may use for it.
 
     - `number`: the trial's number
-    - `bracket`: the number of its bracket
+    - `bracket`: the number of the trial's bracket
     - `visible`: the results that may be used, as (trial, rung)
     - `failed`: trials that are known to have failed
     - `pending`: trials whose results must not be used
-    - `opens`: the bracket if the trial is the first in it; the bracket is then stored before the trial
+    - `opens`: the new bracket if the trial is the first in it, else None; the caller stores the bracket before the
+      trial
     """
 
     number: int
@@ -110,6 +112,8 @@ class Decision:
 class RungTable(ABC):
     """Base class of schedulers, with the rungs and brackets of one study.
 
+    - `num_rungs`: the number of rungs
+    - `eta`: the reduction factor of successive halving; about 1/eta of a rung's trials are promoted
     - `cycle`: the brackets, which repeat until `max_trials` configurations are proposed
     - `num_baselines`: the number of baselines, which are the first trials and are evaluated once, at the last rung
     - `max_staleness`: how many trials proposals may run ahead of evaluations, which keeps replicas busy
@@ -175,12 +179,12 @@ class RungTable(ABC):
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Let proposals use all results at higher rungs that proposal `number` must use; return whether all exist.
+        """Let proposals use the results at higher rungs that proposal `number` depends on; return whether all exist.
 
-        A higher rung is any rung after a trial's first. A subclass decides which results these are, and calls the
-        method `_see` for each. `bracket` is the number of the proposal's bracket. Returns False while one of the
-        results is missing; the proposal then waits. A result that proposals may use can be used by all later proposals
-        too.
+        A higher rung is any rung after a trial's first. Each subclass defines which results these are, and calls the
+        method `_see` for each of them. `bracket` is the number of the proposal's bracket. If one of the results is
+        missing, the method returns False, and the proposal waits. A result that one proposal may use can be used by all
+        later proposals too.
         """
 
     @abstractmethod
@@ -217,9 +221,10 @@ class RungTable(ABC):
         return () if self._is_stopped else self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
-        """Record the costs at the lower rungs of a trial that is evaluated only at the last rung.
+        """Record the costs of a trial at rungs at which the trial was not evaluated itself.
 
-        Baselines are such trials. `costs` has the costs for each of these rungs.
+        Baselines are such trials: they are evaluated only at the last rung. `costs` has the costs by rung, for the
+        lower rungs.
         """
         self._at_looks[number] = dict(costs)
 
@@ -231,10 +236,11 @@ class RungTable(ABC):
         return () if self._is_stopped else self._decide_for(entry)
 
     def stop(self, *, running: Collection[int]) -> None:
-        """End the search now, and all trials except those in `running`.
+        """End the search now, and end all trials except those in `running`.
 
-        No trial is promoted any more: each trial in `running` ends with its next result. Brackets keep their sizes, so
-        that a resumed search makes the same decisions up to the stop.
+        `running` has the numbers of the trials that are being evaluated. Each of them ends with its next result,
+        because no trial is promoted any more. Brackets keep their sizes, so that a resumed search makes the same
+        decisions up to the stop.
         """
         self._is_search_over = self._is_stopped = True
         for entry in self._entries.values():
@@ -244,9 +250,9 @@ class RungTable(ABC):
     def end_search(self) -> tuple[int, ...]:
         """Stop proposals, because a limit is reached or the searcher repeats known configurations.
 
-        Evaluations at open rungs still finish. The size of a bracket of several rungs that is not full is reduced to
-        the number of its trials; the indices of these brackets are returned. A bracket of one rung promotes nothing,
-        and keeps its size in case the search continues later.
+        Evaluations at open rungs still finish. A bracket of several rungs that is not full gets the number of its
+        trials as its size. Returns the indices of these brackets. A bracket of one rung promotes nothing, and keeps its
+        size in case the search continues later.
         """
         self._is_search_over = True
         short = [
@@ -259,9 +265,10 @@ class RungTable(ABC):
         return tuple(short)
 
     def shrink(self) -> tuple[int, ...]:
-        """Reduce the newest bracket if the brackets have more trials than `max_trials`; return the changed brackets.
+        """Make the newest bracket smaller if all brackets together have more trials than `max_trials`.
 
-        They have more only if `max_trials` was reduced after the newest bracket was opened.
+        This happens only if `max_trials` was reduced after the newest bracket was opened. The bracket keeps the trials
+        that it already has. Returns the index of the changed bracket, or nothing if no bracket is changed.
         """
         newest = next(reversed(self._brackets), None)
         excess = sum(bracket.num_configurations for bracket in self._brackets.values()) - self._max_trials
@@ -300,9 +307,10 @@ class RungTable(ABC):
     # -- decisions -------------------------------------------------------------------------------------------------
 
     def decide(self, bracket: int) -> tuple[Decision, ...]:
-        """Promote and prune trials of a bracket as far as its results allow.
+        """Promote and prune trials of a bracket as far as the known results allow.
 
-        Calling it again without new results changes nothing.
+        `bracket` is the bracket's index. Until there are new results, a second call changes nothing. Returns the
+        decisions.
         """
         decisions = []
         is_complete = self._is_full(bracket)
@@ -487,10 +495,10 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
-        """Promote those of the best `num_best` members of `rung` that were not promoted before, to the rung `above`.
+        """Promote the best `num_best` members of `rung` to the rung `above`, unless they were promoted before.
 
-        Only members on which decisions have been made are ranked. Returns the numbers of the promoted trials. `cause`
-        is the number of the newest trial whose first result was needed for this decision.
+        Only members on which decisions have been made are ranked. `cause` is the number of the newest trial whose first
+        result was needed for this decision. Returns the numbers of the trials that are promoted now.
         """
         promoted = rung.ranking.take(num_best)
         for number in promoted:

@@ -20,16 +20,17 @@ __all__ = ["RacingTable"]
 
 
 class RacingTable(RungTable):
-    """Racing scheduler: compares a trial with the best earlier trials at each rung, and stops it if one is ahead.
+    """Racing scheduler: compares a trial with the best earlier trials at each rung, and stops it if one is better.
 
-    The trials with which it is compared are its rivals. A trial that is not stopped moves up to the next rung,
-    independently of other trials. A rival is ahead if it has a smaller cost or, with several objectives, if it
-    dominates the trial; with constraints, a rival that violates them less is ahead. With a `bound`, a rival is ahead
-    only if its lead is larger than chance explains (`Bound.is_behind`).
+    The earlier trials with which a trial is compared are its rivals. A trial that is not stopped moves up to the next
+    rung, independently of other trials. It is stopped if a rival is ahead. With one objective, a rival is ahead if it
+    has a smaller cost. With several objectives, a rival is ahead if it dominates the trial. With constraints, a rival
+    that violates them less is ahead. With a `bound`, a rival is ahead only if its lead is larger than chance explains
+    (`Bound.is_behind`).
 
     The rivals of trial n are on the Pareto front of the trials up to n - max_staleness that were scored in full. The
-    proposal of trial n waits until all trials up to n - max_staleness have ended, and uses all their results, so a race
-    does not depend on the order in which results arrive.
+    proposal of trial n waits until all trials up to n - max_staleness have ended, and uses all their results. A race
+    therefore does not depend on the order in which results arrive.
     """
 
     def __init__(self, *, bound: Bound | None = None, **settings: Any) -> None:

@@ -88,10 +88,11 @@ class _Line:
 class _Fronts:
     """Trials with several objectives in the order of promotion: by front, crowding distance, then trial number.
 
-    The trials are candidates for promotion. The first front consists of the candidates that no other one dominates. The
-    second front consists of those that only candidates of the first front dominate, and so on. Within a front, a larger
-    crowding distance comes first. Candidates are numbered in the order of arrival, and named by these numbers.
-    `_fronts` has the first fronts. `_rest` has the candidates behind them, which are not divided into fronts yet.
+    The trials are candidates for promotion; each has `num_costs` costs. The first front consists of the candidates that
+    no other one dominates. The second front consists of those that only candidates of the first front dominate, and so
+    on. Within a front, a larger crowding distance comes first. Candidates are numbered in the order of arrival, and
+    named by these numbers. `_fronts` has the first fronts. `_rest` has the candidates behind them, which are not
+    divided into fronts yet.
     """
 
     def __init__(self, num_costs: int) -> None:
@@ -141,7 +142,7 @@ class _Fronts:
         return [self._numbers[place] for place in new.tolist()]
 
     def _num_fronts(self, rank: int) -> int:
-        """The number of known fronts, after the front with index `rank` is computed if it is the next unknown one.
+        """Compute the front with index `rank` if it is the next unknown one, and return the number of known fronts.
 
         The computed front has the candidates in `_rest` that no other candidate there dominates.
         """
@@ -154,7 +155,7 @@ class _Fronts:
     def _first_undominated(self, costs: Costs) -> int:
         """The index of the first known front in which no candidate dominates a point with these `costs`.
 
-        If every known front has a candidate that dominates `costs`, this is the number of known fronts.
+        The result is the number of known fronts if every known front has a candidate that dominates the point.
         """
         low, high = 0, len(self._fronts)
         while low < high:

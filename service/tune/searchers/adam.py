@@ -56,9 +56,9 @@ def point_after(
 
 
 def share_of(batch: int, num_objectives: int) -> int:
-    """The number of samples per objective in a minibatch that divides `batch` samples among the objectives.
+    """The number of samples per objective in a minibatch; it is at least one.
 
-    It is at least one.
+    The minibatch divides `batch` samples equally among `num_objectives` objectives.
     """
     return max(1, batch // num_objectives)
 
@@ -73,8 +73,10 @@ def minibatch(
 ) -> dict[str, tuple[int, ...]]:
     """Draw the samples for the next gradient: for each objective, `share` sample positions in ascending order.
 
-    `positions` are the samples from which those of each objective are drawn. Over all gradients `before`, every sample
-    is drawn once before any sample is drawn again. `indices` has the place of each objective in the study.
+    - `positions`: the sample positions to draw from, by objective
+    - `before`: the earlier gradient steps; every sample is drawn once before any sample is drawn again
+    - `indices`: the index of each objective among the study's objectives, so that each has its own random order
+    - `seed`: the seed of the random order
     """
     batch = {}
     for name, known in positions.items():

@@ -63,9 +63,9 @@ class SearchSetting:
     - `num_samples`: the number of search samples of each objective
     - `num_baselines`: the number of trials before the first proposal
     - `options`: the section `search` of the study file, which has the options of each searcher
-    - `preferences`: the study's preference vectors; empty if it has none
-    - `first_fitted`: for each objective whose samples are divided, the first sample position that losses and gradients
-      may use; trials are scored on the positions before it
+    - `preferences`: the study's preference vectors (importances of the objectives); empty if it has none
+    - `first_fitted`: by objective, the first sample position that losses and gradients may use. Trials are scored on
+      the positions before it. An objective that is not in it uses all samples for both.
     - `family`: the models whose weights describe the layers to a policy; None if layers are described by their
       positions alone
     - `start`: the checkpoints from which policies start; empty for new policies

@@ -27,8 +27,9 @@ _NUM_CHILDREN = 16
 class DifferentialEvolution:
     """The searcher by differential evolution, for one objective.
 
-    It changes the members of a population by the differences between other members, times `scale`. Choices and inactive
-    parameters are treated as numbers in [0, 1], like numeric parameters.
+    It changes the members of a population by the differences between other members, times `scale` (F in the paper).
+    `population_size` is the number of members, and `crossover_rate` is CR in the paper. Choices and inactive parameters
+    are treated as numbers in [0, 1], like numeric parameters.
     """
 
     population_size: int = 20
@@ -53,8 +54,8 @@ class DifferentialEvolution:
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
         """The members of the population after all `trials`, by their index in the population.
 
-        Trial n competes for the index n modulo `population_size` and becomes the member there if it is not worse than
-        the current one. An index for which no trial has succeeded has no member.
+        Trial n competes for the index n modulo `population_size`. It replaces the current member there if it is at
+        least as good. An index stays without a member until a trial for it has succeeded.
         """
         members: dict[int, Observation] = {}
         for trial in trials:

@@ -24,11 +24,13 @@ DECIMALS = 9
 
 @dataclass(frozen=True)
 class Descent:
-    """A gradient descent of `num_steps` steps for one preference vector.
+    """A gradient descent for one preference vector, whose points at regular intervals become trials.
 
-    `num_points` of its points, evenly spaced and including the end, become trials. `neighbours` are the numbers of
-    earlier descents, the nearest first. `learning_rate` is the learning rate of the first step; it falls linearly from
-    step to step.
+    - `preference`: the preference vector, the importance of each objective
+    - `neighbours`: the numbers of earlier descents, the one with the most similar preference vector first
+    - `num_steps`: the number of gradient steps
+    - `num_points`: the number of points that become trials; they are evenly spaced, and the last one is the end
+    - `learning_rate`: the learning rate of the first step; it falls linearly from step to step
     """
 
     preference: tuple[float, ...]
@@ -38,9 +40,9 @@ class Descent:
     learning_rate: float
 
     def num_steps_to(self, point: int) -> int:
-        """The number of gradient steps from the start of the descent to its point `point`.
+        """The number of gradient steps from the start of the descent to one of its trials.
 
-        Only points that become trials are counted, from 0.
+        `point` is the index of the trial among the trials of this descent, from 0.
         """
         return -(-self.num_steps * (point + 1) // self.num_points)
 
@@ -49,8 +51,8 @@ class Descent:
 def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) -> tuple[Descent, ...]:
     """The gradient descents of a search in their order, one for each preference vector.
 
-    The number of points that become trials, `options.points`, is divided equally, at least one for each descent. The
-    first descent also has the remainder.
+    `options.points` is the number of trials of all descents together. It is divided equally between the descents, but
+    each descent has at least one. The first descent also has the remainder.
     """
     steps, count = options.steps, len(vectors)
     warm_steps = max(1, steps // 4) if options.warm_steps is None else options.warm_steps
@@ -83,7 +85,10 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 
 
 def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
-    """The number of gradient steps needed for the first `num_proposals` proposals after the baselines."""
+    """The number of gradient steps that must be made before the first `num_proposals` proposals are known.
+
+    Proposals are points of the `descents`, in order. Baselines are not counted.
+    """
     total = 0
     for descent in descents:
         if num_proposals <= 0:

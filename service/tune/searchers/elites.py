@@ -27,7 +27,10 @@ _MOST_CHANGES = 3
 
 
 class KnownPaths:
-    """A set of layer paths, given by their configurations, that need not be proposed again."""
+    """A set of layer paths, which are sequences of source models' layers; each is given as its configuration.
+
+    A search uses the set to recognise paths that need not be proposed again.
+    """
 
     def __init__(self, configurations: Iterable[Mapping[str, Any]]) -> None:
         self._known = {frozenset(configuration.items()) for configuration in configurations}
@@ -55,8 +58,8 @@ def archive(
 ) -> list[Mapping[str, Any]]:
     """The configurations with the largest outcomes, without duplicates: at most `size`, the best first.
 
-    `outcomes` has the outcome of each configuration; of configurations with equal outcomes, the earlier one comes
-    first.
+    `outcomes` has one number for each configuration; larger is better (`outcomes_of`). Of configurations with equal
+    outcomes, the earlier one comes first.
     """
     found: dict[frozenset[Any], Mapping[str, Any]] = {}
     for index in np.argsort(-outcomes, kind="stable"):
@@ -67,9 +70,11 @@ def archive(
 
 
 def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[float, ...]], scalarisation: str) -> int:
-    """The index of the last layer path whose outcome, for some preference vector, is better than all before it.
+    """The index of the last layer path that set a new record for at least one preference vector.
 
-    `values` [num_paths, num_objectives] are those of the paths in their order.
+    A path sets a record for a vector if its outcome (`outcomes_of`) for this vector is better than those of all paths
+    before it. `values` [num_paths, num_objectives] has the objective values of the paths in their order.
+    `scalarisation` is the formula of the outcome.
     """
     return max(int(outcomes_of(values, preference, scalarisation).argmax()) for preference in preferences)
 

@@ -32,7 +32,11 @@ _NUM_COMPARED = 8
 
 
 class Encoding:
-    """Encodes the configurations of one space as rows of numbers, and decodes, draws and mutates rows."""
+    """Encodes the configurations of a search space as rows of numbers, and decodes, draws and mutates rows.
+
+    `parameters` are the parameters of the space. A row has one number for each parameter, in their order: a value
+    scaled to [0, 1], or INACTIVE for an inactive parameter.
+    """
 
     def __init__(self, parameters: Parameters) -> None:
         self._space = parameters

@@ -28,9 +28,10 @@ _NUM_MUTANTS = 16
 class EvolutionStrategy:
     """The searcher by a (1+1) evolution strategy, for one objective.
 
-    Each proposal is a random change of the best trial. The step size begins at `first_step`, is multiplied by
-    `success_factor` after a success and falls after a failure, within `smallest_step` and `largest_step`. A choice
-    changes with a probability equal to the step size, so choices rarely change once steps are small.
+    Each proposal is a random change of the best trial. A number changes with the probability `rate`; the step size is
+    the standard deviation of the change, as a share of the parameter's range. The step size begins at `first_step`, is
+    multiplied by `success_factor` after a success and falls after a failure, within `smallest_step` and `largest_step`.
+    A choice changes with a probability equal to the step size, so choices rarely change once steps are small.
     """
 
     rate: float = 0.5  # the probability that a number moves

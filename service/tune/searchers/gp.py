@@ -21,8 +21,10 @@ __all__ = ["SEARCHER", "GpSearcher"]
 class GpSearcher:
     """Searcher that models the objectives by Gaussian processes, for spaces without conditions.
 
-    The noise of results is fitted too; the standard errors of results are not used. In long searches a process is
-    fitted to the best and the newest trials only: to at most `max_rows` trials and `max_numbers` values of parameters.
+    It draws configurations at random until `num_initial` trials have results. The noise of results is fitted too; the
+    standard errors of results are not used. In long searches a process is fitted to the best and the newest trials
+    only: to at most `max_rows` trials and `max_numbers` values of parameters. In spaces of more than `max_small`
+    parameters, the search for the largest improvement starts from `num_candidates_in_large` candidates.
     """
 
     num_initial: int = 10  # trials with results before the process is used

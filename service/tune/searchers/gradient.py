@@ -36,7 +36,13 @@ __all__ = ["SEARCHER", "GradientSearcher"]
 
 
 class GradientSearcher:
-    """Searcher by gradient descent with Adam; then by midpoints between trials of the Pareto front, or local search."""
+    """Searcher by gradient descent with Adam, with one descent for each preference vector.
+
+    The first step decides whether gradients are used (`loss_comparison.compare`). If they are not, another searcher
+    makes all proposals. Otherwise points of the descents become trials. After the descents, a study with preference
+    vectors gets the midpoints between trials of the Pareto front that are expected to improve the front. All other
+    trials are proposed by a local search.
+    """
 
     def advance(self, context: ProposalContext) -> StepRequest | dict[str, Any]:
         setting = context.setting

@@ -28,7 +28,12 @@ _NUM_DRAWN = 64
 
 @dataclass(frozen=True)
 class GridSearcher:
-    """Grid search, which avoids known configurations and ignores their results."""
+    """Grid search, which avoids known configurations and ignores their results.
+
+    On the first grid a number has `first_levels` values, from one end of its range to the other. When all points of a
+    grid are known, the distance between values is halved, up to `finer` times. All points of a grid are listed if they
+    are at most `max_points`; of a larger grid, random points are drawn.
+    """
 
     first_levels: int = 5  # values of a number: the ends of its range, and evenly between
     finer: int = 4  # how often the distance between values is halved when a grid is exhausted
@@ -50,8 +55,10 @@ class GridSearcher:
     def _points(self, encoding: Encoding, levels: int, number: int, seed: int, rng: np.random.Generator) -> Rows:
         """Points of a grid, as encoded rows; each numeric parameter has at most `levels` values.
 
-        Parameters of one role have the same value. If the grid has at most `max_points` points, all are returned, in a
-        random order that `seed` determines, beginning at index `number`. Of a larger grid, random points are returned.
+        Parameters of one role (a meaning that parameters of different layers share) have the same value. If the grid
+        has at most `max_points` points, all are returned. Their random order is determined by `seed`, and rotated so
+        that it begins with the point at index `number`, the number of the trial. Of a larger grid, points drawn with
+        `rng` are returned.
         """
         values = encoding.values_by_role(levels)
         shape = [len(options) for options in values]

@@ -66,8 +66,8 @@ def merit(observation: Observation, cost: float | None = None) -> Merit:
     """A key that sorts observations from the best to the worst.
 
     First come the observations that meet all constraints, sorted by `cost`. Then come those that violate constraints,
-    sorted by their violation, and then failures. If `cost` is None, it is the cost of the first objective. Deb, "An
-    efficient constraint handling method for genetic algorithms" (2000).
+    sorted by the total violation, and then failures. If `cost` is None, the cost of the first objective is used. Deb,
+    "An efficient constraint handling method for genetic algorithms" (2000).
     """
     if observation.costs is None:
         return (2, 0.0, 0.0)

@@ -255,9 +255,9 @@ def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
     """Statistics of the weights of each layer that paths may use, as input to the policy.
 
-    One of the models may itself be merged from several models, with coefficients that follow from the preference vector
-    (the importances of the objectives). Its layers get the mean statistics of the other models, because the policy
-    receives the preference vector anyway.
+    `family` has the models, and `paths` the layer paths. One of the paths' models may itself be merged from all others,
+    with coefficients that follow from the preference vector (the importances of the objectives). Its layers get the
+    mean statistics of the other models. The policy receives the preference vector as a separate input.
     """
     import torch
 
@@ -269,6 +269,10 @@ def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
 
 def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode, vector: int) -> dict[str, Any]:
     """The configuration that an episode proposes: the policy's own layer path, or a mutant of it or of a good path.
+
+    A layer path is the sequence of source models' layers of which a merge consists; a mutant is a random change of a
+    path. `played` is the episode, with the policy's path. `vector` is the index of its preference vector, which becomes
+    a part of the configuration.
 
     A share of the episodes propose a mutant of one of the best paths in the archive. A policy's path that was proposed
     before is replaced by a mutant of it, if a new one is found. The archive of the episode's preference vector has only
@@ -295,10 +299,10 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
 
 
 def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Observation], NDArray[np.float64]]:
-    """The successful results, by trial number, of all baselines and of the first `num_iterations` iterations.
+    """The results from which policies learn: those of all baselines and of the first `num_iterations` iterations.
 
-    The second result has the values [num_trials, num_objectives] that policies learn from: 1 minus the cost, less the
-    price of the path's length.
+    Returns two values. The first has the successful observations, by trial number. The second is an array [num_trials,
+    num_objectives] of values: 1 minus the cost, minus a penalty for the length of the layer path.
     """
     setting, options = context.setting, context.setting.options.hm3
     end = setting.num_baselines + num_iterations * options.episodes
@@ -311,8 +315,9 @@ def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Obse
 def _has_stalled(context: ProposalContext, training: PolicyTraining, iteration: int) -> bool:
     """Whether a policy is reset in `iteration`, because its last `restart_after` iterations found nothing better.
 
-    A result is better if no earlier result is as good for one of the policy's preference vectors. The policy is reset
-    again after each further `restart_after` iterations without a better result.
+    A result counts as better if it is the best so far for at least one of the policy's preference vectors. The policy
+    is reset again after each further `restart_after` iterations without a better result. `training` knows the
+    iterations of each policy.
     """
     patience = context.setting.options.hm3.restart_after
     if patience is None or training.options.version < FIRST_WITH_ELITES:

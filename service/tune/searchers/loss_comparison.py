@@ -45,11 +45,11 @@ Correlations = Mapping[str, float]
 
 
 def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | NoteRequest:
-    """The decision whether a search uses gradients, or a request for losses or completions on which it depends.
+    """Decide whether a search uses gradients, or request losses or completions on which the decision depends.
 
-    First the losses of the baselines are computed on the tasks' reference answers. If, for some objectives, these
-    losses do not rank the baselines in the same order as the scores, the losses of these objectives are computed on the
-    source models' correct completions. The decision is a NoteRequest; the step that stores it contains the decision.
+    First the losses of the baselines are computed on the tasks' reference answers. For some objectives, these losses
+    may rank the baselines in another order than the scores do. The losses of these objectives are then computed on the
+    source models' correct completions. The decision is a NoteRequest, whose text the step stores.
     """
     setting, steps = context.setting, context.steps
     known = [o for o in context.observations if not o.is_proposed and o.costs is not None]
@@ -89,9 +89,9 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 
 
 def most_compared_samples(setting: SearchSetting) -> int:
-    """The largest number of samples that comparing losses with scores can count as, against the study's limit.
+    """The largest number of samples of the study's limit that the comparison of losses with scores can use.
 
-    It is reached if the losses of all baselines are computed both on reference answers and on completions.
+    This number is used if the losses of all baselines are computed both on reference answers and on completions.
     """
     compared = sum(min(NUM_COMPARED, len(setting.fitted(name))) for name in setting.objectives)
     return 2 * setting.num_baselines * compared * LossesRequest.charge

@@ -29,8 +29,11 @@ _NUM_CHILDREN = 16
 class MoeadSearcher:
     """The searcher MOEA/D-DE (Li and Zhang, 2009), for several objectives.
 
-    The size of the population and the rates of crossover and mutation are the values that papers on merging use for
-    MOEA/D-DE as a baseline. Choices and inactive parameters are treated as numbers in [0, 1], like numeric parameters.
+    `population_size` is the number of members. `crossover_rate`, `scale`, `mutation_rate` and `mutation_index` are CR,
+    F, the probability that a parameter mutates, and eta of the polynomial mutation. `num_neighbours` is T,
+    `neighbour_share` is delta, and `max_replaced` is n_r in the paper. The size of the population and the rates of
+    crossover and mutation are the values that papers on merging use for MOEA/D-DE as a baseline. Choices and inactive
+    parameters are treated as numbers in [0, 1], like numeric parameters.
     """
 
     population_size: int = 30

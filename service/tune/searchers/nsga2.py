@@ -18,7 +18,9 @@ __all__ = ["SEARCHER", "NsgaSearcher"]
 class NsgaSearcher:
     """The searchers NSGA-II and NSGA-III, for spaces without conditions; `sampler` says which of the two it is.
 
-    A child takes a choice from either parent with equal probability; a mutation replaces it by any other choice.
+    A generation has `population_size` trials. In long searches, Optuna's sampler gets at most `max_numbers` values of
+    parameters, those of the best and the newest trials. A child takes a choice from either parent with equal
+    probability; a mutation replaces the choice by any other one.
     """
 
     sampler: Literal["NSGAIISampler", "NSGAIIISampler"]

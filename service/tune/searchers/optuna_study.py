@@ -42,7 +42,8 @@ def propose(
     """The configuration that an Optuna sampler proposes, or a random one if the sampler repeats a known one.
 
     `sampler_of` makes a sampler from a seed. `max_numbers`, `max_rows` and `group` limit the observations that the
-    sampler receives (`history.thinned`). Until there are `num_initial` trials, configurations are random.
+    sampler receives, as described at `history.thinned`. `num_initial` is used only in a space with a structure, such as
+    layer paths: there, configurations are random until `num_initial` trials are observed.
     """
     rng, parameters = context.generator(), context.parameters
     trials = by_trial(thinned(context, max_numbers=max_numbers, max_rows=max_rows, group=group).observations)

@@ -31,9 +31,10 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The last stored choice of the surrogate model's data, and the number of results that the choice was based on.
+    """The last stored choice of the results from which the surrogate model learns.
 
-    Only results at the full budget are counted. Returns None if no choice was made yet.
+    The choice is either "all_rungs" or "highest_budget". It is returned with the number of results at the full budget
+    that were known when the choice was made. Returns None if no choice has been made yet.
     """
     for step in reversed(steps):
         if isinstance(step, NoteStep):
@@ -47,12 +48,13 @@ def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
 def choice_of(
     numbers: Rows, rows: Rows, fidelities: Rows, costs: Rows, *, last: int | None, predict: Predict
 ) -> NoteRequest | None:
-    """Choose which results the surrogate model learns from; None if no new choice is due.
+    """Choose whether the surrogate model learns from results at all rungs, or only from those at the full budget.
 
-    The result is a request to store the choice. The first choice is due when MIN_RESULTS results at the full budget are
-    known, the next whenever the number of these results has doubled. For each choice, a model is fitted and predicts
-    results that it was not fitted to. The choice with the larger rank correlation of predictions and results is made.
-    If both are equal, the model learns from all rungs.
+    Returns a request to store the choice, or None if no new choice is due. Below MIN_RESULTS results at the full
+    budget, the model learns from all rungs. The first comparison is made when MIN_RESULTS such results are known, and
+    the next whenever their number has doubled. In a comparison, a model is fitted in both ways, and predicts results
+    that it was not fitted to. The way with the larger rank correlation of predictions and results is chosen. If both
+    are equal, the model learns from all rungs.
 
     - `numbers`, `rows`, `fidelities`, `costs`: trial number, encoded configuration, fidelity and cost of each result
     - `last`: the number of results at the full budget that the last choice was made from; None if there was none

@@ -38,11 +38,17 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 class SmacSearcher:
     """The searcher SMAC, a random forest with expected improvement; its options are those of `search.smac`.
 
-    It proposes the candidate with the largest expected improvement. Candidates are `num_uniform` random configurations,
-    `num_tied` configurations in which all layers have the same values, and `num_mutants` random changes of each of the
-    `num_parents` scored configurations that the forest predicts to be best. A configuration that violates constraints
-    counts as worse than all configurations that do not, and as worse the larger its violation is. The defaults were
-    chosen with tests/benchmarks/bench_searchers.py.
+    It draws configurations at random until `num_initial` trials have results. Afterwards it proposes the candidate with
+    the largest expected improvement. Candidates are `num_uniform` random configurations, `num_tied` configurations in
+    which all layers have the same values, and `num_mutants` random changes of each of the `num_parents` scored
+    configurations that the forest predicts to be best. A random change moves each parameter with the probability
+    `mutation_rate`, by a step of standard deviation `mutation_step`, as a share of the parameter's range. For the share
+    `tied_share` of the proposals, all candidates have the same values in all layers.
+
+    The forest has `num_trees` trees, and learns from at most `max_numbers` values of parameters. With several
+    objectives, a weight vector is drawn for each proposal, from at most `max_weight_vectors` vectors. A configuration
+    that violates constraints counts as worse than all configurations that do not, and as worse the larger its violation
+    is. The defaults were chosen with tests/benchmarks/bench_searchers.py.
     """
 
     # Configurations with results, baselines included, before the forest is used; with `highest_budget`, at one rung.
@@ -106,10 +112,12 @@ class SmacSearcher:
     def _choice(
         self, context: ProposalContext, observations: Sequence[Observation], rows: Rows, fidelities: Rows
     ) -> RungChoice | NoteRequest:
-        """Choose the results that the forest learns from, or return a request to store a new choice.
+        """Choose whether the forest learns from results at all rungs or only at the full budget.
 
-        With results at a single rung, and with the default `all_rungs`, the forest learns from all results, and nothing
-        is stored.
+        The option `search.smac.surrogate` may fix the choice. Returns the choice, or a request to store a new choice.
+        If the option is "all_rungs" (the default), or all results are at one rung, the choice is "all_rungs" and
+        nothing is stored. `rows` and `fidelities` are the encoded configurations and the fidelities of the
+        `observations`.
         """
         surrogate, last = context.setting.options.smac.surrogate, chosen(context.steps)
         if surrogate == "all_rungs" or len(np.unique(fidelities)) == 1:
@@ -235,10 +243,11 @@ class _Acquisition:
 
 
 def _log_scaled(costs: Rows) -> Rows:
-    """Logarithms of costs after scaling to (0, 1], in the same way as in SMAC (`RunHistoryLogScaledEncoder`).
+    """Logarithms of costs after scaling to (0, 1], as SMAC does it (`RunHistoryLogScaledEncoder`).
 
-    The lower end of the scale is as far below the best cost as the 5th percentile is above it, so that the logarithm of
-    the best cost is finite.
+    The largest cost becomes 1 before the logarithm is taken. The cost that would become 0 is chosen below the best
+    cost, at the distance between the best cost and the 5th percentile. The logarithm of the best cost is therefore
+    finite.
     """
     best = costs.min()
     low = 2 * best - np.percentile(costs, 5) - 1e-10
