@@ -94,6 +94,7 @@ class _Segment(StringConvertor):
 register_url_convertor("segment", _Segment())
 
 Context = Annotated[Services, Depends(_services)]
+REASON = Query(description="Why; shown in the events of the job.", min_length=1, max_length=500, pattern=r"^[^\r\n]*$")
 TrialNumber = Annotated[int, PathParameter(description="The `number` of the trial.", ge=0, le=MAX_NUMBER)]
 
 

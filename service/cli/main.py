@@ -353,6 +353,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--reason", metavar="TEXT", help="why the trial is invalid")
     command.add_argument("--undo", action="store_true", help="mark the trial as valid again")
 
+    text = "Evaluate the recipe of a pruned or failed trial at the full budget, as a new trial of the study."
+    command = server_verb("reevaluate", verbs.reevaluate, text)
+    command.add_argument("study", metavar="STUDY", help="id of the study, a prefix of its id, or its name")
+    command.add_argument("trial", type=int, metavar="TRIAL", help="trial number")
+    command.add_argument("--reason", metavar="TEXT", help="reason, which the events of the study show")
+
     command = server_verb("clone", verbs.clone, "Submit a copy of a job, with changes; the copy starts anew.")
     command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
     command.add_argument("--name", metavar="NAME", help="name of the copy (default: that of the job)")

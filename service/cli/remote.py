@@ -163,6 +163,10 @@ class ServerVerbs:
             print(f"trial {number} of {study['name']}: {'valid' if is_valid else f'invalid: {reason}'}")
         return 0
 
+    def evaluate_trial(self, reference: str, number: int, *, reason: str | None) -> int:
+        study = self._client.evaluate_trial(self._study(reference)["id"], number, reason=reason)
+        return self._show_state(cast("JobDocument", {"kind": SEARCH.name, **study}))
+
     def clone(self, reference: str, changes: Mapping[str, Any], *, team: str | None, sharing: str | None) -> int:
         return self._show_state(self._client.clone(self._client.find(reference), changes, team=team, sharing=sharing))
 

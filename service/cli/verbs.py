@@ -58,6 +58,7 @@ __all__ = [
     "pareto",
     "pause",
     "propose",
+    "reevaluate",
     "restore",
     "resume",
     "run",
@@ -415,6 +416,11 @@ def invalidate(options: argparse.Namespace) -> int:
         raise Conflict("--reason is missing: say why the trial is invalid")
     with _on_server(options) as server:
         return server.set_validity(options.study, options.trial, is_valid=options.undo, reason=options.reason)
+
+
+def reevaluate(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.evaluate_trial(options.study, options.trial, reason=options.reason)
 
 
 def clone(options: argparse.Namespace) -> int:

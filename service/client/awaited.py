@@ -105,6 +105,7 @@ class AsyncClient:
     analysis = awaited(finetune_flows.analysis)
     trials = awaited(flows.trials)
     trial = awaited(flows.trial)
+    evaluate_trial = awaited(flows.evaluate_trial)
     set_validity = awaited(flows.set_validity)
     recipe = awaited(flows.recipe)
     exports = awaited(flows.exports)

@@ -101,6 +101,7 @@ class Client:
     analysis = blocking(finetune_flows.analysis)
     trials = blocking(flows.trials)
     trial = blocking(flows.trial)
+    evaluate_trial = blocking(flows.evaluate_trial)
     set_validity = blocking(flows.set_validity)
     recipe = blocking(flows.recipe)
     exports = blocking(flows.exports)

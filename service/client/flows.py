@@ -40,6 +40,7 @@ __all__ = [
     "benchmarks",
     "delete_export",
     "download",
+    "evaluate_trial",
     "exports",
     "finished_export",
     "pareto",
@@ -281,6 +282,31 @@ def set_validity(study: str, number: int, *, is_valid: bool, reason: str | None 
     content = json.dumps({"is_valid": is_valid, "reason": reason}).encode()
     call = Call("PUT", path_of(study, "trials", number, "validity"), {}, {"Content-Type": "application/json"}, content)
     return cast("TrialDocument", (yield from document_of(call)))
+
+
+def evaluate_trial(study: str, number: int, *, reason: str | None = None) -> Flow[StudyDocument]:
+    """Request that the recipe of a pruned or failed trial is evaluated at the full budget, as a new trial.
+
+    Samples that are stored are not scored again. A COMPLETE study continues.
+
+    Args:
+        study: Id of the study.
+        number: Number of the trial.
+        reason: The reason, which the events of the study show.
+
+    Returns:
+        The server's document of the study after the request.
+
+    Raises:
+        RequestRefused: The study has no such trial (status 404); the trial is neither PRUNED nor FAIL, the study is
+            CANCELLED, or its searcher allows no further trials until the study is COMPLETE (409).
+
+    Examples:
+        >>> client.evaluate_trial("5f0c...", 17)
+    """
+    query = {} if reason is None else {"reason": reason}
+    path = f"{path_of(study, 'trials', number)}:evaluate"
+    return cast("StudyDocument", (yield from document_of(Call("POST", path, query))))
 
 
 def recipe(study: str, number: int) -> Flow[RecipeDocument]:

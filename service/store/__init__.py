@@ -24,6 +24,7 @@ from service.store.attempt_writer import JobWriter
 from service.store.records import (
     BracketRecord,
     EngineFaultRecord,
+    EvaluationRequest,
     EventRecord,
     EvidenceRecord,
     JudgmentRecord,
@@ -34,6 +35,7 @@ from service.store.sql import Store
 __all__ = [
     "BracketRecord",
     "EngineFaultRecord",
+    "EvaluationRequest",
     "EventRecord",
     "EvidenceRecord",
     "JobWriter",

@@ -160,7 +160,8 @@ class JobWriter:
             where = (table.c.study == self.job_id) & (table.c.bracket == bracket)
             connection.execute(sa.update(table).where(where).values(size=size))
 
-    def add_trial(self, trial: TrialRecord) -> None:
+    def add_trial(self, trial: TrialRecord, *, request: int | None = None) -> None:
+        """Store a new trial. `request` is the number of the user's request that it answers, if any."""
         with self._transaction() as connection:
             connection.execute(
                 sa.insert(schema.trials).values(
@@ -179,6 +180,10 @@ class JobWriter:
                     timings_s=dict(trial.timings_s),
                 )
             )
+            if request is not None:
+                table = schema.evaluation_requests
+                is_this = (table.c.study == self.job_id) & (table.c.number == request)
+                connection.execute(sa.update(table).where(is_this).values(added=trial.number))
             self._add_event(connection, EventKind.TRIAL, {"trial": trial.number, "label": trial.label})
 
     def record_chunk(

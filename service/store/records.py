@@ -25,6 +25,7 @@ from workers.types import Split
 __all__ = [
     "BracketRecord",
     "EngineFaultRecord",
+    "EvaluationRequest",
     "EventRecord",
     "EvidenceRecord",
     "job_record",
@@ -112,6 +113,19 @@ class JudgmentRecord:
     model: str
     prompt_digest: str
     answer: str
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """A user's request to evaluate the recipe of a trial at the full budget.
+
+    `number` counts the requests of the study. `trial` is the number of the trial with the recipe. `added` is the number
+    of the trial that was added for the request; None until a driver has added one.
+    """
+
+    number: int
+    trial: int
+    added: int | None = None
 
 
 @dataclass(frozen=True)

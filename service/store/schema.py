@@ -34,6 +34,7 @@ __all__ = [
     "documents",
     "drains",
     "engine_faults",
+    "evaluation_requests",
     "events",
     "evidence",
     "exports",
@@ -58,7 +59,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0017"
+REVISION = "0018"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -150,6 +151,17 @@ trials = Table(
     Column("invalid", LosslessText),
     _in_study(),
     Index("trials_by_state", "study", "state", "number"),
+)
+
+# Requests to evaluate the recipe of a trial at the full budget; `added` is the number of the trial that answers one.
+evaluation_requests = Table(
+    "evaluation_requests",
+    metadata,
+    Column("study", string(64), primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("trial", Integer, nullable=False),
+    Column("added", Integer),
+    _in_study(),
 )
 
 # A bracket's size is fixed when it opens, so that a study may later be given more trials.

@@ -32,6 +32,7 @@ from service.store.documents import RESPONSES, RemovedResponses
 from service.store.records import (
     BracketRecord,
     EngineFaultRecord,
+    EvaluationRequest,
     EventRecord,
     EvidenceRecord,
     JudgmentRecord,
@@ -557,6 +558,43 @@ class Store:
                 insert_event(connection, study.id, EventKind.RESUMED, {})
                 insert_event(connection, study.id, EventKind.STATE, {"state": state, "reason": reason})
         return self.job(study.id)
+
+    def request_evaluation(self, study: JobRecord, trial: int, *, steering: Steering) -> JobRecord:
+        """Store a request to evaluate the recipe of a trial at the full budget, and return the study as it is then.
+
+        If a driver works on the study, it is replaced by one that adds the trial. A COMPLETE study continues. A request
+        for a trial that has one already changes nothing. Raises Conflict if the responses of a COMPLETE study were
+        removed.
+        """
+        table, jobs, named = schema.evaluation_requests, schema.studies, schema.documents
+        has_removed = sa.select(named.c.study).where((named.c.study == study.id) & (named.c.name == RESPONSES)).exists()
+        with transaction(self._engine) as connection:
+            lock_job(connection, study.id)
+            of_study = table.c.study == study.id
+            known = connection.execute(sa.select(table.c.trial).where(of_study)).scalars().all()
+            if trial not in known:
+                reason, state = f"trial {trial} is evaluated at the full budget", JobState.STOPPED.value
+                this_job = jobs.c.id == study.id
+                is_complete = this_job & (jobs.c.state == JobState.COMPLETE.value)
+                reopened = sa.update(jobs).where(is_complete & ~has_removed).values(state=state, reason=reason)
+                if connection.execute(reopened).rowcount == 1:
+                    insert_event(connection, study.id, EventKind.RESUMED, {})
+                    insert_event(connection, study.id, EventKind.STATE, {"state": state, "reason": reason})
+                elif connection.execute(sa.select(jobs.c.id).where(is_complete)).scalar() is not None:
+                    raise Conflict(f"study {study.name!r}: its responses were removed, so it cannot continue")
+                row = {"study": study.id, "number": len(known), "trial": trial}
+                connection.execute(sa.insert(table).values(row))
+                connection.execute(sa.update(jobs).where(this_job).values(edited_after=jobs.c.attempt))
+                insert_event(connection, study.id, EventKind.STEERED, {**steering.payload, "trial": trial})
+        return self.job(study.id)
+
+    def evaluation_requests(self, study_id: str) -> tuple[EvaluationRequest, ...]:
+        """Read the requests to evaluate trials of a study at the full budget, in the order in which they were sent."""
+        table = schema.evaluation_requests
+        query = sa.select(table.c.number, table.c.trial, table.c.added).where(table.c.study == study_id)
+        with self._reads.connect() as connection:
+            rows = connection.execute(query.order_by(table.c.number)).mappings()
+            return tuple(EvaluationRequest(**row) for row in rows)
 
     def settle_pause(self, job_id: str) -> None:
         """Set a job to PAUSED that was asked to pause, and whose driver ended without storing its state.

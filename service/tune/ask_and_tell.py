@@ -14,7 +14,7 @@ from typing import Any
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
-from service.store import BracketRecord, JobWriter
+from service.store import BracketRecord, EvaluationRequest, JobWriter
 from service.store.steps import ChargedRequest
 from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
@@ -154,6 +154,26 @@ class AskAndTell:
         ended = [t.number for t in self._trials.values() if not t.state.is_finished and t.number not in running]
         if ended:
             self._trials.finish(ended, TrialState.PRUNED, reason)
+
+    def add_requested(self, requests: Iterable[EvaluationRequest]) -> None:
+        """Add a trial for each of a user's requests that has none: the recipe of another trial, at the full budget.
+
+        The trial is in no bracket, like a baseline. Later proposals have larger numbers, so a resumed search proposes
+        the same.
+        """
+        for request in requests:
+            if request.added is None:
+                source = self._trials[request.trial]
+                trial = TrialRecord(
+                    number=len(self._trials),
+                    origin=Origin.USER,
+                    label=f"trial {source.number} at the full budget",
+                    state=TrialState.WAITING,
+                    recipe=source.recipe,
+                    configuration=source.configuration,
+                )
+                self._trials.add(trial, request=request.number)
+                self._enter(trial)
 
     # -- the refinement after the search ---------------------------------------------------------------------------
 

@@ -110,6 +110,7 @@ class Coordinator:
         )
         if self._refinement.is_started:
             self._ask_and_tell.end_search()
+        self._ask_and_tell.add_requested(store.evaluation_requests(plan.study_id))
         self._holdout = HoldoutStage(plan, trials=self._trials, samples=self._samples, writer=writer)
         self._benchmarks = BenchmarkStage(plan, trials=self._trials, samples=self._samples, store=store, writer=writer)
         self.look_for_faults()
@@ -282,6 +283,7 @@ class Coordinator:
             self._writer.add_event(EventKind.SEARCH_ENDED, {"reason": reason})
         done = {(trial.number, record.rung) for trial in self._trials.values() for record in trial.rungs}
         running = {number for number, rung in stored if (number, rung) not in done}
+        running |= {own.added for own in self._store.evaluation_requests(self.plan.study_id) if own.added is not None}
         self._refinement.stop()
         self._ask_and_tell.stop(reason, running=running)
 

@@ -50,10 +50,13 @@ class Trials(Mapping[int, TrialRecord]):
             count += 1
         return count
 
-    def add(self, trial: TrialRecord) -> None:
-        """Add a trial, whose number must follow that of the newest trial."""
+    def add(self, trial: TrialRecord, *, request: int | None = None) -> None:
+        """Add a trial, whose number must follow that of the newest trial.
+
+        `request` is the number of the user's request for which the trial is added, if there is one.
+        """
         assert trial.number == len(self._trials), f"trial {trial.number} is not the next one"
-        self._writer.add_trial(trial)
+        self._writer.add_trial(trial, request=request)
         self._trials[trial.number] = trial
         self._first.setdefault(trial.recipe.digest, trial.number)
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from search_spaces.errors import Problem
-from service.api.dependencies import Context, Reader, Services, Submitter, given
+from service.api.dependencies import REASON, Context, Reader, Services, Submitter, given
 from service.api.permissions import Right, Sender
 from service.api.presenters import job_document
 from service.api.problems import InvalidRequest, Json, Refusal, Unavailable, refusals
@@ -60,7 +60,6 @@ class SharedJob(BaseModel):
 
 TEAM = Query(description="The team of the job; needed by a sender who may submit for several teams.", max_length=64)
 SHARING = Query(description="Who may read the job besides its owner and administrators; by default its team.")
-REASON = Query(description="Why; shown in the events of the job.", min_length=1, max_length=500, pattern=r"^[^\r\n]*$")
 IF_MATCH = Header(alias="If-Match", description="The `ETag` of the job as it was read, or *.", max_length=100)
 ETAG = {"ETag": {"description": "Version of what users may edit.", "schema": {"type": "string"}}}
 StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "PAUSED", "COMPLETE", "FAILED", "CANCELLED"]

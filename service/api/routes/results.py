@@ -13,10 +13,20 @@ from starlette.responses import Response
 
 from search_spaces.errors import Problem
 from search_spaces.preferences import parse_preference
+from search_spaces.searchers import SEARCHERS
 from search_spaces.study.file import parse_benchmarks
 from search_spaces.study.yaml import parse_document
 from service.api.conditional import NOT_MODIFIED, answer
-from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, ChangedStudy, Context, Services, Study, TrialNumber
+from service.api.dependencies import (
+    MAX_NUMBER,
+    PAGE_HEADERS,
+    REASON,
+    ChangedStudy,
+    Context,
+    Services,
+    Study,
+    TrialNumber,
+)
 from service.api.permissions import Sender
 from service.api.prefix import below_root
 from service.api.presenters import job_document
@@ -163,6 +173,49 @@ async def set_validity(
     trial = await run_in_threadpool(_trial, services, study, number)
     (document,) = await run_in_threadpool(_documents, services, study, [trial])
     return Json(document)
+
+
+@router.post(
+    "/studies/{study_id:segment}/trials/{number:segment}:evaluate",
+    status_code=202,
+    response_model=None,
+    responses={
+        202: {"model": StudyDocument, "description": "Requested, now or by an earlier request."},
+        **refusals(404, 409, 422),
+    },
+)
+def evaluate_trial(
+    study: ChangedStudy,
+    number: TrialNumber,
+    services: Context,
+    sender: Sender,
+    reason: Annotated[str | None, REASON] = None,
+) -> Response:
+    """Evaluate the recipe of a trial that was pruned, or that failed, at the full budget.
+
+    The study gets a new trial with the recipe and the origin `user`; stored samples are not scored again. A COMPLETE
+    study continues. While a searcher with gradients or policies searches, the request is refused (409).
+    """
+    trial = _trial(services, study, number)
+    if trial.state not in (TrialState.PRUNED, TrialState.FAIL):
+        raise Refusal(
+            409, f"trial {number} is {trial.state.value}; only a trial that is PRUNED or has failed (FAIL) is evaluated"
+        )
+    if study.state is JobState.CANCELLED:
+        raise Refusal(409, f"study {study.name!r} is CANCELLED; only a study that has not been cancelled can continue")
+    algorithm = ResolvedStudy.of(study).algorithm or ""
+    searcher = SEARCHERS.get(algorithm)
+    is_planned = searcher is not None and (searcher.computes_steps or searcher.trains_policy)
+    if is_planned and study.state is not JobState.COMPLETE:
+        raise Refusal(409, f"study {study.name!r} searches with {algorithm}; send the request when it is COMPLETE")
+    user = None if sender.account is None else sender.account.user
+    steering = Steering("evaluate", user, reason)
+    record = services.store.request_evaluation(study, number, steering=steering)
+    if record != study:
+        services.accounts.record(sender.actor, "trial.evaluate", f"job {study.id}", after={"trial": number})
+        services.cluster.wake()
+    (view,) = SEARCH.view([record], services.store, services.artifacts)
+    return Json(job_document(record, SEARCH, view, cluster=services.cluster), status_code=202)
 
 
 @router.get(

@@ -328,7 +328,9 @@ def _keep_overlaps(store: Store, writer: JobWriter, preflight: PreflightResult) 
 
 def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple[Baseline, ...]:
     has_begun = bool(store.brackets(study_id) or store.steps(study_id))
-    return baselines_of(store.trials(study_id), preflight.baselines(), has_begun=has_begun)
+    requested = {request.added for request in store.evaluation_requests(study_id)}
+    trials = [trial for trial in store.trials(study_id) if trial.number not in requested]
+    return baselines_of(trials, preflight.baselines(), has_begun=has_begun)
 
 
 def _planned_steps(algorithm: str, setting: SearchSetting) -> int:

@@ -356,8 +356,9 @@ class RungTable(ABC):
         first = number - (number - self._num_baselines) % self._batch
         last = first + self._batch - 1
         visible_up_to = max(last - self._max_staleness, self._last_awaited)
-        known_from = bracket if first == number else self._entries[first].bracket
-        assert known_from is not None
+        # A trial that a user requested is in no bracket; it may have the number of a proposal of the batch.
+        brackets = (self._entries[n].bracket for n in range(first, number))
+        known_from = next((each for each in brackets if each is not None), bracket)
         if not (self._see_first(visible_up_to) and self._see_later(last, known_from)):
             return None
         return Proposal(

@@ -23,7 +23,7 @@ from service.api.limits.rates import Rate, RateLimits
 from service.api.permissions import rule_of
 from service.api.problems import PROBLEM_JSON
 from service.errors import NotFound
-from service.types import ExportRecord, ExportState, JobState, Scope
+from service.types import ExportRecord, ExportState, JobState, Scope, TrialState
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import (
     ApiServer,
@@ -60,6 +60,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 def schema(server: ApiServer) -> Any:
     """Of well-formed names of studies and exports, some are of what there is."""
     finished, marked = (finished_study(server.store, num_trials=5) for _ in range(2))
+    searched = finished_study(server.store)
+    pruned = server.store.trials(searched.id, state=TrialState.PRUNED)[0].number
     created, failed = stored_study(server.store), stored_study(server.store)
     server.store.open_attempt(failed.id).set_state(JobState.FAILED, "no engine")
     analysis = {"samples": 3, "fleets": [analysed_fleet("mergopt", 1, 2, 3, 4)]}
@@ -116,6 +118,8 @@ def schema(server: ApiServer) -> Any:
             path_parameters["study_id"] = ended.id
         elif is_name and context.operation.path.endswith("/validity"):  # which lets the study continue
             return path_parameters | {"study_id": marked.id, "number": 1}
+        elif is_name and context.operation.path.endswith(":evaluate"):
+            return path_parameters | {"study_id": searched.id, "number": pruned}
         elif is_name and (study := next(turns)) is not None:
             if context.operation.method.upper() == "DELETE":
                 ours = dict(zip(("study_id", "export_id"), disposable(), strict=True))

@@ -577,3 +577,35 @@ def test_an_invalid_trial_has_a_reason(http: httpx.Client, server: ApiServer, se
     missing = http.put(f"/v1/studies/{record.id}/trials/99999/validity", json={"is_valid": True})
     assert missing.status_code == 404
     assert server.store.job(record.id) == record
+
+
+# Trials at the full budget, by request.
+
+
+def test_a_pruned_trial_is_requested_at_the_full_budget(http: httpx.Client, server: ApiServer) -> None:
+    """A COMPLETE study continues; a second request changes nothing."""
+    record = finished_study(server.store)
+    path = f"/v1/studies/{record.id}"
+    trials = http.get(f"{path}/trials", params={"limit": 100}).json()["trials"]
+    number = next(trial["number"] for trial in trials if trial["state"] == "PRUNED")
+    answers = [http.post(f"{path}/trials/{number}:evaluate", params={"reason": "by a hair"}) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [202, 202], answers[0].text
+    assert answers[0].json()["state"] == "STOPPED"
+    assert [request.trial for request in server.store.evaluation_requests(record.id)] == [number]
+    (payload,) = [event.payload for event in server.store.events(record.id) if event.kind == "steered"]
+    assert (payload["action"], payload["reason"], payload["trial"]) == ("evaluate", "by a hair", number)
+    assert server.cluster.num_wakes == 1
+
+
+def test_only_what_was_pruned_or_failed_is_evaluated(http: httpx.Client, server: ApiServer) -> None:
+    record = finished_study(server.store)
+    path = f"/v1/studies/{record.id}"
+    trials = http.get(f"{path}/trials", params={"limit": 100}).json()["trials"]
+    number = next(trial["number"] for trial in trials if trial["state"] == "COMPLETE")
+    refused = http.post(f"{path}/trials/{number}:evaluate")
+    assert (refused.status_code, refused.json()["detail"]) == (
+        409,
+        f"trial {number} is COMPLETE; only a trial that is PRUNED or has failed (FAIL) is evaluated",
+    )
+    assert http.post(f"{path}/trials/99999:evaluate").status_code == 404
+    assert server.store.evaluation_requests(record.id) == ()

@@ -281,6 +281,7 @@ def test_invalidate_marks_a_trial(site: Site, finished: str, terminal: ServerTer
     assert "invalid: cut off" in words(terminal.shown("trials", finished))
     assert terminal.document("invalidate", finished, "0", "--undo")["invalid"] is None
     assert "--reason is missing" in terminal.refused("invalidate", finished, "0")
+    assert "only a trial that is PRUNED or has failed" in terminal.refused("reevaluate", finished, "0")
     site.store.open_attempt(finished).set_state(JobState.COMPLETE)
 
 

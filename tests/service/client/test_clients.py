@@ -166,6 +166,17 @@ def test_a_study_is_paused_edited_cloned_and_stopped(site: Site, ask: Asker) -> 
     assert site.store.job(study).stop_reason == "stopped by request: good enough"
 
 
+def test_a_pruned_trial_is_evaluated_and_another_invalid(site: Site, finished: str, ask: Asker) -> None:
+    trials = ask("trials", finished)
+    states = {trial["state"]: trial["number"] for trial in trials}
+    with pytest.raises(RequestRefused, match="only a trial that is PRUNED"):
+        ask("evaluate_trial", finished, states["COMPLETE"])
+    marked = ask("set_validity", finished, states["COMPLETE"], is_valid=False, reason="cut off")
+    assert marked["invalid"] == "cut off"
+    assert ask("set_validity", finished, states["COMPLETE"], is_valid=True)["invalid"] is None
+    site.store.open_attempt(finished).set_state(JobState.COMPLETE)
+
+
 def test_a_study_is_cancelled_once_and_for_good(site: Site, finished: str, ask: Asker) -> None:
     study = site.create(site.new_name())
     assert ask("cancel", study)["state"] == "CANCELLED"

@@ -20,10 +20,12 @@ from service.cli.tables import holdout_table, pareto_table, search_line, trials_
 from service.results.documents import pareto
 from service.results.files import trials_jsonl, write_results
 from service.results.record import EngineFigures, RunRecord, SearchFigures
+from service.results.report import render_report
 from service.results.selection import best_trial, costs_of, finalists, full_budget_trials, pareto_front
+from service.results.series import CHARTS
 from service.results.summary import summary
 from service.schemas.json_schemas import schemas
-from service.types import Origin, TrialState
+from service.types import Origin, Steering, TrialState
 from tests.service.synthetic_run import RUNGS, best_of, run_record
 from workers.types import VerificationReport
 
@@ -102,6 +104,25 @@ def test_writing_replaces_whole_files_and_leaves_nothing_else(run: RunRecord, tm
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE((tmp_path / "summary.json").stat().st_mode) == 0o666 & ~mask
+
+
+def test_results_have_what_users_asked_for(run: RunRecord) -> None:
+    """A trial that a user requested is in every result; an invalid one is in none that selects."""
+    best = best_of(run)
+    requested = replace(best, number=len(run.trials), origin=Origin.USER, bracket=None, label="by request")
+    marked = replace(best, invalid="cut off")
+    trials = (*(marked if trial.number == best.number else trial for trial in run.trials), requested)
+    steered = replace(run, trials=trials, steering=((1.0, Steering("evaluate", "ann", "by a hair")),))
+    found = summary(steered)
+    assert found["best"] is not None
+    assert (found["best"]["trial"], found["best"]["origin"]) == (requested.number, "user")
+    assert found["invalid"] == [{"trial": best.number, "reason": "cut off"}]
+    front = [entry["trial"] for entry in pareto(steered)["front"]]
+    assert (requested.number in front, best.number in front) == (True, False)
+    report = render_report(steered)
+    assert "Steered: evaluate by ann (by a hair)." in report
+    assert f"Trial {best.number} was marked as invalid: cut off." in report
+    assert all(chart.json(steered) for chart in CHARTS.values())
 
 
 def test_numbers_outside_json_are_refused(run: RunRecord, tmp_path: Path) -> None:

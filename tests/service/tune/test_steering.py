@@ -1,10 +1,11 @@
-"""A search that is stopped early, whose number of trials is edited, or whose trials are marked as invalid."""
+"""Searches that users steer: stopped early, edited, with invalid trials, or trials that are evaluated again."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from service.store.documents import STOPPING
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
-from service.types import EventKind, Steering, TrialState
+from service.types import EventKind, Origin, Steering, TrialState
 from tests.service.tune.harness import Killed, coordinator_of, drive, killer, new_study, score, trial_list
 from workers.serving.fake import FakeScorer
 
@@ -217,3 +218,77 @@ def test_another_finalist_takes_the_place_of_an_invalid_trial(tmp_path: Path) ->
     assert best.number not in chosen
     assert chosen - scored, "others were dominated by it alone"
     assert sorted(finish(again, [])) == sorted((number, "holdout") for number in chosen - scored)
+
+
+# Trials at the full budget, by request.
+
+
+def pruned(coordinator: Coordinator) -> list[int]:
+    return [trial.number for trial in coordinator.trials if trial.state is TrialState.PRUNED]
+
+
+def request(store: Store, study: str, trial: int) -> None:
+    store.request_evaluation(store.job(study), trial, steering=Steering("evaluate"))
+
+
+@pytest.mark.parametrize("scheduler", ["asha", "hyperband", "racing"])
+def test_a_pruned_trial_is_evaluated_at_the_full_budget(tmp_path: Path, scheduler: Scheduler) -> None:
+    """It is a new trial, which uses the stored samples; nothing else is scored, and a second request adds nothing."""
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study, scheduler=scheduler)
+    drive(coordinator, FakeScorer())
+    before, number = trial_list(store, study), pruned(coordinator)[0]
+    source = store.trial(study, number)
+    for _ in range(2):
+        request(store, study, number)
+        again = coordinator_of(store, study, scheduler=scheduler)
+        drive(again, FakeScorer())
+        assert again.is_finished
+        assert trial_list(store, study)[:-1] == before
+    added = store.trials(study)[-1]
+    assert (added.origin, added.state, added.bracket) == (Origin.USER, TrialState.COMPLETE, None)
+    assert (added.recipe.digest, added.configuration) == (source.recipe.digest, source.configuration)
+    known = sum(source.rungs[-1].num_samples.values())
+    assert (added.samples_reused, added.samples_scored) == (known, sum(added.rungs[-1].num_samples.values()) - known)
+    assert [own.added for own in store.evaluation_requests(study)] == [added.number]
+
+
+@pytest.mark.parametrize("scheduler", ["hyperband", "racing"])  # ASHA prunes at the end of the search
+def test_a_request_while_a_search_runs_survives_kills(tmp_path: Path, scheduler: Scheduler) -> None:
+    """The search proposes as many trials as before, whatever was killed after the request."""
+
+    def searched(directory: Path, at: int | None) -> list[tuple[Any, ...]]:
+        directory.mkdir()
+        store, study = new_study(directory)
+        coordinator = coordinator_of(store, study, scheduler=scheduler, max_trials=20)
+        run_until(coordinator, 58)
+        assert sum(trial.origin.is_searched for trial in coordinator.trials) < 20, "the search still runs"
+        request(store, study, pruned(coordinator)[0])
+        if at is not None:
+            with suppress(Killed):
+                dying = coordinator_of(store, study, scheduler=scheduler, max_trials=20, observer=killer(at))
+                drive(dying, FakeScorer())
+        last = coordinator_of(store, study, scheduler=scheduler, max_trials=20)
+        drive(last, FakeScorer())
+        assert last.is_finished
+        assert sum(trial.origin is Origin.SEARCH for trial in last.trials) == 20
+        assert sum(trial.origin is Origin.USER for trial in last.trials) == 1
+        return trial_list(store, study)
+
+    expected = searched(tmp_path / "whole", None)
+    for at in (0, 5, 23):
+        assert searched(tmp_path / str(at), at) == expected, at
+
+
+def test_a_request_of_a_stopped_study_is_answered(tmp_path: Path) -> None:
+    """The stop prunes what was proposed, not what is asked for later."""
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    in_flight = run_until(coordinator, 44)
+    coordinator.stop(REASON)
+    finish(coordinator, in_flight)
+    request(store, study, pruned(coordinator)[0])
+    again = coordinator_of(store, study)
+    again.stop(REASON)
+    drive(again, FakeScorer())
+    assert (again.trials[-1].origin, again.trials[-1].state) == (Origin.USER, TrialState.COMPLETE)
