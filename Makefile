@@ -21,7 +21,7 @@ PYTEST = $(BIN)/python -m pytest
 # One process more than there are cores: many tests wait for a while.
 PARALLEL = --numprocesses $$(( $$(nproc) + 1 )) --dist worksteal
 
-.PHONY: install demo test test-heavy test-others test-fast test-gpu test-cluster lint docs bench bench-tables clean
+.PHONY: install demo test test-heavy test-others test-fast test-gpu test-cluster lint docs release bench bench-tables clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -77,6 +77,10 @@ lint: install
 docs: install
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --conf-dir docs/site --doctree-dir build/doctrees . build/site
 
+# What a release consists of, in dist/: HELM and IMAGES are explained in the script.
+release: install
+	PYTHON=$(BIN)/python deploy/release.sh
+
 bench: install
 	$(BIN)/python -m tests.benchmarks $(ONLY)
 
@@ -85,4 +89,4 @@ bench-tables: install
 	$(BIN)/python -m tests.benchmarks tables
 
 clean:
-	rm -rf .bench .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf .bench .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

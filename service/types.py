@@ -483,19 +483,22 @@ class Steering:
     """A request that changes how a job continues, such as `action` "pause", with the user and the user's reason.
 
     `user` is None if the server has no accounts; `reason` is None if none was given. `changes` has, for the action
-    "edit", the value of each edited option before and after.
+    "edit", the value of each edited option before and after. `trial` is the number of the trial that the request is
+    about, if it is about one.
     """
 
     action: str
     user: str | None = None
     reason: str | None = None
     changes: Mapping[str, Any] | None = None
+    trial: int | None = None
 
     @property
     def payload(self) -> dict[str, Any]:
         """Payload of the event that stores this request."""
         changes = {} if self.changes is None else {"changes": dict(self.changes)}
-        return {"action": self.action, "user": self.user, "reason": self.reason, **changes}
+        trial = {} if self.trial is None else {"trial": self.trial}
+        return {"action": self.action, "user": self.user, "reason": self.reason, **changes, **trial}
 
     def describe(self, done: str) -> str:
         """Text such as "paused by ann: the GPUs are needed"; `done` is the first word of the text."""

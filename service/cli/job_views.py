@@ -197,7 +197,8 @@ def event_text(event: Event, noun: str) -> str | None:
             return f"the server's database did not answer for {payload['away_s']:.0f} s"
         case "steered":
             changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in payload.get("changes", {}).items())
-            return f"{payload['action']}: asked by {payload['user'] or 'a request'}" + _because(
+            trial = f" trial {payload['trial']}" if "trial" in payload else ""
+            return f"{payload['action']}{trial}: asked by {payload['user'] or 'a request'}" + _because(
                 payload["reason"] or changes
             )
         case "actors":

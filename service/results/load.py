@@ -388,6 +388,7 @@ def _warnings(
 
 
 def _steering(payload: Mapping[str, Any]) -> Steering:
-    """Request that an event of the kind `steered` stores. An invalid trial is part of its changes."""
-    changes = payload.get("changes")
-    return Steering(payload["action"], payload["user"], payload["reason"], changes)
+    """Read the request that an event of the kind `steered` stores in its payload."""
+    return Steering(
+        payload["action"], payload["user"], payload["reason"], payload.get("changes"), trial=payload.get("trial")
+    )

@@ -59,6 +59,7 @@ def summary(run: RunRecord) -> SummaryDocument:
             {
                 "time": time_s,
                 "action": asked.action,
+                "trial": asked.trial,
                 "user": asked.user,
                 "reason": asked.reason,
                 "changes": {name: list(values) for name, values in (asked.changes or {}).items()},

@@ -437,10 +437,13 @@ class FailureDocument(TypedDict):
 
 
 class SteeringDocument(TypedDict):
-    """Request to pause, resume, stop, cancel or edit a study."""
+    """Request of a user that changes how a study continues."""
 
     time: Annotated[float, Field(description="Seconds since the epoch.")]
-    action: Annotated[str, Field(description="pause, resume, stop, cancel or edit.")]
+    action: Annotated[
+        str, Field(description="pause, resume, stop, cancel, edit, invalidate, validate, or evaluate (a trial).")
+    ]
+    trial: Annotated[int | None, Field(ge=0, description="Trial that the request is about, if it is about one.")]
     user: Annotated[str | None, Field(description="Who asked; null if the server had no accounts.")]
     reason: Annotated[str | None, Field(description="Why, in the user's words.")]
     changes: Annotated[

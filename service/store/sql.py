@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol, Self
 
@@ -548,7 +548,7 @@ class Store:
             if before.invalid == invalid:
                 return self.job(study.id)
             connection.execute(sa.update(table).where(is_this).values(invalid=invalid))
-            insert_event(connection, study.id, EventKind.STEERED, {**steering.payload, "trial": number})
+            insert_event(connection, study.id, EventKind.STEERED, replace(steering, trial=number).payload)
             this_job = jobs.c.id == study.id
             connection.execute(sa.update(jobs).where(this_job).values(edited_after=jobs.c.attempt))
             reason, state = f"trial {number} was marked as {'in' * (invalid is not None)}valid", JobState.STOPPED.value
@@ -585,7 +585,7 @@ class Store:
                 row = {"study": study.id, "number": len(known), "trial": trial}
                 connection.execute(sa.insert(table).values(row))
                 connection.execute(sa.update(jobs).where(this_job).values(edited_after=jobs.c.attempt))
-                insert_event(connection, study.id, EventKind.STEERED, {**steering.payload, "trial": trial})
+                insert_event(connection, study.id, EventKind.STEERED, replace(steering, trial=trial).payload)
         return self.job(study.id)
 
     def evaluation_requests(self, study_id: str) -> tuple[EvaluationRequest, ...]:

@@ -112,7 +112,7 @@ def test_results_have_what_users_asked_for(run: RunRecord) -> None:
     requested = replace(best, number=len(run.trials), origin=Origin.USER, bracket=None, label="by request")
     marked = replace(best, invalid="cut off")
     trials = (*(marked if trial.number == best.number else trial for trial in run.trials), requested)
-    steered = replace(run, trials=trials, steering=((1.0, Steering("evaluate", "ann", "by a hair")),))
+    steered = replace(run, trials=trials, steering=((1.0, Steering("evaluate", "ann", "by a hair", trial=9)),))
     found = summary(steered)
     assert found["best"] is not None
     assert (found["best"]["trial"], found["best"]["origin"]) == (requested.number, "user")
@@ -120,7 +120,7 @@ def test_results_have_what_users_asked_for(run: RunRecord) -> None:
     front = [entry["trial"] for entry in pareto(steered)["front"]]
     assert (requested.number in front, best.number in front) == (True, False)
     report = render_report(steered)
-    assert "Steered: evaluate by ann (by a hair)." in report
+    assert "Steered: evaluate trial 9 by ann (by a hair)." in report
     assert f"Trial {best.number} was marked as invalid: cut off." in report
     assert all(chart.json(steered) for chart in CHARTS.values())
 

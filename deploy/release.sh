@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Build what a release consists of, in dist/: the wheel, the Helm chart, the docs site, the images, and the list of their
+# checksums. `make release` runs it. The version is the one of pyproject.toml.
+#
+#   HELM          the program helm (default: helm)
+#   IMAGES        variants of the image to build with docker and to save: "cpu gpu" (the default), "cpu", or "none"
+#   PYTHON        the Python that has this project's extra `test` (default: .venv/bin/python)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+HELM=${HELM:-helm} IMAGES=${IMAGES:-cpu gpu} PYTHON=${PYTHON:-.venv/bin/python}
+
+fail() {
+    echo "release: $*" >&2
+    exit 2
+}
+
+version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+[[ $version =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "pyproject.toml: version is ${version@Q}; give MAJOR.MINOR.PATCH"
+for place in "version: $version" "appVersion: \"$version\""; do
+    grep -qxF "$place" deploy/helm/mergesearch/Chart.yaml || fail "deploy/helm/mergesearch/Chart.yaml: has no line '$place'"
+done
+ray=$(sed -n 's/^ray==//p' deploy/constraints.txt)
+tag=$version-ray$ray
+grep -qF "mergesearch:$tag-cpu" deploy/compose/compose.yaml || fail "deploy/compose/compose.yaml: has no image with the tag $tag-cpu"
+grep -q "^## $version" CHANGELOG.md || fail "CHANGELOG.md: has no section '## $version'"
+if [ -n "$(git status --porcelain)" ]; then
+    fail "the working tree has changes; commit them first: $(git status --porcelain | head -3 | tr '\n' ' ')"
+fi
+command -v "$HELM" >/dev/null || fail "$HELM: not found; install helm, or give HELM=PROGRAM"
+[ "$IMAGES" = none ] || docker info >/dev/null 2>&1 || fail "docker does not answer; start it, or give IMAGES=none"
+
+rm -rf dist
+mkdir dist
+echo "release: the wheel"
+"$PYTHON" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+echo "release: the chart"
+"$HELM" package deploy/helm/mergesearch --destination dist >/dev/null
+echo "release: the docs"
+"$PYTHON" -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site --doctree-dir build/doctrees . build/site
+tar --create --gzip --file "dist/mergesearch-docs-$version.tar.gz" --directory build site
+if [ "$IMAGES" != none ]; then
+    for variant in $IMAGES; do
+        echo "release: the image $tag-$variant"
+        docker build --quiet --file deploy/docker/Containerfile --build-arg "VARIANT=$variant" --tag "mergesearch:$tag-$variant" .
+        docker save "mergesearch:$tag-$variant" | gzip >"dist/mergesearch-image-$tag-$variant.tar.gz"
+    done
+fi
+(cd dist && sha256sum -- * >SHA256SUMS)
+echo "release: the routes that later versions keep"
+"$PYTHON" -m tests.service.api.contract
+echo "release: mergesearch $version is in dist/; commit tests/service/api/released.json, then tag the commit v$version"

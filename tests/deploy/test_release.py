@@ -1,0 +1,135 @@
+"""`make release`: everything of one version, or the reason why not."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = (
+    "Makefile",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "pyproject.toml",
+    "docs",
+    "deploy",
+    "service",
+    "workers",
+)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with this project's files, committed; its docs are one page, as another test builds the site."""
+    tree = tmp_path_factory.mktemp("release") / "tree"
+    tree.mkdir()
+    for name in (*PARTS, "search_spaces", "tests"):
+        source = ROOT / name
+        ignored = shutil.ignore_patterns("__pycache__", "site" if name == "docs" else "")
+        shutil.copytree(source, tree / name, ignore=ignored) if source.is_dir() else shutil.copy(source, tree / name)
+    (tree / "docs" / "site").mkdir()
+    (tree / "docs" / "site" / "conf.py").write_text("include_patterns = ['index.rst']\n")
+    (tree / "index.rst").write_text("Title\n=====\n")
+    (tree / ".gitignore").write_text("dist/\nbuild/\n*.egg-info/\n__pycache__/\n")
+    for command in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "--message", "all")):
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        subprocess.run(["git", *identity, *command], cwd=tree, check=True, capture_output=True)
+    return tree
+
+
+@pytest.fixture
+def tree(repository: Path) -> Iterator[Path]:
+    yield repository
+    for command in (("checkout", "--quiet", "."), ("clean", "--quiet", "-fdx")):
+        subprocess.run(["git", *command], cwd=repository, check=True)
+
+
+def release(tree: Path, programs: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    known = {"HELM": str(programs / "helm"), "IMAGES": "none", "PYTHON": sys.executable}
+    return subprocess.run(
+        ["bash", "deploy/release.sh"],
+        cwd=tree,
+        env={**os.environ, **known, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+def test_a_release_has_everything_of_one_version(tree: Path, programs: Path) -> None:
+    """The wheel has the files that the program reads, and every file is in the list of checksums."""
+    done = release(tree, programs)
+    assert done.returncode == 0, done.stderr
+    dist = tree / "dist"
+    names = {
+        "mergesearch-0.1.0-py3-none-any.whl",
+        "mergesearch-0.1.0.tgz",
+        "mergesearch-docs-0.1.0.tar.gz",
+    }
+    assert {file.name for file in dist.iterdir()} == {*names, "SHA256SUMS"}
+    lines = (line.split("  ") for line in (dist / "SHA256SUMS").read_text().splitlines())
+    listed = {name: digest for digest, name in lines}
+    assert listed == {name: hashlib.sha256((dist / name).read_bytes()).hexdigest() for name in names}
+    packed = set(zipfile.ZipFile(dist / "mergesearch-0.1.0-py3-none-any.whl").namelist())
+    read = {
+        str(file.relative_to(tree))
+        for package in ("service", "workers", "search_spaces")
+        for file in (tree / package).rglob("*")
+        if file.is_file() and file.suffix not in (".pyc", ".md") and "__pycache__" not in file.parts
+    }
+    assert read - packed == set()
+    with tarfile.open(dist / "mergesearch-0.1.0.tgz") as chart:
+        assert {"mergesearch/Chart.yaml", "mergesearch/values.yaml"} <= set(chart.getnames())
+    assert "Title" in (tree / "build" / "site" / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        (
+            "deploy/helm/mergesearch/Chart.yaml",
+            "version: 0.1.0",
+            "version: 0.2.0",
+            "Chart.yaml: has no line 'version: 0.1.0'",
+        ),
+        (
+            "deploy/compose/compose.yaml",
+            ":0.1.0-ray",
+            ":0.0.9-ray",
+            "compose.yaml: has no image with the tag 0.1.0-ray",
+        ),
+        ("CHANGELOG.md", "## 0.1.0", "## 0.1", "CHANGELOG.md: has no section '## 0.1.0'"),
+        ("pyproject.toml", 'version = "0.1.0"', 'version = "next"', "pyproject.toml: version is 'next'"),
+        ("README.md", "mergesearch", "mergesearch ", "the working tree has changes; commit them first"),
+    ],
+)
+def test_a_release_of_several_versions_is_refused(
+    tree: Path, programs: Path, file: str, old: str, new: str, message: str
+) -> None:
+    """Nothing is built."""
+    text = (tree / file).read_text()
+    assert old in text
+    (tree / file).write_text(text.replace(old, new))
+    refused = release(tree, programs)
+    assert (refused.returncode, message in refused.stderr) == (2, True), refused.stderr
+    assert not (tree / "dist").exists()
+
+
+def test_missing_programs_are_named(tree: Path, programs: Path, tmp_path: Path) -> None:
+    assert "not found; install helm" in release(tree, programs, HELM=str(tmp_path / "helm")).stderr
+    (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "docker").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    assert "docker does not answer" in release(tree, programs, IMAGES="cpu", PATH=path).stderr
