@@ -204,10 +204,14 @@ class _PlainWords:
         return words
 
     def _found(self, prefix: int, shift: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the elements whose sort keys have the bits `prefix` above the last `shift` bits, as (bits, indices).
+        """Yield, chunk by chunk, the elements whose sort keys begin with `prefix`, as (magnitudes, indices).
 
-        The bits are those of the elements' magnitudes, as int32 without the sign. Tie-breaking marks, the lower half of
-        a sort key, are computed only if `prefix` contains bits of marks.
+        The sort key of an element is a number of 64 bits. The upper half is the element's magnitude, and the lower half
+        is its mark, by which elements of equal magnitude are ordered. An element is yielded if `prefix` is its sort key
+        without the last `shift` bits.
+
+        Each magnitude is given as the int32 that has the same bits as the float32. Marks are computed only if `shift`
+        is less than 32, so that `prefix` contains a part of the mark.
         """
         for start in range(0, self._sizes.numel(), CHUNK):
             bits = self._sizes[start : start + CHUNK].view(torch.int32)

@@ -87,7 +87,12 @@ def _in_function(code: str) -> ast.Module:
 
 
 def _give(text: str) -> None:
-    """Make `text` the standard input: as `sys.stdin`, without bytes, and for what was imported as `stdin` before."""
+    """Make `text` the standard input of a solution, however the solution refers to it.
+
+    `sys.stdin` becomes a stream of text. It has no attribute `buffer`, so a solution cannot read bytes. The module of
+    the solution has run `from sys import *` before this call, and may have imported `stdin` itself. The name `stdin`
+    there stands for the earlier stream, so the read methods of that stream are replaced by ones that read `text`.
+    """
     lines = iter(text.split("\n"))
     vars(sys.stdin).update(read=lambda *_: text, readline=lambda *_: next(lines), readlines=lambda *_: text.split("\n"))
     sys.stdin = io.StringIO(text)

@@ -183,9 +183,10 @@ class BaseLearner:
     def restore(self, content: bytes, *, remembers: bool = True) -> None:
         """Restore a state that `to_bytes` returned for networks of the same shapes.
 
-        With `remembers` false, the remembered episodes in the state are left out; this is for a state of another
-        search. Raises ValueError if the networks have other shapes or draw other actions, and TrainingFailed if they
-        have numbers that are NaN or infinite.
+        The state contains a replay buffer, the episodes of earlier updates from which the value network also learns.
+        With `remembers` false, this buffer is left out; this is for a state that another search has saved. Raises
+        ValueError if the saved networks have other shapes, or if the saved policy draws another kind of action
+        (`Action`) than this learner's. Raises TrainingFailed if the saved networks contain NaN or infinity.
         """
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}
