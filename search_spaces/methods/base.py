@@ -96,7 +96,7 @@ class Coefficient:
     decimals: int = COEFFICIENT_DECIMALS
 
     def searched_in(self, low: float, high: float) -> Self:
-        """A copy of the coefficient that a search varies in [low, high], as one number for all experts."""
+        """Copy the coefficient, and declare that a search varies it in [low, high], as one number for all experts."""
         return replace(self, searched=Range(low, high))
 
     @property

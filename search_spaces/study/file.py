@@ -325,9 +325,10 @@ def resolved_model(value: str, directory: Path) -> str:
 
 
 def _run(value: Chained, directory: Path) -> Chained:
-    """A copy of `value`, an expert that another study merged, in which the directory of that study's run is absolute.
+    """Make the directory absolute by which `value`, an expert that another study merged, names that study's run.
 
-    A relative directory is relative to `directory`. A reference by the id of a study on a server is unchanged.
+    Returns a copy of `value`. A relative directory is relative to `directory`. A reference by the id of a study on a
+    server is unchanged.
     """
     source = value.from_study
     if source.dir is None:

@@ -71,9 +71,10 @@ def _executed(code: str | ast.Module) -> Any:
 
 
 def _in_function(code: str) -> ast.Module:
-    """A module that imports what the code imports, with the rest of the code as its function `main`.
+    """Wrap a solution in the function `main` of a module, so that it runs only when `main` is called.
 
-    A last block that is run in the main module alone belongs to the function.
+    The imports of the solution stay outside the function. If the solution ends with a block `if __name__ ==
+    '__main__'`, the content of the block becomes the end of the function.
     """
     body = ast.parse(code).body
     if body and isinstance(last := body[-1], ast.If) and ast.unparse(last.test) == MAIN:

@@ -100,10 +100,10 @@ class UpdateStatistics:
 class BaseLearner:
     """Base class of learners, which improve a policy's networks by the episodes that the policy has built.
 
-    A learner has the networks, the number of their updates, and the episodes that it remembers. It computes on the CPU
-    in float32. `paths` has the models through which layer paths lead. `descriptors` are statistics of the layers'
-    weights, or None. `seed` determines the learner's random numbers. Subclasses implement `_learn` with their own
-    optimizers.
+    A learner has the networks, the number of their updates, and a replay buffer: the remembered episodes, from which
+    the value network learns. It computes on the CPU in float32. `paths` has the models through which layer paths lead.
+    `descriptors` are statistics of the layers' weights, or None. `seed` determines the learner's random numbers.
+    Subclasses implement `_learn` with their own optimizers.
     """
 
     def __init__(
