@@ -120,8 +120,8 @@ class MergeMethod:
     - `variant`: what distinguishes the method from others of a similar name and from other implementations
     - `is_ordered`: whether the sources have different roles, so that their order is kept
     - `takes_seed`: whether the method draws random masks
-    - `cuts_at_rank`: whether the method treats an element by the rank of its magnitude or variance, so that elements with
-      equal values need a defined order
+    - `cuts_at_rank`: whether the method treats an element by the rank of its magnitude or variance, so that elements
+      with equal values need a defined order
     - `trims`: whether the method keeps a share of each task vector's elements, by their magnitude; the recipe decides
       whether it is a share of each tensor or of all tensors of the model together
     - `drops_zeros`: the name of a coefficient; a source for which it is 0 has no influence on the merge

@@ -65,9 +65,9 @@ class _Piece:
 class PathCoefficients:
     """The coefficients of the merges along one layer path, as numeric parameters for gradient descent.
 
-    The class is immutable and implements `Coefficients`. `recipe` is the recipe of the path. Each of `experts` has a
-    coefficient in every part that is an unchanged model's or merged by task arithmetic. If `scale_range` (the lowest
-    and the highest scale) is given, the scales of all layers but the last are parameters too.
+    The class is immutable and implements `Coefficients`. `recipe` is the recipe of the path. In every part of the model
+    that the recipe takes unchanged from a model, or merges by task arithmetic, each of `experts` has a coefficient. If
+    `scale_range` (the lowest and the highest scale) is given, the scales of all layers but the last are parameters too.
     """
 
     # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.
