@@ -139,7 +139,8 @@ def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, flo
     """Turn the coefficients of one merge into parameters of a search, and return them with the range to search.
 
     The first result is the merge with the names of its parameters. The two numbers are the lowest and the highest value
-    that is searched for each parameter.
+    that is searched for each parameter; `PathCoefficients` extends this range to a coefficient of `merge` that is
+    outside.
 
     If `merge` is an unchanged model or task arithmetic, the result is task arithmetic of all `experts`, with a
     parameter for each: a search can then add any expert's task vector to any layer. An unchanged expert begins with a

@@ -88,7 +88,7 @@ def _in_function(code: str) -> ast.Module:
 
 
 def _give(text: str) -> None:
-    """Make `text` the standard input of a solution, however the solution refers to it.
+    """Make `text` the standard input of a solution, which may use it as `sys.stdin` or by the name `stdin`.
 
     `sys.stdin` becomes a stream of text. It has no attribute `buffer`, so a solution cannot read bytes. The module of
     the solution has run `from sys import *` before this call, and may have imported `stdin` itself. The name `stdin`
