@@ -389,6 +389,9 @@ def _warnings(
 
 
 def _steering(payload: Mapping[str, Any]) -> Steering:
-    """Request that an event of the kind `steered` stores. An invalid trial is part of its changes."""
+    """Read the request that an event of the kind `steered` stores, from the event's payload.
+
+    If the request marks a trial as valid or invalid, the payload also has the trial's number, which is left out.
+    """
     changes = payload.get("changes")
     return Steering(payload["action"], payload["user"], payload["reason"], changes)
