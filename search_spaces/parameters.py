@@ -148,7 +148,7 @@ class Structure(Protocol):
         ...
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that a study stores for a proposed configuration. Both give the same merge.
+        """Bring a configuration into the form in which a study stores it; the result gives the same merge.
 
         All configurations that give the same merge have the same result, which depends only on `configuration`. A
         result that is repaired again does not change. Each value of `configuration` must be accepted by its parameter.
@@ -254,7 +254,7 @@ class Parameters:
         return self.build(lambda parameter: parameter.sample(rng))
 
     def repair(self, configuration: Configuration) -> Configuration:
-        """The configuration that a study stores for a proposed one (`Structure.repair`).
+        """Bring a proposed configuration into the form in which a study stores it (`Structure.repair`).
 
         The method `check` must accept `configuration`. Without a structure the result is `configuration` itself.
         """

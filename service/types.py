@@ -363,8 +363,9 @@ class UserRecord:
     `is_admin` says whether the user administers the server. A disabled user (`is_disabled`) has no rights. `roles` has
     the user's role in each team. `created_at` is in seconds since the epoch.
 
-    `identity` has the issuer and the subject of the identity at a provider that has logged in as the user. No other
-    identity may log in as the user. None if nobody has logged in yet.
+    `identity` is the identity at an identity provider with which the user has logged in: the issuer and the subject, in
+    one text. No other identity may log in as the user. It is None as long as the user has not logged in with a
+    provider.
     """
 
     name: str

@@ -71,7 +71,7 @@ class WorkerProcess:
     """Separate process for function calls; it starts on demand, and again after it has died."""
 
     def __init__(self, name: str, *, warm_up: Callable[[], None] | None = None) -> None:
-        """Prepare a separate process for function calls without starting it.
+        """Prepare a separate process that will run functions; the process is not started yet.
 
         `name` is used in messages. `warm_up` runs in the process before the first call, for example to import modules.
         """

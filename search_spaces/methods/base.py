@@ -96,7 +96,7 @@ class Coefficient:
     decimals: int = COEFFICIENT_DECIMALS
 
     def searched_in(self, low: float, high: float) -> Self:
-        """A copy of the coefficient that a search varies in [low, high], as one number for all experts."""
+        """Copy the coefficient, and declare that a search varies it in [low, high], as one number for all experts."""
         return replace(self, searched=Range(low, high))
 
     @property
@@ -118,18 +118,18 @@ class MergeMethod:
 
     - `source`: the paper, program or page that the method is from
     - `variant`: what distinguishes the method from others of a similar name and from other implementations
-    - `is_ordered`: the sources have different roles, so their order is kept
-    - `takes_seed`: the method draws random masks
-    - `cuts_at_rank`: the method treats an element by the rank of its magnitude or variance, so elements with equal
-      values need a defined order
-    - `trims`: the method keeps a share of each task vector's elements, by their magnitude; the recipe decides whether
-      it is a share of each tensor or of all tensors of the model together
+    - `is_ordered`: whether the sources have different roles, so that their order is kept
+    - `takes_seed`: whether the method draws random masks
+    - `cuts_at_rank`: whether the method treats an element by the rank of its magnitude or variance, so that elements
+      with equal values need a defined order
+    - `trims`: whether the method keeps a share of each task vector's elements, by their magnitude; the recipe decides
+      whether it is a share of each tensor or of all tensors of the model together
     - `drops_zeros`: the name of a coefficient; a source for which it is 0 has no influence on the merge
     - `base_at_zero`: the name of a coefficient; if it is 0, the merge is the base model
     - `first_at_zero`: the name of a coefficient; if it is 0, the merge is the first source
-    - `is_itself_alone`: a merge of a single source is that source
-    - `depends_on_device`: the method uses exponentials or matrix products, whose last bits differ between a CPU and a
-      GPU
+    - `is_itself_alone`: whether a merge of a single source is that source
+    - `depends_on_device`: whether the method uses exponentials or matrix products, whose last bits differ between a CPU
+      and a GPU
     - `constraint`: a function that checks coefficients together, after each was found in its range; it returns a
       message about the problem, or None
     - `mergekit`: the method of mergekit that computes the same tensors; None if mergekit has none

@@ -25,16 +25,16 @@ class Feature(StrEnum):
 class SearcherDeclaration:
     """The properties of a searcher that are known without loading its code.
 
-    - `learns`: proposals depend on results, not only on which configurations were proposed before
+    - `learns`: whether proposals depend on results, not only on which configurations were proposed before
     - `reference`: the publication
     - `handles`: the features that the searcher can handle; a search that needs another one is refused
     - `alias_of`: the name of the searcher for which this name stands; None for a searcher with its own algorithm
-    - `computes_steps`: the searcher needs gradients with respect to the parameters of the space
-    - `waits_for_baselines`: the searcher is first asked for a proposal when all baselines are scored
-    - `uses_preferences`: the searcher uses the study's preference vectors; a study with preference vectors is accepted
-      only with such a searcher
-    - `trains_policy`: the searcher trains a policy that builds layer paths; it needs a space of layer paths and a
-      single rung, because an episode is a trial with one reward
+    - `computes_steps`: whether the searcher needs gradients with respect to the parameters of the space
+    - `waits_for_baselines`: whether the searcher is first asked for a proposal when all baselines are scored
+    - `uses_preferences`: whether the searcher uses the study's preference vectors; a study with preference vectors is
+      accepted only with such a searcher
+    - `trains_policy`: whether the searcher trains a policy that builds layer paths; it then needs a space of layer
+      paths and a single rung, because an episode is a trial with one reward
     - `version`: a number that increases whenever the searcher's proposals for the same results change; a study keeps
       the version with which it was created
     """

@@ -220,7 +220,7 @@ class Coefficients(Protocol):
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The parameters that have the values of one tensor's coefficients.
+        """List the parameters whose values are the coefficients of one tensor.
 
         The result has pairs of a source's alias and the name of the parameter with the source's coefficient. If the
         sources share the coefficient, only the first source is listed. The result is empty for a tensor without a

@@ -217,7 +217,7 @@ class DisPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that a study stores for a proposed one. Both describe the same blocks.
+        """Bring a proposed configuration into the form in which a study stores it, for the same blocks.
 
         Several configurations may describe the same blocks, which are the layers that a merge uses; only one of these
         configurations is stored. A configuration with too many layers describes shortened blocks. The values of

@@ -390,10 +390,14 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """Yield the merge of the experts for each preference vector: the model called MERGED, whose layers paths may use.
+    """Yield one merge of the experts for each preference vector of the study.
 
-    The weight of an objective in the vector is the weight of its expert; every objective must have an expert. If the
-    study has no preference vectors, there is one merge, in which all experts have equal weights.
+    The layers of an additional model, which is named MERGED, are merged in this way. A layer path takes each of its
+    layers from one of several models, and MERGED is one of them.
+
+    A preference vector has a weight for each objective. It is the weight of the objective's expert in the merge; every
+    objective must have an expert. If the study has no preference vectors, there is one merge, in which all experts have
+    equal weights.
     """
     for vector in models.preferences or (dict.fromkeys(models.experts, 1 / max(1, len(models.experts))),):
         named = {_expert_of(objective, options): weight for objective, weight in vector.items()}

@@ -236,12 +236,12 @@ class LayerPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """The configuration that a study stores for a proposed one: it describes the same layer path.
+        """Bring a proposed configuration into the form in which a study stores it, for the same layer path.
 
-        Several configurations may describe the same layer path, because a layer that may not follow the previous layer
-        is replaced by another (`path`). In the result, each layer may follow the previous one. The number of the
-        preference vector is 0 if the path has no merged layer. The values of `configuration` must be valid values of
-        the space's parameters.
+        Several configurations may describe the same layer path, because the method `path` replaces a layer that may not
+        follow the previous layer. In the result, each layer may follow the previous one. The number of the preference
+        vector is 0 if the path has no merged layer. The values of `configuration` must be valid values of the space's
+        parameters.
         """
         path, scales = self.path(configuration), self.scales(configuration)
         return self.configuration(path, preference=self.preference(configuration), scales=scales)

@@ -235,7 +235,7 @@ class LayerwiseSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The parameters that have the values of one tensor's coefficients, by expert.
+        """List the parameters whose values are the coefficients of one tensor.
 
         The result has a pair for each expert, in the study's order: the expert's alias and the name of the parameter.
         """

@@ -65,9 +65,9 @@ class _Piece:
 class PathCoefficients:
     """The coefficients of the merges along one layer path, as numeric parameters for gradient descent.
 
-    The class is immutable and implements `Coefficients`. `recipe` is the recipe of the path. Each of `experts` has a
-    coefficient in every part that is an unchanged model's or merged by task arithmetic. If `scale_range` (the lowest
-    and the highest scale) is given, the scales of all layers but the last are parameters too.
+    The class is immutable and implements `Coefficients`. `recipe` is the recipe of the path. In every part of the model
+    that the recipe takes unchanged from a model, or merges by task arithmetic, each of `experts` has a coefficient. If
+    `scale_range` (the lowest and the highest scale) is given, the scales of all layers but the last are parameters too.
     """
 
     # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.
@@ -136,11 +136,20 @@ class PathCoefficients:
 
 
 def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, float, float]:
-    """Make the `_Piece` of one merge, and return it with the lowest and the highest value of its coefficients.
+    """Turn the coefficients of one merge into parameters of a search, and return them with the range to search.
 
-    `name` is the part of the model, such as "layer1.mlp", with which the names of the parameters begin. `experts` are
-    the experts that get a coefficient if `merge` is an unchanged model or task arithmetic. The merge is in canonical
-    form, and all its sources are in the same layer.
+    The first result is the merge with the names of its parameters. The two numbers are the lowest and the highest value
+    that is searched for each parameter; `PathCoefficients` extends this range to a coefficient of `merge` that is
+    outside.
+
+    If `merge` is an unchanged model or task arithmetic, the result is task arithmetic of all `experts`, with a
+    parameter for each: a search can then add any expert's task vector to any layer. An unchanged expert begins with a
+    coefficient of 1. Experts that do not take part in `merge` begin with 0. A merge by another method keeps its
+    sources. It has a parameter for each source or, if the method has no coefficient by source that can be searched by
+    gradient, a single one for its strength.
+
+    `name` is the part of the model, such as "layer1.mlp"; the names of the parameters begin with it. The merge is in
+    canonical form, and all its sources are in the same layer.
     """
     if merge.method in ("passthrough", "task_arithmetic"):
         layer = merge.sources[0].layer

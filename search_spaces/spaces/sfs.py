@@ -117,7 +117,7 @@ class SfsSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """The parameter that has the factor on one tensor, as a tuple with one pair.
+        """Name the parameter whose value is the factor on one tensor, in a tuple with one pair.
 
         The pair has the model's alias and the name of the parameter. The result is empty for norms, the embedding and
         the head, which have no factor.

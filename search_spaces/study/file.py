@@ -325,9 +325,10 @@ def resolved_model(value: str, directory: Path) -> str:
 
 
 def _run(value: Chained, directory: Path) -> Chained:
-    """A copy of `value`, an expert that another study merged, in which the directory of that study's run is absolute.
+    """Copy `value`, the reference to an expert that another study merged, with an absolute path.
 
-    A relative directory is relative to `directory`. A reference by the id of a study on a server is unchanged.
+    A reference names the directory of the other study's run, or the id of a study on a server. A relative directory is
+    relative to `directory`. A reference by id is unchanged.
     """
     source = value.from_study
     if source.dir is None:

@@ -111,7 +111,10 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}:,]')
 
 
 def _first_repeated(text: str) -> _RepeatedKey:
-    """The error about the first key of a JSON text that occurs twice in one object, with its line and column."""
+    """Find the first key that occurs twice in one object of a JSON text; the result is an error with its place.
+
+    The place is the line and column of the second occurrence.
+    """
     known: list[set[str] | None] = []  # the keys so far of each open object; None for an open list
     before = ""
     for token in _TOKEN.finditer(text):

@@ -56,7 +56,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Ended:
-    """A login that has ended with a session.
+    """A login that has succeeded, so that the browser has a session.
 
     `secret` is the value of the session's cookie. `next` is the path of this server to which the browser goes.
     """

@@ -46,10 +46,11 @@ def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P
 
 
 def named(client: type[C]) -> type[C]:
-    """Class decorator for clients: methods that were made from flows appear as ordinary methods of the class `client`.
+    """Class decorator for clients that gives generated methods the names that methods written in the class have.
 
-    A flow is a generator of requests; `blocking` and `awaited` make methods from flows. The methods get the module and
-    the qualified name that they would have in the class, which the API pages show.
+    `blocking` and `awaited` generate methods from flows, which are generators of HTTP requests. The decorator changes
+    the module and the qualified name of each generated method, which otherwise name this module, to those of the class
+    `client`. The API pages show these names. The result is `client` itself.
     """
     for name, method in vars(client).items():
         if inspect.isfunction(method) and method.__module__ == __name__:

@@ -31,8 +31,9 @@ def compare(
         samples: Values by objective [num_samples], in the metric's unit.
         reference: Values of the best finalist on the same samples in the same order; None for no comparison.
         mean_over: Objectives whose unweighted mean the row has; objectives without samples are left out.
-        documents: Name of the data of each objective. Objectives with equal names were scored on the same documents,
-            position by position; the data of an objective without a name are not shared with any other objective.
+        documents: Identifier of the documents on which each objective was scored. If two identifiers are equal, samples
+            at the same position are of the same document. An objective without an identifier shares its documents
+            with no other objective.
         bounds: Lowest and highest value that a sample of an objective can have, if they are known.
 
     Returns:

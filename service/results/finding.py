@@ -83,7 +83,8 @@ def rival_tests(
         trials: Trials of the study, or at least its baselines.
         objectives: Objectives that are scored on samples.
         rows: Values on the holdout data by trial number and objective; all trials have the same samples.
-        documents: Name of the data of each objective; equal names mean the same documents, position by position.
+        documents: Identifier of the documents on which each objective was scored. If two identifiers are equal, samples
+            at the same position are of the same document.
         bounds: Lowest and highest value that a sample of an objective can have, if they are known.
 
     Returns:

@@ -33,8 +33,9 @@ Samples = Mapping[str, NDArray[np.float64]]
 class Scored:
     """Values of the samples of all recipes on one split: the search data or the holdout data.
 
-    `samples` are the values of samples by recipe digest. `documents` has the name of each objective's data: objectives
-    with equal names were scored on the same documents, position by position.
+    `samples` are the values of samples by recipe digest. `documents` has, for each objective, an identifier of the
+    documents on which it was scored. If two objectives have equal identifiers, their samples at the same position are
+    of the same document.
     """
 
     samples: Mapping[str, Samples] = field(default_factory=dict)

@@ -346,9 +346,10 @@ def _results(trial: TrialResult) -> dict[str, Any]:
 
 
 def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Return an identifier of each study-file entry's data (task and split), by the entry's name.
+    """Identify the documents on which each objective or benchmark of a study file is scored.
 
-    Entries with equal identifiers are scored on the same documents.
+    The result has an identifier for the name of each of `specs`. The identifier contains the task and its split. If two
+    identifiers are equal, both are scored on the same documents.
     """
     return {
         spec.name: json.dumps([spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split])

@@ -182,9 +182,9 @@ def correlations(samples: Sequence[ArrayLike], documents: Sequence[str]) -> Samp
     the widest confidence interval of the average of the means.
 
     Args:
-        samples: Values of each mean [num_means][num_samples]. For means with the same name in `documents`, values at
-            equal positions are of the same document, and the longer list continues with further documents.
-        documents: Name of the data of each mean [num_means].
+        samples: Values of each mean [num_means][num_samples]. For means with equal `documents`, values at equal
+            positions are of the same document, and the longer list continues with further documents.
+        documents: Identifier of the documents of each mean [num_means].
 
     Returns:
         Correlations in [-1, 1], [num_means, num_means], with 1 on the diagonal.
@@ -225,7 +225,7 @@ def bootstrap(
     Args:
         statistic: Computes the statistic from the merges' means by objective [num_merges].
         samples: Values by objective [num_merges, num_samples].
-        documents: Name of the data of each objective.
+        documents: Identifier of the documents on which each objective was scored.
         seed: The same seed gives the same interval.
 
     Returns:

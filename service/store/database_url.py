@@ -183,10 +183,11 @@ def named_url(text: str) -> sa.URL:
 def remember(data_dir: Path, url: sa.URL, *, by_variable: bool = False) -> None:
     """Store the URL of a server's database in its data directory, for its drivers and for its next start.
 
-    For the default database, an SQLite file in the data directory, no URL is stored, and an earlier one is removed. If
-    `by_variable` is True, the server took the URL from the environment variable MERGESEARCH_DATABASE, and its drivers
-    read this variable too. In this case only a text without secrets that names the database is stored. The text is used
-    in error messages if the variable is not set.
+    For the default database, an SQLite file in the data directory, no URL is stored, and an earlier one is removed.
+
+    If `by_variable` is True, the server took the URL from the environment variable MERGESEARCH_DATABASE, and its
+    drivers read this variable too. The file then holds only the URL without its secrets. It is shown in error messages
+    if the variable is not set.
     """
     place = data_dir / URL_FILE
     if url.get_backend_name() == "sqlite" and Path(str(url.database)) == (data_dir / DATABASE).absolute():

@@ -37,10 +37,10 @@ ARTIFACT, FILE = "warm-start", "observations.json.gz"
 
 
 def check_warm_start(preflight: PreflightResult, *, open_study: OpenStudy) -> None:
-    """Check that the earlier study's results with which a new study starts its search exist and fit the new study.
+    """Check the earlier results with which a study starts its search: they must exist and fit the study.
 
-    `search.warm_start` in the study file names the earlier study; a study without this option always passes.
-    `open_study` opens the earlier study. Raises InvalidStudy if the results do not exist or do not fit.
+    They are results of another study, which `search.warm_start` in the study file names; a study without this option
+    always passes. `open_study` opens the other study. Raises InvalidStudy if the results do not exist or do not fit.
     """
     if preflight.study.search.warm_start is None:
         return

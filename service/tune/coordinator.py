@@ -335,7 +335,7 @@ class Coordinator:
             self._release(evaluation)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
-        """Store an event that fewer trial actors run than are wanted.
+        """Store an event which says that fewer trial actors run than are wanted.
 
         `running` and `wanted` are the two numbers of actors, and `text` is the reason.
         """

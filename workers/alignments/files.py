@@ -25,7 +25,7 @@ DIGEST = re.compile(r"^[0-9a-f]{64}$")
 def write_alignment(directory: str | Path, alignment: Alignment) -> str:
     """Write an alignment to `directory` as a float32 safetensors file, and return the file's digest.
 
-    The digest is the sha256 of the file, and the file's name.
+    The digest is the sha256 of the file. It is also the file's name.
     """
     from safetensors.torch import save
 

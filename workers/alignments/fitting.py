@@ -135,10 +135,12 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | No
     """Fit an alignment that gives each channel of activations x the mean and variance of the channel in activations y.
 
     Rows of x and y are tokens, columns are the channels of the residual stream. A channel of x that is nearly constant
-    is only shifted. `first` is a pair of the activations of the first tokens of texts, in x and in y, each [texts,
-    channels]. The first tokens are not among the rows. In some channels they are outliers in both x and y: the scale
-    and shift of these channels map the mean over the rows, and the mean over the first tokens, to those in y, and the
-    variance may differ.
+    is only shifted.
+
+    `first` is a pair of the activations of the first tokens of texts, in x and in y, each [texts, channels]. The first
+    tokens are not among the rows. In some channels they are outliers in both x and y. For such a channel, the scale and
+    the shift map two means to those in y, the mean over the rows and the mean over the first tokens; the variance may
+    then differ from that in y.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()

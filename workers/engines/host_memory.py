@@ -35,7 +35,7 @@ def total_host_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def _left_by_limit(cgroup: Path) -> Iterator[int]:
-    """Yield the bytes that the control group `cgroup` may still allocate, or nothing if it has no limit.
+    """Yield the number of bytes that the control group `cgroup` may still allocate, or nothing if it has no limit.
 
     Cached file pages count as free, because the kernel can reclaim them.
     """

@@ -127,9 +127,9 @@ class TaskCode(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop the computations whose results are not needed any more.
+        """Drop all pending computations, those that `begin` started and whose results `values` has not returned.
 
-        They were started by `begin`, and `values` has not returned their results.
+        The caller has no further use for them, for example because the scoring of another sample has failed.
         """
         ...
 

@@ -124,8 +124,9 @@ class ConfinedTask(TaskProcess):
     def values(self, answers: Sequence[Answers]) -> list[float]:
         """The task's metric for each of several samples, in the order of `answers`; all values are finite.
 
-        `documents` must have been called before. Raises MetricFailed if the metric fails, and EngineUnavailable if the
-        process ends or hangs twice while it builds the task.
+        `documents` must have been called before. If the process ends or hangs, it is replaced by a new one once. Raises
+        MetricFailed if the metric fails, and EngineUnavailable if the new process, too, ends or hangs while it builds
+        the task.
         """
         found = self._values(self._spec.digest, self.built, answers)
         for value, each in zip(found, answers, strict=True):

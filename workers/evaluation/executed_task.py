@@ -65,8 +65,8 @@ class ExecutedTask:
     def values(self, answers: Sequence[Answers]) -> list[float]:
         """The metric pass@k of each sample: an estimate of the probability that one of k completions passes its tests.
 
-        A completion passes if its program runs to its end. Raises EngineUnavailable if the process that executes
-        programs ends twice.
+        A completion passes if its program runs to its end. If the process that executes programs ends, it is started
+        again once, and all programs are executed again. Raises EngineUnavailable if it does not start or ends again.
         """
         for each in answers:
             if each not in self._judged and each not in self._begun:

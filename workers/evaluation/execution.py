@@ -69,7 +69,8 @@ class Executor:
         """Wait for all programs submitted since the last call, and return the outcome of each.
 
         An outcome is None if the program ran to its end, else the reason why it did not. Outcomes are in the order of
-        submission. Raises EngineUnavailable if the separate process that starts programs ends twice.
+        submission. If the separate process that starts programs ends, it is started again once, and all programs are
+        executed again. Raises EngineUnavailable if it does not start or ends again.
         """
         programs, self._submitted = self._submitted, []
         limit_s = START_S + WALL_FACTOR * self._cpu_s * len(programs)

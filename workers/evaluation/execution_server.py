@@ -179,10 +179,11 @@ class _Programs:
             self._num_running += 1
 
     def _outcome(self, running: _Running, *, is_late: bool) -> str | None:
-        """Kill a program's process, and return the reason why the program did not run to its end; None if it did.
+        """Return None if a program has run to its end, else the reason why it has not.
 
-        `is_late` says whether the program has reached its time limit. Raises NotConfinedError if the process ended
-        before the program began.
+        Its process is killed if it still runs, and its exit status is collected. `is_late` says whether the program has
+        reached its time limit. Raises NotConfinedError if the process ended, or was killed, before the sandbox around
+        it was complete; then the program itself has not begun.
         """
         with contextlib.suppress(ProcessLookupError):
             os.kill(running.pid, signal.SIGKILL)

@@ -43,10 +43,12 @@ PROGRAM = f"from {serve.__module__} import serve; serve()"
 class TaskProcess(ABC):
     """Client of a separate process that builds tasks and computes the metrics of answers.
 
-    The process is restarted after it has ended. It is killed by `stop`, and when this object is garbage-collected.
-    MetricFailed is raised for a sample whose metric twice takes longer than `sample_limit_s` seconds, or twice ends the
-    process. Building a task may take `task_limit_s` seconds. Only one thread may use the object at a time. Linux kills
-    the process when the thread that started it ends.
+    The process is replaced by a new one if it ends, or if computing the metric of a sample takes longer than
+    `sample_limit_s` seconds. The new process computes the missing values sample by sample. If one of these events
+    happens again, MetricFailed is raised for the sample at which it happens.
+
+    The process is killed by `stop`, and when this object is garbage-collected. Building a task may take `task_limit_s`
+    seconds. Only one thread may use the object at a time. Linux kills the process when the thread that started it ends.
     """
 
     def __init__(self, *, sample_limit_s: float, task_limit_s: float) -> None:
@@ -98,8 +100,9 @@ class TaskProcess(ABC):
     def _values(self, digest: str, task: BuiltTask, answers: Sequence[Answers]) -> list[float]:
         """Compute the metric of `task` for each of several samples; `digest` names the task to the process.
 
-        All values are finite. Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the
-        task, and EngineUnavailable if the process ends or hangs twice while it builds the task.
+        All values are finite. If the process ends or hangs, it is replaced by a new one once, which computes the
+        missing values. Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the task, and
+        EngineUnavailable if the new process, too, ends or hangs while it builds the task.
         """
         values: list[float] = []
         is_retry = False
@@ -236,9 +239,10 @@ class MetricProcess(TaskProcess):
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
         """A task's metric for each of several samples, in the order of `answers`; all values are finite.
 
-        `digest` names the task, which the method `open` has sent before. Raises MetricFailed if the metric fails,
-        InvalidTask if the process cannot build the task, and EngineUnavailable if the process ends or hangs twice while
-        it builds the task.
+        `digest` names the task, which the method `open` has sent before. If the process ends or hangs, it is replaced
+        by a new one once, which computes the missing values. Raises MetricFailed if the metric fails, InvalidTask if
+        the process cannot build the task, and EngineUnavailable if the new process, too, ends or hangs while it builds
+        the task.
         """
         return self._values(digest, self._tasks[digest][0], answers)
 

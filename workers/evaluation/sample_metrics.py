@@ -118,7 +118,7 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """Mean, over the distinct n-grams that a text kept or deleted, of the share in which this was right.
+    """Share of a text's kept (or deleted) n-grams that was rightly kept (or deleted), as a mean over distinct n-grams.
 
     `made` has the count of each kept or deleted n-gram, and `right` the count that the references agree with. The
     result is 1 if there are no n-grams.

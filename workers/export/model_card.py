@@ -205,7 +205,7 @@ def _merge_name(directory: Path) -> str | None:
 
 
 def _relative(merge: Merge, index: int) -> object:
-    """Key of a merge that is equal for adjacent layers that are merged in the same way, and by which they are grouped.
+    """Key by which a model card groups adjacent layers: merges with equal keys are made in the same way.
 
     `merge` is the merge of a part of a layer, such as the MLP, in the merged layer with the index `index`. In the key,
     the layers of sources are numbered relative to `index`.

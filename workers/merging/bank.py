@@ -457,10 +457,12 @@ class Bank:
     def on(self, device: torch.device | str) -> Bank:
         """Return a bank with the same source weights in the same memory, whose merges are computed on `device`.
 
-        If `device` is this bank's device, the result is this bank. For another device, the result is one further bank,
-        the same object at every call. The two banks share those cached statistics that are in host memory and have the
-        same bits on every device. The tensors of adapters are products of matrices, whose bits depend on the device, so
-        statistics of a family with adapters are not shared.
+        If `device` is this bank's own device, the result is this bank. For any other device, a second bank is created
+        at the first call and returned again at later calls.
+
+        The two banks share the cached statistics that are in host memory, because these do not depend on the device
+        that computed them. Statistics of models with low-rank adapters are an exception, and are not shared: the
+        tensors of an adapter are products of matrices, and the last bits of a product depend on the device.
         """
         target = torch.device(device)
         if target == self.device:

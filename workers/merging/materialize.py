@@ -298,9 +298,9 @@ class _Computation:
     ) -> torch.Tensor:
         """Compute the merged tensor, rounded to `dtype`.
 
-        `into` is a function that returns memory for a tensor of a name and shape, or None. If a kernel writes the
-        result directly, the result is in this memory. Otherwise the result is in newly allocated memory or, for a copy
-        of a source, in the bank's memory.
+        If `into` is given, it is a function that returns memory for a tensor, from its name and shape. The result is in
+        this memory if a kernel writes the result directly. Otherwise the result is in newly allocated memory or, for a
+        copy of a source, in the bank's memory.
         """
         merge, shape = self.tensor.merge, self.tensor.shape
         if _is_copy(self.tensor):

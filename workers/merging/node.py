@@ -261,7 +261,7 @@ def _read(file: Path) -> list[Any]:
 
 
 def _write(file: Path, value: list[Any]) -> None:
-    """Store the one value in the list `value` for the other processes.
+    """Store a value in `file`, so that other processes need not compute it; `value` is a list with this one value.
 
     If there is no room, nothing is stored, and each of the other processes computes the value.
     """

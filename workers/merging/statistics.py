@@ -140,7 +140,7 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 def _importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Importances of elements in Arcee Fusion at given indices, if all importances are sorted in ascending order.
+    """Find the importances at given `indices` in the ascending list of all importances (merge method Arcee Fusion).
 
     The result has a tensor with one number for each of `indices`; index 0 is the smallest importance. The importance of
     an element is the absolute difference of `first` and `second`, times the factor of its row in `rows`. The

@@ -116,11 +116,11 @@ class WholeTaskVector:
         return 0 if self._first is None else self._first.nbytes
 
     def of_tensor(self, name: str, order: TieOrder, ranks: Iterable[int]) -> ModelMagnitudes:
-        """Thresholds of the tensor `name` at which the whole model keeps given numbers of its largest elements.
+        """Find the thresholds that trim the tensor `name` as a part of the whole model.
 
-        `ranks` has these numbers; each is at least 1 and counts elements of all tensors together. The result has a
-        threshold for each of them. `order` is the rule that breaks ties between the tensor's elements of equal
-        magnitude.
+        For each number in `ranks`, that many elements of the whole model are kept: the largest ones of all tensors
+        together. The result has the threshold for each number. The numbers are at least 1. `order` is the rule that
+        breaks ties between the tensor's elements of equal magnitude.
         """
         return ModelMagnitudes(self.num_elements, {rank: self._trim(name, order, rank) for rank in ranks})
 
@@ -146,9 +146,9 @@ class WholeTaskVector:
 def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: Sequence[ModelMagnitudes]) -> int:
     """Number of elements of one tensor with a positive elected sign, minus the number with a negative one.
 
-    `tensors` has this tensor of each expert. The signs are elected among the experts' task vectors, after trimming. Of
-    each expert's whole model, trimming keeps the share in `shares` of its elements. `known` has the thresholds of the
-    trimming.
+    `tensors` has this tensor of each expert. The signs are elected among the experts' task vectors, after trimming.
+    Trimming keeps the largest elements of each expert's whole task vector; their share is in `shares`. `known` has the
+    thresholds of the trimming.
     """
     each = zip(tensors, shares, known, strict=True)
     return elected_balance([trimmed(of.task_vector(), share, of.order, table) for of, share, table in each])
@@ -204,10 +204,14 @@ class _PlainWords:
         return words
 
     def _found(self, prefix: int, shift: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the elements whose sort keys have the bits `prefix` above the last `shift` bits, as (bits, indices).
+        """Yield, chunk by chunk, the elements whose sort keys begin with `prefix`, as (magnitudes, indices).
 
-        The bits are those of the elements' magnitudes, as int32 without the sign. Tie-breaking marks, the lower half of
-        a sort key, are computed only if `prefix` contains bits of marks.
+        The sort key of an element is a number of 64 bits. The upper half is the element's magnitude, and the lower half
+        is its mark, by which elements of equal magnitude are ordered. An element is yielded if `prefix` is its sort key
+        without the last `shift` bits.
+
+        Each magnitude is given as the int32 that has the same bits as the float32. Marks are computed only if `shift`
+        is less than 32, so that `prefix` contains a part of the mark.
         """
         for start in range(0, self._sizes.numel(), CHUNK):
             bits = self._sizes[start : start + CHUNK].view(torch.int32)

@@ -25,7 +25,7 @@ __all__ = ["FileState", "content_problems", "file_states", "fingerprint"]
 
 @dataclass(frozen=True)
 class FileState:
-    """State of a file in the file system, by which it is recognised that the file has changed.
+    """State of a file in the file system, recorded so that a later change of the file is noticed.
 
     The state has the size in bytes, the time of modification (ns since 1970), and the inode. A program that changes a
     file changes at least one of these three, unless it sets the time of modification back.

@@ -270,7 +270,10 @@ class CoefficientGradients:
         return found
 
     def _fit(self, recipe: Recipe) -> None:
-        """Replace the transformers model by another one if it has other layers than the merge of `recipe`."""
+        """Make a new transformers model if the present one has other layers than the merge of `recipe`.
+
+        The new model has the layers of this merge, and replaces the present one.
+        """
         if self.model.holds(recipe, self.bank):
             return
         device = self.model.device

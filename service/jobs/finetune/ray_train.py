@@ -45,8 +45,10 @@ def num_side_by_side(specs: Sequence[FinetuneSpec], resources: Mapping[str, floa
 
     `specs` are the experts, and `wanted` is the number that the user asked for. The result is `wanted`, but at most the
     number of experts. If `wanted` is None, the result is the number of experts for whose workers the cluster has GPUs,
-    or 1 if workers train on CPU cores. Raises Conflict if the cluster has too few GPUs, or CPU cores if workers train
-    on these, for `wanted` experts at the same time. Also raises the errors of `trains_on_gpus`.
+    or 1 if workers train on CPU cores.
+
+    Raises Conflict if `wanted` experts at the same time need more GPUs than the cluster has or, if they train on CPU
+    cores, more cores. Also raises the errors of `trains_on_gpus`.
     """
     if len(specs) < 2:
         return len(specs)

@@ -36,7 +36,10 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check a submitted fine-tuning, without its base's weights. Raises InvalidStudy with every problem."""
+    """Check a submitted fine-tuning as far as possible without the weights of its base model.
+
+    Raises InvalidStudy with every problem.
+    """
     pipeline = parse_pipeline(document)
     check_server_paths(pipeline)
     examine_finetune(pipeline, access=context.access)

@@ -42,9 +42,9 @@ def begin_study(
 ) -> JobRecord:
     """Create the study that merges the trained experts of a fine-tuning, or return the study if it exists.
 
-    The study names experts that are stored in an object store by their URLs. Experts that are stored in a directory are
-    copied to the server's directory of sources. The study is created only once, even if drivers are killed. Raises
-    Conflict if the study cannot run.
+    If the experts are stored in an object store, the study names them by their URLs. If they are stored in a directory,
+    they are copied to the server's directory of sources. The study is created only once, even if drivers are killed.
+    Raises Conflict if the study cannot run.
     """
     if (known := study_of(store, writer.job_id)) is not None:
         return known

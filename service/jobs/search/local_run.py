@@ -100,7 +100,7 @@ def evaluate_run(
     resources: Resources,
     observer: Callable[[str], None] = lambda _: None,
 ) -> RunRecord:
-    """Add benchmarks to the study in `directory`, score what is missing, and return the study's record.
+    """Add benchmarks to the study in `directory`, score its merges on them, and return the study's record.
 
     If the study has not ended, its search is finished first. `added` are the benchmarks. The other arguments and errors
     are those of `run_study`. Also raises NotFound if there is no study in `directory`, and InvalidStudy if a benchmark

@@ -100,12 +100,13 @@ def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[s
 
 
 def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], float]]:
-    """Moving average of a gradient descent's losses over WINDOW gradients.
+    """Moving averages of a gradient descent's losses over WINDOW gradients.
 
-    Returns:
-        A tuple for each gradient: its number; by objective, the mean loss divided by the mean loss of the baselines;
-            the mean
-        of the weighted sum of losses.
+    The result has a tuple for each gradient:
+
+    - the number of the gradient
+    - for each objective, the average of its loss divided by the mean loss of the baselines
+    - the average of the weighted sum of losses
     """
 
     def window(index: int) -> Sequence[DescentStep]:

@@ -189,7 +189,7 @@ def _row(row: MergeLoss) -> dict[str, Any]:
 
 
 def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> tuple[Problem, ...]:
-    """List problems of a fine-tuning because of which the analysis of its experts would fail after the training.
+    """List the problems of a fine-tuning that would make the analysis of its experts fail after the training.
 
     For example, the losses need tasks with reference answers. `access` limits the files that tasks may read; None is no
     limit.

@@ -254,8 +254,8 @@ def _lack_of_host(placement: StudyPlacement, study: Study, profile: MachineProfi
 def _texts(needs: MemoryRequirements, kv_bytes: int) -> int:
     """Number of texts that an engine serves at the same time.
 
-    This many texts of TEXT_TOKENS tokens, or of the largest length if that is smaller, have keys and values that fit
-    into `kv_bytes` bytes. The number is at least 1 and at most MAX_NUM_SEQS.
+    The keys and values of this many texts fit into `kv_bytes` bytes, if each text has TEXT_TOKENS tokens, or the
+    largest length if that is smaller. The number is at least 1 and at most MAX_NUM_SEQS.
     """
     each = min(TEXT_TOKENS, needs.max_length) * needs.kv_token
     return max(1, min(MAX_NUM_SEQS, kv_bytes // each if each else MAX_NUM_SEQS))

@@ -32,11 +32,11 @@ __all__ = ["check_start", "with_start"]
 
 
 def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: str | Path) -> None:
-    """Check that the trained policies of the other study that a new study starts from exist and fit the new study.
+    """Check the trained policies with which a study starts its search: they must exist and fit the study.
 
-    `search.hm3.start` in the study file names the other study; a study without this option always passes. `open_study`
-    opens the other study. `artifacts_in` is the location of the server's artifacts, which have the policies. Raises
-    InvalidStudy if the policies do not exist or do not fit.
+    They are policies of another study, which `search.hm3.start` in the study file names; a study without this option
+    always passes. `open_study` opens the other study. `artifacts_in` is the location of the server's artifacts, which
+    have the policies. Raises InvalidStudy if the policies do not exist or do not fit.
     """
     if preflight.study.search.hm3.start is None:
         return
@@ -117,7 +117,7 @@ def _found(
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """Choose, for each policy of the new study, the iteration of the other study from whose checkpoint it starts.
+    """Choose the checkpoint with which each policy of the new study starts, by its iteration in the other study.
 
     If the new study has one policy for each preference vector, the policy takes the latest checkpoint of the other
     study's policy for its vector. If it has a single policy for all vectors, that policy takes the latest checkpoint of

@@ -49,9 +49,10 @@ class RayGradients:
         self._num_deaths = 0
 
     def use_completions(self, read: Callable[[], Completions]) -> None:
-        """Use the completions that `read` returns as reference answers of later requests.
+        """Use source models' completions, which `read` returns, as reference answers of later requests.
 
-        A request uses them only for the objectives that it lists in `completions`.
+        Each request names in its field `completions` the objectives whose losses are computed on such answers. The
+        losses of all other objectives are computed on the tasks' own right answers.
         """
         self._completions = read
         if self.actor is not None:

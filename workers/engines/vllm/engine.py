@@ -63,7 +63,7 @@ class SwapReport:
     - `materialise_s`: the seconds for computing the merge
     - `swap_s`: the seconds for writing it, including `repack_s`
     - `repack_s`: the seconds for packing weights, that is, copying them to the layout of vLLM's CPU kernels
-    - `is_new`: false if the engine already held the recipe and nothing was done
+    - `is_new`: whether the merge was written; false if the engine already held the recipe and nothing was done
     - `canary`: the report of the comparison with transformers after the swap; None if no comparison was due
     - `off_device`: text that says which part of the merge was computed on another device than the engine's; "" if none
       was

@@ -16,9 +16,9 @@ __all__ = ["engine_errors", "not_started"]
 def engine_errors() -> Iterator[None]:
     """Context manager around calls of vLLM that raises EngineCrashed if vLLM fails.
 
-    Errors of reading or writing a file are raised unchanged, because the engine can go on: after a failed swap it holds
-    no recipe, and the next swap writes all weights. A lost connection is a crash, because it shows that a process of
-    the engine has ended.
+    This project's own errors are raised unchanged. So are errors of reading or writing a file, because the engine can
+    go on after them: after a failed swap it holds no recipe, and the next swap writes all weights. A ConnectionError,
+    although it is an OSError like those, raises EngineCrashed, because it shows that a process of the engine has ended.
     """
     try:
         yield

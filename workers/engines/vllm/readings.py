@@ -40,8 +40,8 @@ class Reading:
     """A prompt for the engine, and the tokens whose log-probabilities are needed.
 
     - `tokens`: the prompt
-    - `start`: the index from which on the log-probabilities of the prompt's own tokens are needed, each given the
-      tokens before it
+    - `start`: the index of the first token of the prompt whose log-probability is needed; those of all later tokens are
+      needed too, each given the tokens before it
     - `choices`: tokens that may follow the prompt, whose log-probabilities after the whole prompt are needed
     """
 

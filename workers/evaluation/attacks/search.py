@@ -29,7 +29,7 @@ UNKNOWN = "[UNK]"
 
 @dataclass(frozen=True)
 class PromptAttack:
-    """A search for changed prompt templates of one task with which a model's metric is worse.
+    """A search for changed templates of the prompts of one task that make a model's metric worse.
 
     `option` has the attack's options from the study file. `original` is the task's prompt template. No attack changes
     the label words in it.

@@ -106,9 +106,9 @@ def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], devi
     """Call `function` for each of several merges, in parallel on a CPU and in any order.
 
     `items` are pairs (number of elements of the merge, item); `function` gets only the item. If `device` is a CPU,
-    items run in several threads at once, except the largest and the smallest, which run one by one. Each of the largest
-    uses all threads. The smallest run one by one because waiting for Python's interpreter lock would take longer than
-    the work.
+    several threads process one item each at a time. The largest and the smallest items are processed one by one
+    instead. Each of the largest uses all threads. For the smallest, waiting for Python's interpreter lock would take
+    longer than the work.
     """
     if device.type != "cpu":
         for _, item in items:

@@ -39,8 +39,9 @@ def merge(
     tensors are contiguous and have fewer than 2^32 elements.
 
     Without `shard`, a threshold of the rule may be known only by two bounds. In this case the elements between the
-    bounds are collected, the exact threshold is found among them, and they are merged again. With `shard`, the
-    thresholds must be exact (`exact`), because the elements between the bounds may be in other shards.
+    bounds are collected, the exact threshold is found among them, and the merge of these elements is computed with it.
+    With `shard`, the thresholds must be exact (`exact`), because the elements between the bounds may be in other
+    shards.
     """
     xs, merged = as_arrays(tensors), as_array(out)
     if isinstance(rule, rules.Important):

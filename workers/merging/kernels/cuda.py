@@ -70,8 +70,8 @@ def _ties_of(
 
     TIES keeps the elements of each source's task vector that are at a threshold or above; `sparse` has two bounds of
     each threshold. The first pass collects the elements between the bounds, which are not decided yet. The exact
-    thresholds are found among these elements, and the second pass merges them again. `xs` are the sources. `lambda_`
-    multiplies the merged task vector.
+    thresholds are found among these elements, and the second pass computes the merge of these elements with the exact
+    thresholds. `xs` are the sources. `lambda_` multiplies the merged task vector.
     """
     lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)

@@ -291,9 +291,9 @@ def turned_mark(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i, for i below 2^32, by which a random mask decides (`workers.merging.masks`).
+    """The hash of element i, by which a random mask decides whether to keep the element (`workers.merging.masks`).
 
-    k0 and k1 are the low and the high 32 bits of the mask's key.
+    i is below 2^32. k0 and k1 are the low and the high 32 bits of the mask's key.
     """
     x = U32(U32(U32(i) * WEYL) + k0)
     x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)

@@ -73,7 +73,7 @@ def ascending_variances(
 
 
 def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield the importances of elements, by which Arcee Fusion selects elements, in ascending order, in pieces.
+    """Yield the importances of all elements in ascending order, in pieces; Arcee Fusion selects elements by importance.
 
     The importance of an element is |second - first| times the number in `rows` for its row. These numbers may have any
     sign. A piece is an array in float32, valid until the next piece is taken.

@@ -92,7 +92,7 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 
 
 def most_undecided(rule: Any) -> int:
-    """Upper limit for the number of elements of a tensor that `rule` cannot decide, with which memory is allocated.
+    """Upper limit for the number of a tensor's undecided elements, for which memory is allocated in advance.
 
     `rule` has a lower and an upper bound of each of its thresholds. Elements between the bounds are undecided until the
     exact threshold is found. There are at most `MOST_LEFT` undecided elements for each threshold. The result is 0 for a

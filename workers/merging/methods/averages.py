@@ -160,8 +160,9 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, each vector along the first dimension by its own angle.
 
-    The method is `nuslerp_rows` along the first dimension instead of the last (mergekit: also `nuslerp_row_wise:
-    true`). `weights` are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
+    `nuslerp_rows` does the same along the last dimension. In mergekit, this method is NuSLERP with `nuslerp_flatten:
+    false` and `nuslerp_row_wise: true`. `weights` are the weights w_1 and w_2 of the tensors. The second tensor has the
+    share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()

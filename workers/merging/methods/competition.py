@@ -250,7 +250,7 @@ def consensus_ties(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Consensus merging with TIES: of its merged task vector, add only elements that matter to several models.
+    """Consensus merging with TIES: add the elements of TIES' merged task vector that matter to several models.
 
     TIES' merged task vector, tau, is that of equations 6 to 8 of "Automated Model Merging", with the share k of
     elements kept and without lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with

@@ -71,9 +71,10 @@ def _executed(code: str | ast.Module) -> Any:
 
 
 def _in_function(code: str) -> ast.Module:
-    """A module that imports what the code imports, with the rest of the code as its function `main`.
+    """Wrap a solution in the function `main` of a module, so that it runs only when `main` is called.
 
-    A last block that is run in the main module alone belongs to the function.
+    The imports of the solution stay outside the function. If the solution ends with a block `if __name__ ==
+    '__main__'`, the content of the block becomes the end of the function.
     """
     body = ast.parse(code).body
     if body and isinstance(last := body[-1], ast.If) and ast.unparse(last.test) == MAIN:
@@ -87,7 +88,12 @@ def _in_function(code: str) -> ast.Module:
 
 
 def _give(text: str) -> None:
-    """Make `text` the standard input: as `sys.stdin`, without bytes, and for what was imported as `stdin` before."""
+    """Make `text` the standard input of a solution, which may use it as `sys.stdin` or by the name `stdin`.
+
+    `sys.stdin` becomes a stream of text. It has no attribute `buffer`, so a solution cannot read bytes. The module of
+    the solution has run `from sys import *` before this call, and may have imported `stdin` itself. The name `stdin`
+    there stands for the earlier stream, so the read methods of that stream are replaced by ones that read `text`.
+    """
     lines = iter(text.split("\n"))
     vars(sys.stdin).update(read=lambda *_: text, readline=lambda *_: next(lines), readlines=lambda *_: text.split("\n"))
     sys.stdin = io.StringIO(text)

@@ -51,7 +51,7 @@ class TrainingMemory:
 
     @property
     def state(self) -> int:
-        """Bytes that are taken during the whole training: of the weights, gradients, optimizer's state and offset.
+        """Bytes that weights, gradients, the optimizer's state and the offset take during the whole training.
 
         They do not depend on the number of rows in a forward pass.
         """

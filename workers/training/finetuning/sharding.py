@@ -160,7 +160,7 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def gathered(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, directory: Path | None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Context manager that gathers whole tensors from sharded ones. The memory of the whole tensors is files on disk.
+    """Context manager that gathers whole tensors from sharded ones; the whole tensors are files mapped into memory.
 
     All ranks must enter the context. `tensors` has the sharded tensors by name, and the result has the whole tensors,
     of `dtype`, by the same names. Tensors are gathered one at a time and written to hidden files below `directory`,

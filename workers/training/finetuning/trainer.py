@@ -200,10 +200,10 @@ def _evaluators(
 
 
 def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
-    """Whether this rank computes activations again in the backward pass, which saves their memory.
+    """Whether this rank uses gradient checkpointing: activations are computed again in the backward pass.
 
-    `base` is the directory of the base model. Raises TrainingFailed if the training cannot fit into the memory of this
-    rank's device.
+    This saves the memory that they take. `base` is the directory of the base model. Raises TrainingFailed if the
+    training cannot fit into the memory of this rank's device.
     """
     checkpoint, is_bfloat16 = open_checkpoint(base), computes_in(spec, ranks.device) is torch.bfloat16
     if ranks.device.type == "cuda":

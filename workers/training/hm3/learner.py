@@ -100,10 +100,10 @@ class UpdateStatistics:
 class BaseLearner:
     """Base class of learners, which improve a policy's networks by the episodes that the policy has built.
 
-    A learner has the networks, the number of their updates, and the episodes that it remembers. It computes on the CPU
-    in float32. `paths` has the models through which layer paths lead. `descriptors` are statistics of the layers'
-    weights, or None. `seed` determines the learner's random numbers. Subclasses implement `_learn` with their own
-    optimizers.
+    A learner has the networks, the number of their updates, and a replay buffer: the remembered episodes, from which
+    the value network learns. It computes on the CPU in float32. `paths` has the models through which layer paths lead.
+    `descriptors` are statistics of the layers' weights, or None. `seed` determines the learner's random numbers.
+    Subclasses implement `_learn` with their own optimizers.
     """
 
     def __init__(
@@ -183,9 +183,10 @@ class BaseLearner:
     def restore(self, content: bytes, *, remembers: bool = True) -> None:
         """Restore a state that `to_bytes` returned for networks of the same shapes.
 
-        With `remembers` false, the remembered episodes in the state are left out; this is for a state of another
-        search. Raises ValueError if the networks have other shapes or draw other actions, and TrainingFailed if they
-        have numbers that are NaN or infinite.
+        The state contains a replay buffer, the episodes of earlier updates from which the value network also learns.
+        With `remembers` false, this buffer is left out; this is for a state that another search has saved. Raises
+        ValueError if the saved networks have other shapes, or if the saved policy draws another kind of action
+        (`Action`) than this learner's. Raises TrainingFailed if the saved networks contain NaN or infinity.
         """
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}

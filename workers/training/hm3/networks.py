@@ -26,11 +26,11 @@ class NetworkOptions:
 
     - `num_statistics`: the number of statistics that describe each layer
     - `first_std`: the initial standard deviation of the points that the policy draws
-    - `by_index`: each model has a learned embedding, in addition to the statistics of its layers; otherwise the
-      networks can be used for other models with the same number of layers
-    - `sees_preference`: the preference vector is an input of the policy network and the value network
-    - `scales`: the policy network has one more output, the scale of the path's last layer as a position in the range of
-      scales
+    - `by_index`: whether each model has a learned embedding, in addition to the statistics of its layers; without it,
+      the networks can be used for other models with the same number of layers
+    - `sees_preference`: whether the preference vector is an input of the policy network and the value network
+    - `scales`: whether the policy network has one more output, the scale of the path's last layer as a position in the
+      range of scales
     """
 
     num_objectives: int = 1

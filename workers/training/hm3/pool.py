@@ -13,7 +13,7 @@ __all__ = ["allowed_steps", "stop_of"]
 
 
 def stop_of(paths: LayerPaths) -> int:
-    """Index of the step that ends a layer path, which follows the indices of all layers."""
+    """Index of the step that ends a layer path; the indices below it are those of the layers."""
     return paths.num_steps
 
 

@@ -157,7 +157,11 @@ class PolicyTraining:
         return self.preferences[place % len(self.preferences)]
 
     def is_learned_from(self, iteration: int) -> bool:
-        """Whether the policy of an iteration learns from the outcomes of that iteration's episodes."""
+        """Whether the policy of an iteration learns from the outcomes of that iteration's episodes.
+
+        It does not if learning is switched off. A policy that begins untrained does not learn from its first
+        iterations, the warm-up, either.
+        """
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
