@@ -17,7 +17,7 @@ from service.store import Store, schema
 from service.store import move as moving
 from service.store.accounts import AccountStore, Actor
 from service.store.move import move
-from service.types import EventKind, ExportRecord, ExportState, JobState, Role, Scope
+from service.types import EventKind, ExportRecord, ExportState, JobState, Role, Scope, Steering
 from tests.postgresql import PASSWORD, PostgreSQL
 from tests.service.store.test_connection import ODD
 from tests.service.store.test_store import RESOLVED, RUNG, TRIAL, WRITES, chunk
@@ -53,6 +53,7 @@ def filled(url: str) -> Store:
             row = {"study": job.id, "name": "x", "digest": "d", "num_bytes": 2**40, "facts": {}, "created_at": 1 / 7}
             connection.execute(sa.insert(schema.artifacts).values(row))
             connection.execute(sa.insert(schema.samples), [old_sample(job.id, *each) for each in enumerate(ODD)])
+        store.request_evaluation(job, 3, steering=Steering("evaluate"))
         writer.set_state(JobState.COMPLETE)
     store.delete_job(job.id)
     store.set_drained(drained=True)
