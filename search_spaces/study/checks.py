@@ -50,7 +50,7 @@ HINTS = MessageHints(
 
 @dataclass
 class ValidParts:
-    """Those parts of a study file that are valid on their own.
+    """Parts of a study file, each only if it is valid on its own.
 
     A section that is not valid is None. The keys of `objectives`, `costs`, `holdout` and `benchmarks` are the positions
     of the entries in the file's list; an entry that is not valid is missing. `objective_names` are the names of all

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from service.errors import Conflict
 from service.types import Role
@@ -151,13 +151,18 @@ def is_protected(url: str) -> bool:
         return False
 
 
-def _issuer_problem(url: str) -> str | None:
+def _parts(url: str) -> SplitResult | None:
+    """The parts of an HTTP or HTTPS URL without user, query and fragment; None for any other text."""
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("https", "http") and parts.hostname is not None and parts.username is None
     except ValueError:
-        is_url = False
-    if not is_url or parts.query or parts.fragment:
+        return None
+    return parts if is_url and not parts.query and not parts.fragment else None
+
+
+def _issuer_problem(url: str) -> str | None:
+    if _parts(url) is None:
         return f"{url!r:.200}: is not the URL of a provider; give one such as https://login.example.org/realms/main"
     if not is_protected(url):
         return f"{url!r:.200}: is not https, so that others on the network could read secrets; give an https URL"
@@ -165,12 +170,8 @@ def _issuer_problem(url: str) -> str | None:
 
 
 def _public_problem(url: str) -> str | None:
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("https", "http") and parts.hostname is not None and parts.username is None
-    except ValueError:
-        is_url = False
-    if is_url and not parts.query and not parts.fragment and re.fullmatch(r"(/[A-Za-z0-9_.~-]+)*/?", parts.path):
+    parts = _parts(url)
+    if parts is not None and re.fullmatch(r"(/[A-Za-z0-9_.~-]+)*/?", parts.path):
         return None
     return f"{url!r:.200}: is not the URL of a server; give one such as https://search.example.org/mergesearch"
 

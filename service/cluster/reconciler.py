@@ -238,7 +238,7 @@ class RayCluster:
         self._asked_to_stop: set[str] = set()  # Ray Jobs of drivers that were asked to end by a drain
         self._interrupted: set[str] = set()  # Ray Jobs of drivers that were asked to end because their job pauses
         self._at_rest: set[str] = set()  # Ray Jobs of paused jobs that have ended
-        self._paused: dict[str, Decision] = {}  # jobs whose next driver starts later
+        self._delayed: dict[str, Decision] = {}  # jobs whose next driver starts later
         # Since when the database has answered, by the clock of the stored times; None before the first round.
         self._watched_since: float | None = None
         self._losses: dict[str, dict[int, str]] = {}  # why a job's drivers were lost since one last worked
@@ -286,7 +286,7 @@ class RayCluster:
             return "a request to resume it" if job.state is JobState.PAUSED else "its driver to end; then it is PAUSED"
         if (reason := self.not_ready()) is not None:
             return reason if reason in (self._store.problem(), DRAINED) else f"Ray: {reason}"
-        pause = self._paused.get(job.id)
+        pause = self._delayed.get(job.id)
         if pause is not None and pause.until is not None:
             return f"its next driver, in {max(pause.until - time.time() - self._clock_s, 0.0):.0f} s: {pause.because}"
         if job.id in self._queued:
@@ -418,7 +418,7 @@ class RayCluster:
             queued |= set() if has_driver or job.is_paused else {job.id}
         self._queued, self._placed = queued, placed
         names = {job.id for job in jobs}
-        self._paused = {name: pause for name, pause in self._paused.items() if name in names}
+        self._delayed = {name: pause for name, pause in self._delayed.items() if name in names}
         current = {submission_id(job, job.submissions) for job in jobs if job.is_paused or job.is_outdated}
         self._at_rest &= {submission_id(job, job.submissions) for job in jobs if job.state is JobState.PAUSED}
         self._interrupted &= current  # a job that is resumed meanwhile may be paused again
@@ -459,9 +459,9 @@ class RayCluster:
             message=message,
         )
         if decision.until is not None:
-            self._paused[job.id] = decision
+            self._delayed[job.id] = decision
             return False
-        self._paused.pop(job.id, None)
+        self._delayed.pop(job.id, None)
         is_idle = job.is_paused and ray_job not in ("PENDING", "RUNNING")
         if is_idle and job.state is JobState.PAUSED:
             self._at_rest.add(submission_id(job, job.submissions))

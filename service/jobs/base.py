@@ -91,7 +91,7 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 
 @dataclass(frozen=True)
 class View:
-    """What a kind of job adds to the JSON document of a job that the server sends to clients.
+    """Fields and links that a kind of job adds to the JSON document of a job, as the server sends it to clients.
 
     `fields` are further fields of the document, by name. `links` are further links, as URL paths by name.
     """

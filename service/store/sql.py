@@ -537,9 +537,8 @@ class Store:
         study continues, so that finalists that were not chosen before are scored on held-out data, unless its
         responses were removed. A mark that is there already changes nothing. Raises NotFound if there is no such trial.
         """
-        table, jobs, named = schema.trials, schema.studies, schema.documents
+        table, jobs = schema.trials, schema.studies
         is_this = (table.c.study == study.id) & (table.c.number == number)
-        has_removed = sa.select(named.c.study).where((named.c.study == study.id) & (named.c.name == RESPONSES)).exists()
         with transaction(self._engine) as connection:
             lock_job(connection, study.id)
             before = connection.execute(sa.select(table.c.invalid).where(is_this)).one_or_none()
@@ -549,14 +548,10 @@ class Store:
                 return self.job(study.id)
             connection.execute(sa.update(table).where(is_this).values(invalid=invalid))
             insert_event(connection, study.id, EventKind.STEERED, replace(steering, trial=number).payload)
-            this_job = jobs.c.id == study.id
-            connection.execute(sa.update(jobs).where(this_job).values(edited_after=jobs.c.attempt))
-            reason, state = f"trial {number} was marked as {'in' * (invalid is not None)}valid", JobState.STOPPED.value
-            is_complete = this_job & (jobs.c.state == JobState.COMPLETE.value) & ~has_removed
-            reopened = sa.update(jobs).where(is_complete).values(state=state, reason=reason)
-            if connection.execute(reopened).rowcount == 1:
-                insert_event(connection, study.id, EventKind.RESUMED, {})
-                insert_event(connection, study.id, EventKind.STATE, {"state": state, "reason": reason})
+            connection.execute(sa.update(jobs).where(jobs.c.id == study.id).values(edited_after=jobs.c.attempt))
+            reason = f"trial {number} was marked as {'in' * (invalid is not None)}valid"
+            if not _has_removed_responses(connection, study.id):
+                _reopen(connection, study.id, reason)
         return self.job(study.id)
 
     def request_evaluation(self, study: JobRecord, trial: int, *, steering: Steering) -> JobRecord:
@@ -566,24 +561,21 @@ class Store:
         for a trial that has one already changes nothing. Raises Conflict if the responses of a COMPLETE study were
         removed.
         """
-        table, jobs, named = schema.evaluation_requests, schema.studies, schema.documents
-        has_removed = sa.select(named.c.study).where((named.c.study == study.id) & (named.c.name == RESPONSES)).exists()
+        table, jobs = schema.evaluation_requests, schema.studies
         with transaction(self._engine) as connection:
             lock_job(connection, study.id)
             of_study = table.c.study == study.id
             known = connection.execute(sa.select(table.c.trial).where(of_study)).scalars().all()
             if trial not in known:
-                reason, state = f"trial {trial} is evaluated at the full budget", JobState.STOPPED.value
                 this_job = jobs.c.id == study.id
                 is_complete = this_job & (jobs.c.state == JobState.COMPLETE.value)
-                reopened = sa.update(jobs).where(is_complete & ~has_removed).values(state=state, reason=reason)
-                if connection.execute(reopened).rowcount == 1:
-                    insert_event(connection, study.id, EventKind.RESUMED, {})
-                    insert_event(connection, study.id, EventKind.STATE, {"state": state, "reason": reason})
-                elif connection.execute(sa.select(jobs.c.id).where(is_complete)).scalar() is not None:
+                if (
+                    _has_removed_responses(connection, study.id)
+                    and connection.execute(sa.select(jobs.c.id).where(is_complete)).scalar() is not None
+                ):
                     raise Conflict(f"study {study.name!r}: its responses were removed, so it cannot continue")
-                row = {"study": study.id, "number": len(known), "trial": trial}
-                connection.execute(sa.insert(table).values(row))
+                _reopen(connection, study.id, f"trial {trial} is evaluated at the full budget")
+                connection.execute(sa.insert(table).values(study=study.id, number=len(known), trial=trial))
                 connection.execute(sa.update(jobs).where(this_job).values(edited_after=jobs.c.attempt))
                 insert_event(connection, study.id, EventKind.STEERED, replace(steering, trial=trial).payload)
         return self.job(study.id)
@@ -659,13 +651,14 @@ class Store:
                     (table.c.id == study.id)
                     & (table.c.state == JobState.COMPLETE.value)
                     & (table.c.attempt == study.attempt)
+                    & (table.c.version == study.version)
                 )
-                .values(document=dict(document), state=JobState.STOPPED.value, reason=reason)
+                .values(document=dict(document), state=JobState.STOPPED.value, reason=reason, version=study.version + 1)
             )
             if changed.rowcount != 1:
                 raise Conflict(
-                    f"study {study.name!r} has not ended, or was continued meanwhile; write benchmarks into its study "
-                    "file before, or add them when it is COMPLETE"
+                    f"study {study.name!r} has not ended, or was continued or edited meanwhile; write benchmarks into "
+                    "its study file before, or add them when it is COMPLETE"
                 )
             insert_event(connection, study.id, EventKind.BENCHMARKS_ADDED, {"benchmarks": list(names)})
             insert_event(connection, study.id, EventKind.RESUMED, {})
@@ -1087,6 +1080,22 @@ class Store:
             return connection.execute(
                 sa.select(table.c.document).where((table.c.study == job_id) & (table.c.name == name))
             ).scalar()
+
+
+def _has_removed_responses(connection: sa.Connection, job_id: str) -> bool:
+    """Whether the responses of a study were removed to save space, so that the study cannot continue."""
+    named = schema.documents
+    query = sa.select(named.c.study).where((named.c.study == job_id) & (named.c.name == RESPONSES))
+    return connection.execute(query).first() is not None
+
+
+def _reopen(connection: sa.Connection, job_id: str, reason: str) -> None:
+    """Let a job continue if it is COMPLETE, for this reason; jobs in other states are not changed."""
+    jobs, state = schema.studies, JobState.STOPPED.value
+    is_complete = (jobs.c.id == job_id) & (jobs.c.state == JobState.COMPLETE.value)
+    if connection.execute(sa.update(jobs).where(is_complete).values(state=state, reason=reason)).rowcount == 1:
+        insert_event(connection, job_id, EventKind.RESUMED, {})
+        insert_event(connection, job_id, EventKind.STATE, {"state": state, "reason": reason})
 
 
 def _now(connection: sa.Connection) -> float:

@@ -76,7 +76,7 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """What transformers knows about a model type: its names for common configuration keys, and its defaults.
+    """Read the names that transformers has for common configuration keys of a model type, and the keys' defaults.
 
     The first result maps a common key, such as num_hidden_layers, to the model type's name for it. The second result
     has the defaults of configuration keys. Both are cached on disk, because importing transformers' configurations

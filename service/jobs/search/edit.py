@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,7 +62,10 @@ def edited(record: JobRecord, edit: StudyEdit, store: Store) -> Mapping[str, Any
             "a new study can begin with its results (search.warm_start)"
         )
     after = parse_study(document)
-    if problems := (*_trial_problems(record, before, after, store), *_used_problems(record, after)):
+    given = set(edit.limits.model_fields_set) if "limits" in edit.model_fields_set else set()
+    if after.engine.replicas != before.engine.replicas:
+        given.add("max_gpu_hours")  # they are counted with the present number of replicas
+    if problems := (*_trial_problems(record, before, after, store), *_used_problems(record, after, given)):
         raise InvalidStudy(problems)
     return after.canonical()
 
@@ -88,7 +91,8 @@ def _trial_problems(record: JobRecord, before: Study, after: Study, store: Store
     return ()
 
 
-def _used_problems(record: JobRecord, after: Study) -> tuple[Problem, ...]:
+def _used_problems(record: JobRecord, after: Study, given: Collection[str]) -> tuple[Problem, ...]:
+    """Problems of the limits in `given` that are below what the study has used."""
     hours = record.wall_clock_s / 3600 * after.engine.num_gpus
     used = {
         "max_samples": int((record.progress or {}).get("samples_used", 0)),
@@ -99,5 +103,5 @@ def _used_problems(record: JobRecord, after: Study) -> tuple[Problem, ...]:
     return tuple(
         Problem(f"limits.{name}", f"{limit:g} is below the {value:g} that the study has used; give {value:g} or more")
         for name, limit, value in found
-        if limit is not None and limit < value
+        if name in given and limit is not None and limit < value
     )

@@ -1,4 +1,4 @@
-"""What clients rely on in the OpenAPI document, and what a later document may not take away.
+"""Contract of the API: the routes, parameters and fields of its OpenAPI document that later versions keep.
 
 `released.json` has the contract of the last release. `python -m tests.service.api.contract` writes it, as part of
 `make release`.

@@ -361,3 +361,17 @@ def test_planted_secrets_are_shown_nowhere(
         assert not any(secret in text for text in shown)
         assert not any(secret.encode() in content for content in files)
         assert any(secret[:10] in text for text in shown) or secret == wrong
+
+
+def test_only_administrators_put_jobs_first(company: Company) -> None:
+    """The owner of a job may let it wait longer than others, not shorter."""
+    path = f"/v1/studies/{company.own(stored_study(company.server.store)).id}"
+    headers = {"If-Match": "*"}
+    with company.http("owner") as owner, company.http("root") as root:
+        refused = owner.patch(path, json={"priority": 1}, headers=headers)
+        assert (refused.status_code, refused.json()["detail"]) == (
+            403,
+            "priority: 1 is above 0, which only an administrator of the server may give",
+        )
+        assert owner.patch(path, json={"priority": -1}, headers=headers).json()["priority"] == -1
+        assert root.patch(path, json={"priority": 1}, headers=headers).json()["priority"] == 1

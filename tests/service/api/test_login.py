@@ -448,7 +448,7 @@ def test_claims_may_be_in_the_user_info_alone(
 
 
 def test_a_login_that_the_provider_ends(company: Company, browser: Browser) -> None:
-    """A refusal of the provider is told by its code, and nothing else that came with it."""
+    """The message names the code of the provider's refusal, and nothing else that came with it."""
     for error, shown in (("access_denied", "access_denied"), ("<script>", "unknown error")):
         state = parameters_of(browser.begin().headers["location"])["state"]
         refused = browser.get("/v1/login/callback", params={"error": error, "state": state})

@@ -18,7 +18,7 @@ from service.jobs.base import Accepted, JobKind
 from service.resolved_study import ResolvedStudy
 from service.store import blobs, schema
 from service.store.artifacts import ArtifactStore
-from service.types import Account, JobState, Origin, TrialRecord
+from service.types import Account, JobState, Origin, TrialRecord, TrialState
 from tests.s3_server import S3
 from tests.service.api.harness import (
     ApiServer,
@@ -610,3 +610,41 @@ def test_only_what_was_pruned_or_failed_is_evaluated(http: httpx.Client, server:
     )
     assert http.post(f"{path}/trials/99999:evaluate").status_code == 404
     assert server.store.evaluation_requests(record.id) == ()
+
+
+def test_limits_that_are_not_edited_are_not_checked(http: httpx.Client, server: ApiServer) -> None:
+    """A study that has reached a limit, and scores held-out data, may still be edited."""
+    record = stored_study(server.store)
+    path = f"/v1/studies/{record.id}"
+    assert edit(http, path, {"limits": {"max_wall_clock_s": 60, "max_gpu_hours": 2}}).status_code == 200
+    server.store.open_attempt(record.id, as_driver=True).heartbeat(wall_clock_s=7200.0)
+    assert edit(http, path, {"max_trials": 99}).status_code == 200
+    refused = edit(http, path, {"replicas": 3})
+    assert [problem["field"] for problem in refused.json()["problems"]] == ["limits.max_gpu_hours"]
+
+
+def test_a_stopped_search_gets_no_other_number_of_trials(http: httpx.Client, server: ApiServer) -> None:
+    path = f"/v1/studies/{stored_study(server.store).id}"
+    assert http.post(f"{path}:stop").status_code == 202
+    refused = edit(http, path, {"max_trials": 99})
+    assert (refused.status_code, "the search is stopped by request" in refused.json()["detail"]) == (409, True)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient", "hm3"])
+def test_searchers_that_plan_steps_keep_their_trials(http: httpx.Client, server: ApiServer, algorithm: str) -> None:
+    """They get neither fewer trials nor trials in between."""
+    accepted = {**finished_study(server.store).accepted, "algorithm": algorithm}
+    source = stored_study(server.store)
+    record = server.store.create_job(kind="search", name="s", document=source.document, accepted=accepted)
+    writer = server.store.open_attempt(record.id, as_driver=True)
+    writer.add_trial(
+        next(t for t in run_record().trials if isinstance(t, TrialRecord) and t.state is TrialState.PRUNED)
+    )
+    (number,) = server.store.trial_numbers(record.id)
+    path = f"/v1/studies/{record.id}"
+    fewer = edit(http, path, {"max_trials": source.document["search"]["max_trials"] - 1})
+    assert (fewer.status_code, "has planned its steps" in fewer.text) == (422, True)
+    refused = http.post(f"{path}/trials/{number}:evaluate")
+    assert (refused.status_code, "send the request when it is COMPLETE" in refused.text) == (409, True)
+    writer.set_state(JobState.COMPLETE)
+    assert http.post(f"{path}/trials/{number}:evaluate").status_code == 202

@@ -263,7 +263,7 @@ def test_given_tokens_are_as_long_as_made_ones() -> None:
 
 
 def test_a_login_is_taken_once(accounts: AccountStore) -> None:
-    """Of a state and a browser, one of simultaneous calls gets the login, while it has not expired."""
+    """Only one of simultaneous calls gets a login that has not expired, and only for its state and browser."""
     login = LoginRecord("nonce", "verifier", "https://search.example.org/v1/login/callback", "/docs")
     accounts.add_login(login, state="a" * 64, browser="b" * 64, lifetime_s=60.0)
     accounts.add_login(login, state="c" * 64, browser="b" * 64, lifetime_s=-1.0)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from service.cluster.reconciler import submission_id
-from service.errors import NotFound, StaleAttempt
+from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import Store
+from service.store.documents import RESPONSES
 from service.types import JobRecord, JobState, Steering
+from tests.service.store.test_store import TRIAL
 
 PAUSE, STOP = Steering("pause", "ann", "the GPUs are needed"), Steering("stop", "bob")
 
@@ -171,3 +173,30 @@ def test_unknown_jobs_cannot_be_steered(store: Store) -> None:
     for call in (store.pause, store.stop_search):
         with pytest.raises(NotFound, match="no such job"):
             call("0" * 32, steering=PAUSE)
+
+
+def test_a_study_without_its_responses_does_not_continue(store: Store, job: JobRecord) -> None:
+    """Its trials may be marked, but nothing is scored any more."""
+    writer = store.open_attempt(job.id)
+    writer.add_trial(TRIAL)
+    writer.set_state(JobState.COMPLETE)
+    marked = store.set_invalid(job, TRIAL.number, invalid="why", steering=Steering("invalidate"))
+    assert marked.state is JobState.STOPPED, "with its responses it continues"
+    writer.set_document_named(RESPONSES, {})
+    writer.set_state(JobState.COMPLETE)
+    assert store.set_invalid(job, TRIAL.number, invalid=None, steering=Steering("validate")).state is JobState.COMPLETE
+    with pytest.raises(Conflict, match="its responses were removed"):
+        store.request_evaluation(job, TRIAL.number, steering=Steering("evaluate"))
+    assert store.evaluation_requests(job.id) == ()
+
+
+def test_benchmarks_and_edits_do_not_overwrite_each_other(store: Store, job: JobRecord) -> None:
+    store.open_attempt(job.id).set_state(JobState.COMPLETE)
+    read = store.job(job.id)
+    assert edit(store, read, name="second") is not None
+    with pytest.raises(Conflict, match="edited meanwhile"):
+        store.add_benchmarks(read, {"x": 3}, names=["b"])
+    read = store.job(job.id)
+    store.add_benchmarks(read, {"x": 3}, names=["b"])
+    assert edit(store, read, name="third") is None
+    assert store.job(job.id).document == {"x": 3}

@@ -45,7 +45,7 @@ class NotPacked(Exception):
 
 @dataclass(frozen=True)
 class Writing:
-    """What was written for one merge, and how long it took.
+    """Number of tensors that were written for one merge, and the time that each part of the work took.
 
     `tensors_written` is the number of tensors that were written. `materialise_s` is the time for computing the merge,
     in seconds. `repack_s` is the time for packing weights, that is, copying them to the layout of vLLM's CPU kernels.

@@ -56,7 +56,7 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """What autograd saves in place of a tensor with noise, and from which the backward pass computes the tensor again.
+    """Record from which the backward pass computes a tensor with noise; autograd saves it in place of the tensor.
 
     The tensor is a view of a parameter (`read`) to which noise is added. `size` and `stride` are the view's shape and
     strides, and `place` is the offset of the view's first element in memory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from search_spaces.study.search import GradientOptions, PolicyOptions, Search
 from service.errors import StudyFailed, StudyUnusable
 from service.jobs.heartbeat import Heartbeat
 from service.jobs.search.attempt import (
+    _baselines,
     _planned_steps,
     _reason_to_fail,
     execute,
@@ -29,17 +30,18 @@ from service.jobs.search.attempt import (
     with_alignments,
 )
 from service.resolved_study import ResolvedStudy
-from service.store import Store
+from service.store import BracketRecord, Store
 from service.store.artifacts import ArtifactStore
 from service.store.documents import ALIGNMENT_COST, read_alignment_cost
 from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
 from service.tune.searchers.base import SearchSetting
-from service.types import EventKind, JobRecord, JobState
+from service.types import EventKind, JobRecord, JobState, Origin, Steering, TrialRecord
 from tests.builders import tiny_family
 from tests.end_to_end.studies import undisturbed, write_small_study
 from tests.s3_server import S3, failing
 from tests.service.sums import sums_study, write_sums
+from tests.service.synthetic_run import run_record
 from tests.service.tune.harness import trial_list
 from tests.workers.recipes import random_alignment
 from workers.alignments.files import is_stored, read_alignment, write_alignment
@@ -267,3 +269,20 @@ def test_planned_steps_are_those_of_the_searcher(algorithm: str, max_trials: int
         max_trials=max_trials, gradient=GradientOptions(steps=48, points=4), hm3=PolicyOptions(episodes=16)
     )
     assert _planned_steps(algorithm, SearchSetting(objectives=("a", "b"), options=options)) == expected
+
+
+def test_requested_trials_are_no_baselines(tmp_path: Path) -> None:
+    """The numbers of proposals begin after the baselines, so a later driver must count the same ones."""
+    store = Store(f"sqlite:///{tmp_path / 'study.db'}")
+    job = store.create_job(kind="search", name="s", document={}, accepted={})
+    writer = store.open_attempt(job.id)
+    trials = [trial for trial in run_record().trials if isinstance(trial, TrialRecord) and trial.origin.is_given]
+    for trial in trials:
+        writer.add_trial(trial)
+    store.request_evaluation(job, 0, steering=Steering("evaluate"))
+    requested = replace(trials[0], number=len(trials), origin=Origin.USER)
+    writer.add_trial(requested, request=0)
+    writer.open_bracket(BracketRecord(0, 0, 1))
+    preflight: Any = SimpleNamespace(baselines=lambda: ())
+    assert len(_baselines(store, job.id, preflight)) == len(trials)
+    store.close()

@@ -22,6 +22,7 @@ def table_of(
     baselines: int = 0,
     max_staleness: int = 1,
     waits_for_baselines: bool = False,
+    batch: int = 1,
     violation: Callable[[int, int], float] = lambda number, rung: 0.0,
 ) -> RungTable:
     """A table with its baselines added, none of them evaluated. eta is 3."""
@@ -33,6 +34,7 @@ def table_of(
         max_trials=max_trials,
         max_staleness=max_staleness,
         waits_for_baselines=waits_for_baselines,
+        batch=batch,
         violation=violation,
     )
     for number in range(baselines):
@@ -591,3 +593,11 @@ def test_asha_promotes_whom_one_worker_of_the_paper_would(seed: int) -> None:
         for decision in table.record(number, rung, costs[number]):
             climbed[decision.rung] += decision.promoted
     assert [sorted(numbers) for numbers in climbed] == [sorted(numbers) for numbers in sent]
+
+
+def test_a_requested_trial_may_take_a_number_of_a_batch() -> None:
+    """A trial in no bracket that is the first of a batch of proposals does not end the search."""
+    table = table_of(max_trials=9, baselines=1, max_staleness=9, batch=2)
+    assert [propose(table), propose(table)] == [1, 2]
+    table.add_trial(3, None)
+    assert [propose(table), propose(table)] == [4, 5]
